@@ -1,0 +1,144 @@
+"""``init``: choose a transport, start it, and find out about the job before anything is sent.
+
+Order of choice: Horovod if its binding for the framework is installed, mpi4py if a launcher started several ranks,
+local for a single process. ``HVDPLUS_TRANSPORT`` overrides.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import socket
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hvdplus.adapters import openmpi
+from hvdplus.adapters.local import Local
+from hvdplus.settings import Settings
+from hvdplus.transport import Transport, TransportError, World
+
+INSTALL_HOROVOD = "Install Horovod with `hvdplus install-horovod` (its package does not build on today's stack by itself)"
+INSTALL_MPI4PY = "or use mpi4py, with nothing to compile: `pip install 'hvdplus[mpi]'`"
+
+LAUNCHED_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE", "MV2_COMM_WORLD_SIZE")
+"""Variables by which launchers tell a process how many ranks there are."""
+
+
+def launched_ranks(environ: Mapping[str, str] = os.environ) -> int:
+    """World size that the launcher announced; 1 without a launcher."""
+    if "PMIX_RANK" in environ and "SLURM_NTASKS" in environ:  # srun --mpi=pmix
+        return int(environ["SLURM_NTASKS"])
+    return max((int(environ[name]) for name in LAUNCHED_SIZES if name in environ), default=1)
+
+
+def connect(binding: str, capability: Callable[[], str], *arguments: Any, **keywords: Any) -> World:
+    """Start the transport and learn about the world.
+
+    Args:
+        binding: ``horovod.torch`` or ``horovod.tensorflow``.
+        capability: tells what vector instructions the framework uses on this CPU.
+        arguments, keywords: for ``horovod.init``.
+
+    Raises:
+        TransportError: nothing that can carry the bytes is installed, or what was asked for is not.
+    """
+    settings = Settings.from_environment()
+    made = openmpi.apply_settings()
+    transport = _start(binding, settings.transport, arguments, keywords)
+    collective = openmpi.allreduce_algorithm(made) if transport.name in ("horovod-mpi", "mpi4py") else "ring"
+    mine = {"host": socket.gethostname(), "CPU": capability(), "machine": platform.machine(), **_versions(binding)}
+    ranks = transport.gather_objects(mine)
+    world = World(
+        transport,
+        hosts=dict(Counter(facts["host"] for facts in ranks)),
+        collective=collective if transport.size > 1 else "none",
+        differences=tuple(
+            f"{key}: " + " | ".join(sorted({str(facts[key]) for facts in ranks}))
+            for key in mine
+            if key != "host" and len({str(facts[key]) for facts in ranks}) > 1
+        ),
+    )
+    if transport.rank == 0:
+        hosts = ", ".join(f"{host} x {count}" for host, count in world.hosts.items())
+        _say(
+            f"hvdplus: {transport.size} rank{'s' if transport.size > 1 else ''} on {len(world.hosts)} "
+            f"host{'s' if len(world.hosts) > 1 else ''} ({hosts}), transport {transport.name}, "
+            f"collective {world.collective}, compression {settings.compression}"
+        )
+        for difference in world.differences:
+            _say(f"hvdplus: ranks differ in {difference}; levels that need equal bits (lowrank) are left out")
+    return world
+
+
+def horovod_missing(binding: str) -> bool:
+    """Whether Horovod is not installed, or not built for this framework."""
+    if importlib.util.find_spec("horovod") is None:
+        return True
+    library = {"horovod.torch": "mpi_lib_v2", "horovod.tensorflow": "mpi_lib"}[binding]
+    package = importlib.util.find_spec(binding)
+    folders = package.submodule_search_locations or [] if package else []
+    return not any(
+        name.startswith(library + ".") and name.endswith(".so") for folder in folders for name in os.listdir(folder)
+    )
+
+
+def wants_horovod(binding: str) -> bool:
+    """Whether ``connect`` would choose Horovod."""
+    wanted = Settings.from_environment().transport
+    return wanted == "horovod" or (wanted == "auto" and not horovod_missing(binding))
+
+
+def _start(binding: str, wanted: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Transport:
+    ranks = launched_ranks()
+    if wanted == "auto":
+        if not horovod_missing(binding):
+            wanted = "horovod"
+        elif ranks == 1:
+            wanted = "local"
+        else:
+            wanted = "mpi4py"
+    if wanted == "local":
+        if ranks > 1:
+            raise TransportError(
+                f"HVDPLUS_TRANSPORT=local is for one process, but the launcher started {ranks}. "
+                "Use horovod, mpi4py or auto."
+            )
+        return Local()
+    if wanted == "mpi4py":
+        if importlib.util.find_spec("mpi4py") is None:
+            raise TransportError(
+                f"{ranks} ranks were started, but neither Horovod for this framework nor mpi4py is installed. "
+                f"{INSTALL_HOROVOD}, {INSTALL_MPI4PY}."
+            )
+        from hvdplus.adapters.mpi4py import Mpi4py
+
+        return Mpi4py()
+    if horovod_missing(binding):
+        raise TransportError(
+            f"Horovod was asked for, but {binding} is not installed. {INSTALL_HOROVOD}, {INSTALL_MPI4PY}."
+        )
+    from hvdplus.adapters import horovod
+
+    kinds = {"horovod.torch": horovod.HorovodTorch, "horovod.tensorflow": horovod.HorovodTensorFlow}
+    return kinds[binding](importlib.import_module(binding), *arguments, **keywords)
+
+
+def _versions(binding: str) -> dict[str, str]:
+    """Versions whose difference can change the bits of a matrix product."""
+    packages = {"horovod.torch": ("torch",), "horovod.tensorflow": ("tensorflow-cpu", "tensorflow", "keras")}[binding]
+    found = {"hvdplus": importlib.metadata.version("hvdplus"), "numpy": importlib.metadata.version("numpy")}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "absent"
+    return found
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

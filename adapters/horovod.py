@@ -1,0 +1,54 @@
+"""Transport over Horovod, which negotiates names between ranks, so that sums may start in any order.
+
+Each framework has its own binding with its own native library; only one of the two may run in a process.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from hvdplus.compression import Array
+
+
+class Horovod:
+    """What both bindings share. ``binding`` is ``horovod.torch`` or ``horovod.tensorflow``."""
+
+    def __init__(self, binding: ModuleType, *arguments: Any, **keywords: Any) -> None:
+        """Starts Horovod; the arguments are those of ``horovod.init``."""
+        self.binding: Any = binding
+        self.binding.init(*arguments, **keywords)
+        self.name = "horovod-mpi" if self.binding.mpi_enabled() else "horovod-gloo"
+        self.rank = self.binding.rank()
+        self.size = self.binding.size()
+        self.local_rank = self.binding.local_rank()
+        self.local_size = self.binding.local_size()
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return list(self.binding.allgather_object(value)) if self.size > 1 else [value]
+
+    def barrier(self) -> None:
+        self.binding.barrier() if hasattr(self.binding, "barrier") else self.gather_objects(None)
+
+    def shutdown(self) -> None:
+        self.binding.shutdown()
+
+
+class HorovodTorch(Horovod):
+    """PyTorch: sums in place, asynchronously."""
+
+    def start(self, array: Array, name: str) -> Any:
+        return self.binding.allreduce_async_(array, op=self.binding.Sum, name=name)
+
+    def wait(self, handle: Any) -> Array:
+        return self.binding.synchronize(handle)
+
+
+class HorovodTensorFlow(Horovod):
+    """TensorFlow: the sum is an op, the graph waits where it needs it."""
+
+    def start(self, array: Array, name: str) -> Any:
+        return self.binding.allreduce(array, op=self.binding.Sum, name=name, ignore_name_scope=True)
+
+    def wait(self, handle: Any) -> Array:
+        return handle

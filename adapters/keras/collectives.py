@@ -1,0 +1,141 @@
+"""Horovod's Keras functions: its own where they work, ours where Keras 3 broke them or Horovod is missing."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdplus.transport import TransportError, World
+
+_world: World | None = None
+
+
+def use(world: World | None) -> None:
+    """The world that callbacks talk to."""
+    global _world
+    _world = world
+
+
+def current() -> World:
+    """The world that ``hvd.init()`` made.
+
+    Raises:
+        TransportError: there is none yet.
+    """
+    if _world is None:
+        raise TransportError("hvdplus has not been initialized; call hvd.init() first.")
+    return _world
+
+
+def from_horovod(name: str) -> Any:
+    """A name of ``horovod.tensorflow.keras``; its ``elastic`` part is imported when asked for."""
+    if name == "elastic":
+        return importlib.import_module("horovod.tensorflow.keras.elastic")
+    for module in ("horovod.tensorflow.keras", "horovod.tensorflow"):
+        found = getattr(importlib.import_module(module), name, None)
+        if found is not None:
+            return found
+    raise AttributeError(f"module 'hvdplus.keras' has no attribute {name!r}: Horovod has none of that name either")
+
+
+def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
+    """Overwrite Keras variables with rank ``root_rank``'s. Every rank passes the same variables in the same order.
+
+    Raises:
+        ValueError: no such rank, or the ranks' variables differ in number or shape.
+    """
+    world = current()
+    if not 0 <= root_rank < world.transport.size:
+        raise ValueError(f"root_rank must be from 0 to {world.transport.size - 1}. Received: {root_rank}")
+    shapes = [tuple(variable.shape) for variable in variables]
+    # Only the root sends; Horovod and mpi4py both gather Python objects, and this happens once a run.
+    mine = [np.asarray(variable) for variable in variables] if world.transport.rank == root_rank else None
+    gathered = world.transport.gather_objects((shapes, mine))
+    for rank, (theirs, _) in enumerate(gathered):
+        if theirs != shapes:
+            raise ValueError(
+                f"Variables to broadcast differ between ranks {world.transport.rank} and {rank}: "
+                f"{len(shapes)} against {len(theirs)}, shapes {shapes} against {theirs}"
+            )
+    if world.transport.rank != root_rank:
+        for variable, value in zip(variables, gathered[root_rank][1], strict=True):
+            variable.assign(value)
+
+
+def broadcast_model(model: keras.Model, root_rank: int) -> None:
+    """Overwrite a model's variables, and its optimizer's, with rank ``root_rank``'s."""
+    optimizer = getattr(model, "optimizer", None)
+    # Random seeds stay apart: every rank draws its own dropout masks.
+    seeds = {id(v) for v in model.variables if "seed" in v.path}
+    variables = [v for v in model.variables if id(v) not in seeds]
+    known = {id(v) for v in model.variables}
+    if optimizer is not None:
+        variables += [v for v in optimizer.variables if id(v) not in known]
+    broadcast_variables(variables, root_rank)
+
+
+def identical(arrays: Sequence[np.ndarray], world: World) -> bool:
+    """Whether arrays (in order) are equal on all ranks, bit for bit."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return len(set(world.transport.gather_objects(digest.hexdigest()))) == 1
+
+
+class WithoutHorovod:
+    """The essentials of ``horovod.tensorflow.keras`` over any transport."""
+
+    Average = "Average"
+    Sum = "Sum"
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def rank(self) -> int:
+        return self._world.transport.rank
+
+    def size(self) -> int:
+        return self._world.transport.size
+
+    def local_rank(self) -> int:
+        return self._world.transport.local_rank
+
+    def local_size(self) -> int:
+        return self._world.transport.local_size
+
+    def cross_rank(self) -> int:
+        return self._world.transport.rank // self._world.transport.local_size
+
+    def cross_size(self) -> int:
+        return len(self._world.hosts)
+
+    def allreduce(self, value: Any, name: Any = None, average: Any = None, op: Any = None) -> Any:
+        """Mean (default) or sum of a tensor-compatible value over ranks."""
+        parts = self._world.transport.gather_objects(np.asarray(value))
+        total = np.sum(parts, axis=0)
+        summed = op == "Sum" or (op is None and average is False)
+        return keras.ops.convert_to_tensor(total if summed else total / len(parts))
+
+    def allgather(self, value: Any, name: Any = None) -> Any:
+        """All ranks' values, joined along the first dimension."""
+        return keras.ops.convert_to_tensor(np.concatenate(self._world.transport.gather_objects(np.asarray(value))))
+
+    def broadcast(self, value: Any, root_rank: int, name: Any = None) -> Any:
+        """Rank ``root_rank``'s value."""
+        return keras.ops.convert_to_tensor(self._world.transport.gather_objects(np.asarray(value))[root_rank])
+
+    def broadcast_object(self, obj: Any, root_rank: int = 0, name: Any = None) -> Any:
+        """Rank ``root_rank``'s picklable object."""
+        return self._world.transport.gather_objects(obj)[root_rank]
+
+    def allgather_object(self, obj: Any, name: Any = None) -> list[Any]:
+        """All ranks' picklable objects."""
+        return self._world.transport.gather_objects(obj)
+
+    def barrier(self) -> None:
+        self._world.transport.barrier()

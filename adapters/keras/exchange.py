@@ -1,0 +1,325 @@
+"""The exchange in TensorFlow: part of the compiled train step, or run eagerly, with the same code.
+
+The graph holds every program of the ladder once; a variable that is written between steps picks one by
+``tf.switch_case``. Reductions start as soon as their gradients are there, because nothing in the graph orders them;
+the host sees one small call a step, in which the pilot reads the summed side tensor and makes the next plan.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from hvdplus.adapters.keras.ops import TensorFlowOps
+from hvdplus.buckets import DENSE_ONLY, Bucket, make_buckets
+from hvdplus.compression import Compressor, Context, NoCompression
+from hvdplus.exchange import SLOT_FLOATS, Ladder, Plan, Program, SideSlot, read_side
+from hvdplus.meter import StepTimes
+from hvdplus.pilot import Pilot
+from hvdplus.residual import join, remainder
+from hvdplus.runlog import RunLog
+from hvdplus.settings import Settings
+from hvdplus.transport import Transport
+
+_PLAN_VALUES = 3
+"""Values that the host returns to the graph besides the next slot's times: program, release, whether all was finite."""
+
+
+class _Lane(NamedTuple):
+    """One bucket on this rank; the variables live across steps and traces."""
+
+    bucket: Bucket
+    residual: tf.Variable | None
+    """What encoding lost so far; None if no level of the ladder loses anything."""
+    states: dict[int, tf.Variable]
+    """Level -> all arrays of its context, end to end."""
+    state_shapes: dict[int, list[tuple[int, ...]]]
+
+
+class TensorFlowExchange:
+    """Exchanges the gradients of ``variables`` once a step."""
+
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        dtypes: Sequence[str],
+        transport: Transport,
+        settings: Settings,
+        *,
+        ladder: Ladder,
+        auto: bool,
+        log: RunLog,
+        prefix: str,
+        average: bool,
+    ) -> None:
+        """``shapes``, ``dtypes``: of all trainable variables, in the same order on every rank."""
+        self.transport = transport
+        self.ops = TensorFlowOps()
+        self.traces = 0
+        """How often the exchange was traced (or, eagerly, run)."""
+        self._shapes, self._dtypes = list(shapes), list(dtypes)
+        self._prefix = prefix
+        self._ladder = ladder
+        self._scale = 1.0 / transport.size if average else 1.0
+        # Alone there is nobody to exchange with: gradients stay untouched unless a level is asked for by name.
+        self._idle = transport.size == 1 and (auto or ladder.names == ("none",))
+        self.buckets = make_buckets(
+            shapes, dtypes, bucket_bytes=settings.bucket_bytes, ranks=transport.size, seed=settings.seed
+        )
+        payload_bytes = [
+            sum(
+                2 * NoCompression().payload_bytes(bucket.spec)
+                if bucket.dtype == DENSE_ONLY
+                else max(compressor.payload_bytes(bucket.spec, phase) for phase in range(compressor.phases))
+                for bucket in self.buckets
+            )
+            for compressor in ladder.compressors
+        ]
+        self.pilot = Pilot(ladder, settings, auto=auto, ranks=transport.size, payload_bytes=payload_bytes, log=log)
+        self._last_done = self._last_end = 0.0
+        with tf.init_scope():  # also when the first step is being traced: variables belong to no trace
+            self._lanes = [] if self._idle else [self._make_lane(bucket) for bucket in self.buckets]
+            plan = self.pilot.plan
+            self._program = tf.Variable(ladder.program(plan), dtype=tf.int32, trainable=False, name="hvdplus_program")
+            self._release = tf.Variable(plan.release, dtype=tf.float32, trainable=False, name="hvdplus_release")
+            self._times = tf.Variable(tf.zeros(len(StepTimes._fields)), trainable=False, name="hvdplus_times")
+            self._codec_seconds = [self._calibrate(level) for level in range(len(ladder.names))]
+
+    def reduce(self, grads: Sequence[Any], loss: tf.Tensor | None, data_time: tf.Tensor | None) -> list[tf.Tensor]:
+        """Mean gradients over all ranks. Call ``end_step`` after the optimizer has used them.
+
+        Args:
+            grads: gradients of all variables, in order; IndexedSlices become dense.
+            loss: 0-d, for the run log; None: unknown.
+            data_time: seconds since the epoch when the step's input was there; None: unknown.
+        """
+        self.traces += 1
+        dense = [tf.convert_to_tensor(grad) for grad in grads]
+        with tf.control_dependencies(dense):
+            ready = tf.timestamp()
+        program, release = self._program.read_value(), self._release.read_value()
+        sums, kept = [], []
+        finite = tf.constant(True)
+        checksum = tf.constant(0, tf.int64)
+        for lane in self._lanes:
+            flat = self._pack(lane, dense)
+            total, *keep, lane_finite, lane_checksum = tf.switch_case(
+                program, [self._branch(lane, number, flat, release) for number in range(len(self._ladder.programs))]
+            )
+            total.set_shape([lane.bucket.spec.size])
+            sums.append(total)
+            kept.append(keep)
+            finite = tf.logical_and(finite, lane_finite)
+            checksum += lane_checksum
+        with tf.control_dependencies(sums):
+            done = tf.timestamp()
+        side_total = self.transport.wait(
+            self.transport.start(self._side(finite, checksum, loss), f"{self._prefix}.side")
+        )
+        answer = tf.numpy_function(
+            self._between_steps,
+            [side_total, program, release, ready if data_time is None else data_time, ready, done],
+            tf.float64,
+        )
+        answer.set_shape([_PLAN_VALUES + len(StepTimes._fields)])
+        healthy = answer[2] > 0
+        self._commit(program, healthy, kept)
+        self._program.assign(tf.cast(answer[0], tf.int32))
+        self._release.assign(tf.cast(answer[1], tf.float32))
+        self._times.assign(tf.cast(answer[_PLAN_VALUES:], tf.float32))
+        if self._idle:
+            return dense
+        return self._unpack(sums, dense, program, healthy)
+
+    def zeros(self) -> list[tf.Tensor]:
+        """A zero gradient for every variable."""
+        return [tf.zeros(shape, dtype) for shape, dtype in zip(self._shapes, self._dtypes, strict=True)]
+
+    def end_step(self, updated: Sequence[tf.Tensor]) -> None:
+        """The optimizer has taken the step: ``updated`` are values read after it."""
+        with tf.control_dependencies(updated):
+            now = tf.timestamp()
+        tf.numpy_function(self._note_end, [now], [])
+
+    def _make_lane(self, bucket: Bucket) -> _Lane:
+        states, shapes = {}, {}
+        loses = any(compressor.keeps_residual for compressor in self._ladder.compressors)
+        if bucket.dtype == DENSE_ONLY:
+            return _Lane(bucket, None, {}, {})
+        for level, compressor in enumerate(self._ladder.compressors):
+            state = compressor.init(self.ops, bucket.spec).state
+            if state:
+                shapes[level] = [tuple(array.shape) for array in state]
+                flat = tf.concat([tf.reshape(array, [-1]) for array in state], axis=0)
+                states[level] = tf.Variable(flat, trainable=False, name=f"hvdplus_context_{bucket.index}_{level}")
+        residual = (
+            tf.Variable(tf.zeros(bucket.spec.size), trainable=False, name=f"hvdplus_residual_{bucket.index}")
+            if loses
+            else None
+        )
+        return _Lane(bucket, residual, states, shapes)
+
+    def _context(self, lane: _Lane, program: Program, flat_state: tf.Tensor | None) -> Context:
+        state, start = [], 0
+        for shape in lane.state_shapes.get(program.level, []):
+            size = math.prod(shape)
+            assert flat_state is not None
+            state.append(tf.reshape(flat_state[start : start + size], shape))
+            start += size
+        return Context(lane.bucket.spec, program.phase, tuple(state))
+
+    def _compressor(self, lane: _Lane, program: Program) -> Compressor:
+        return NoCompression() if lane.bucket.dtype == DENSE_ONLY else self._ladder.compressors[program.level]
+
+    def _pack(self, lane: _Lane, dense: Sequence[tf.Tensor]) -> tf.Tensor:
+        dtype = tf.float64 if lane.bucket.dtype == DENSE_ONLY else tf.float32
+        return tf.concat(
+            [tf.reshape(tf.cast(dense[i], dtype), [-1]) for i in lane.bucket.parameters], axis=0
+        )
+
+    def _branch(
+        self, lane: _Lane, number: int, flat: tf.Tensor, release: tf.Tensor
+    ) -> Callable[[], tuple[tf.Tensor, ...]]:
+        """One program for one bucket: (sum of gradients, next residual, next context, finite, checksum).
+
+        Variables are read outside, so that no branch is stateful: TensorFlow would run stateful ones one by one.
+        """
+        program = self._ladder.programs[number]
+        compressor = self._compressor(lane, program)
+        touches = lane.residual is not None and (compressor.keeps_residual or program.drains)
+        residual = lane.residual.read_value() if touches and lane.residual is not None else None
+        state = lane.states[program.level].read_value() if program.level in lane.states else None
+        # The name does not depend on release, so any plan of this program will do.
+        name = self._ladder.tensor_name(self._prefix, lane.bucket.index, Plan(program.level, program.phase))
+
+        def run() -> tuple[tf.Tensor, ...]:
+            ctx = self._context(lane, program, state)
+            sent = flat if residual is None else join(flat, residual, release)
+            payload = compressor.encode(self.ops, ctx, sent)
+            total = self.transport.wait(self.transport.start(payload, name))
+            summed = compressor.decode(self.ops, ctx, total)
+            if residual is None:
+                return summed, tf.zeros(0), tf.zeros(0), tf.constant(True), tf.constant(0, tf.int64)
+            left = remainder(self.ops, compressor, ctx, sent, payload, residual, release)
+            after = compressor.advance(self.ops, ctx, total)
+            packed = [tf.reshape(array, [-1]) for array in after.state]
+            checksum = self.ops.checksum(state) if state is not None else tf.constant(0, tf.int64)
+            next_state = tf.concat(packed, axis=0) if packed else tf.zeros(0)
+            return summed, left, next_state, self.ops.all_finite(sent), checksum
+
+        return run
+
+    def _side(self, finite: tf.Tensor, checksum: tf.Tensor, loss: tf.Tensor | None) -> tf.Tensor:
+        """This rank's side tensor, laid out as ``hvdplus.exchange.side_tensor`` does, with no parameters to count."""
+        bits = tf.bitwise.bitwise_and(checksum, 0xFFFFFFFF)
+        times = tf.unstack(self._times.read_value())
+        known = SideSlot(
+            tf.where(finite, 0.0, 1.0),
+            tf.cast(tf.bitwise.right_shift(bits, tf.constant(16, tf.int64)), tf.float32),
+            tf.cast(tf.bitwise.bitwise_and(bits, 0xFFFF), tf.float32),
+            *times,
+            loss=tf.constant(0.0) if loss is None else tf.cast(tf.reshape(loss, []), tf.float32),
+            has_loss=tf.constant(0.0 if loss is None else 1.0),
+        )
+        before = tf.zeros(self.transport.rank * SLOT_FLOATS)
+        after = tf.zeros((self.transport.size - 1 - self.transport.rank) * SLOT_FLOATS)
+        return tf.concat([before, tf.stack(list(known)), after], axis=0)
+
+    def _between_steps(
+        self, total: np.ndarray, program: Any, release: Any, data: Any, ready: Any, done: Any
+    ) -> np.ndarray:
+        """On the host, once a step: (next program, its release, 1 if all was finite, this step's times)."""
+        used = self._ladder.programs[int(program)]
+        plan = Plan(used.level, used.phase, float(release))
+        self.pilot.observe(plan, total)
+        slots, _ = read_side(total, self.transport.size)
+        healthy = not any(slot.nonfinite for slot in slots)
+        times = StepTimes()
+        if self._last_done:
+            # Within the compiled step the codec cannot be told from the wire; its speed was measured beforehand.
+            waited = max(0.0, float(done - ready))
+            codec = min(self._codec_seconds[plan.level], waited) if self.transport.size > 1 else 0.0
+            input_wait = max(0.0, float(data) - self._last_end) if self._last_end and data < ready else 0.0
+            step = float(done) - self._last_done
+            exposed = waited - codec if self.transport.size > 1 else 0.0
+            times = StepTimes(step, codec, exposed, min(input_wait, step))
+        self._last_done = float(done)
+        following = self.pilot.advance()
+        return np.array(
+            [self._ladder.program(following), following.release, float(healthy), *times], dtype=np.float64
+        )
+
+    def _note_end(self, now: Any) -> None:
+        self._last_end = float(now)
+
+    def _commit(self, program: tf.Tensor, healthy: tf.Tensor, kept: list[list[tf.Tensor]]) -> None:
+        """Store residuals and contexts, unless some rank's gradient was not finite."""
+
+        def store(number: int) -> Callable[[], tf.Tensor]:
+            used = self._ladder.programs[number]
+            keeps = self._ladder.compressors[used.level].keeps_residual
+
+            def run() -> tf.Tensor:
+                for lane, (left, state) in zip(self._lanes, kept, strict=True):
+                    if lane.residual is not None and (keeps or used.drains):
+                        lane.residual.assign(tf.ensure_shape(left, lane.residual.shape))
+                        if used.level in lane.states:
+                            variable = lane.states[used.level]
+                            variable.assign(tf.ensure_shape(state, variable.shape))
+                return tf.constant(0)
+
+            return run
+
+        if self._lanes:
+            branches = [store(number) for number in range(len(self._ladder.programs))]
+            nothing = len(branches)
+            tf.switch_case(tf.where(healthy, program, nothing), [*branches, lambda: tf.constant(0)])
+
+    def _unpack(
+        self, sums: list[tf.Tensor], dense: Sequence[tf.Tensor], program: tf.Tensor, healthy: tf.Tensor
+    ) -> list[tf.Tensor]:
+        lossy = [self._ladder.compressors[p.level].keeps_residual for p in self._ladder.programs]
+        # A payload can hide a NaN that a plain all-reduce would have delivered to every rank: deliver it.
+        hidden = tf.logical_and(tf.gather(tf.constant(lossy), program), tf.logical_not(healthy))
+        reduced = list(dense)
+        for lane, total in zip(self._lanes, sums, strict=True):
+            if lane.bucket.dtype != DENSE_ONLY and any(lossy):
+                total = tf.cond(hidden, lambda total=total: tf.fill(tf.shape(total), math.nan), lambda total=total: total)
+            offsets = lane.bucket.offsets
+            for place, i in enumerate(lane.bucket.parameters):
+                part = tf.reshape(total[offsets[place] : offsets[place + 1]], lane.bucket.spec.shapes[place])
+                reduced[i] = tf.cast(part * tf.cast(self._scale, part.dtype), dense[i].dtype)
+        return reduced
+
+    def _calibrate(self, level: int) -> float:
+        """Seconds that the codec of a level takes for the whole model, measured once on this machine."""
+        seconds = 0.0
+        for lane in self._lanes:
+            if lane.bucket.dtype == DENSE_ONLY:
+                continue
+            compressor = self._ladder.compressors[level]
+            program = Program(level, 0, False)
+            state = lane.states[level].read_value() if level in lane.states else None
+            grad = tf.zeros(lane.bucket.spec.size)
+
+            @tf.function(autograph=False)
+            def codec(
+                grad: tf.Tensor, lane: _Lane = lane, program: Program = program, state: Any = state
+            ) -> tuple[tf.Tensor, ...]:
+                ctx = self._context(lane, program, state)
+                payload = compressor.encode(self.ops, ctx, grad)  # noqa: B023 - called in this iteration only
+                left = remainder(self.ops, compressor, ctx, grad, payload, grad, 1.0)  # noqa: B023
+                summed = compressor.decode(self.ops, ctx, payload)  # noqa: B023
+                return (left, summed, *compressor.advance(self.ops, ctx, payload).state)  # noqa: B023
+
+            if compressor.keeps_residual or level:
+                codec(grad)
+                began = time.perf_counter()
+                codec(grad)
+                seconds += time.perf_counter() - began
+        return seconds

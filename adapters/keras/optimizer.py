@@ -1,0 +1,173 @@
+"""``DistributedOptimizer`` for Keras 3 on TensorFlow: the user's own optimizer, exchanging before it updates.
+
+Keras 3 never calls the methods that stock Horovod overrides, so its ranks train apart without an error
+(horovod#4290 reports a symptom). Every update of every Keras 3 optimizer passes through ``_backend_update_step``,
+which Keras keeps for backends to override: after unscaling and after local gradient accumulation. Clipping is put
+behind the exchange, where it belongs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdplus.adapters.keras.exchange import TensorFlowExchange
+from hvdplus.launch import choose_ladder, open_log
+from hvdplus.settings import Settings
+from hvdplus.transport import World
+
+_instances = itertools.count()
+
+
+def wrap(
+    optimizer: keras.optimizers.Optimizer, world: World, *, compression: Any, passes: int, average: bool
+) -> keras.optimizers.Optimizer:
+    """The optimizer as an instance of a subclass of its own class, sharing its variables.
+
+    Raises:
+        ValueError: wrapped twice, not a Keras 3 optimizer, or an unknown compression.
+    """
+    if isinstance(optimizer, _Distributed):
+        raise ValueError(
+            "This optimizer is a DistributedOptimizer already; wrapped twice it would average twice. Wrap the bare one."
+        )
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ValueError(f"DistributedOptimizer wraps a keras.optimizers.Optimizer. Received: {type(optimizer)}")
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            "LossScaleOptimizer looks for infinities on each rank by itself and skips the exchange there, so that the "
+            "other ranks would wait for ever. Use mixed_bfloat16, which needs no loss scaling."
+        )
+    if passes < 1:
+        raise ValueError(f"backward_passes_per_step must be at least 1. Received: {passes}")
+    if passes > 1:
+        if optimizer.gradient_accumulation_steps:
+            raise ValueError(
+                "Accumulate once: either backward_passes_per_step or the optimizer's gradient_accumulation_steps. "
+                f"Received: {passes} and {optimizer.gradient_accumulation_steps}"
+            )
+        optimizer.gradient_accumulation_steps = passes
+    ladder, auto = choose_ladder(compression, Settings.from_environment(), world)
+    # The class keeps name and module of the user's, so that a saved model loads without hvdplus.
+    base = optimizer.__class__
+    kind = type(base.__name__, (_Distributed, base), {"__module__": base.__module__})
+    wrapped = kind.__new__(kind)
+    wrapped.__dict__.update(optimizer.__dict__)
+    wrapped.__dict__["_hvdplus"] = _Setup(world, ladder, auto, average, next(_instances))
+    if optimizer.built:
+        wrapped._hvdplus.connect(wrapped._trainable_variables)
+    return wrapped
+
+
+class _Setup:
+    """What the wrapper carries: the job, the choice of levels and, once variables are known, the exchange."""
+
+    def __init__(self, world: World, ladder: Any, auto: bool, average: bool, instance: int) -> None:
+        self.world = world
+        self.ladder = ladder
+        self.auto = auto
+        self.average = average
+        self.instance = instance
+        self.exchange: TensorFlowExchange | None = None
+        self.positions: dict[int, int] = {}
+        self.loss: tf.Tensor | None = None
+        self.data_time: tf.Tensor | None = None
+
+    def connect(self, variables: Sequence[Any]) -> None:
+        """Make the exchange for these variables.
+
+        Raises:
+            ValueError: a dtype that cannot be reduced, or another model on another rank.
+        """
+        known = ("float16", "bfloat16", "float32", "float64")
+        odd = [f"{v.path} is {v.dtype}" for v in variables if str(v.dtype) not in known]
+        if odd:
+            raise ValueError(
+                f"hvdplus exchanges float16, bfloat16, float32 and float64 gradients. Received: {', '.join(odd)}"
+            )
+        shapes = [tuple(v.shape) for v in variables]
+        dtypes = [str(v.dtype) for v in variables]
+        mine = list(zip(shapes, dtypes, strict=True))  # not the names: `dense_7` depends on what was made before
+        with tf.init_scope():
+            everyone = self.world.transport.gather_objects(mine)
+        for rank, theirs in enumerate(everyone):
+            if theirs != mine:
+                first = next(pair for pair in itertools.zip_longest(mine, theirs) if pair[0] != pair[1])
+                raise ValueError(
+                    f"The model differs between ranks {self.world.transport.rank} and {rank}: {first[0]} against "
+                    f"{first[1]}. All ranks must optimise the same variables in the same order."
+                )
+        settings = Settings.from_environment()
+        self.positions = {id(v.value): i for i, v in enumerate(variables)}
+        self.exchange = TensorFlowExchange(
+            shapes,
+            dtypes,
+            self.world.transport,
+            settings,
+            ladder=self.ladder,
+            auto=self.auto,
+            log=open_log(settings, self.world, self.instance),
+            prefix=f"hvdplus{self.instance}",
+            average=self.average,
+        )
+        self.exchange.pilot.describe_run(self.world, "keras", sum(int(tf.reduce_prod(s)) for s in shapes))
+
+
+class _Distributed:
+    """What is put before the user's optimizer class."""
+
+    _hvdplus: _Setup
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """As in Keras; buckets, residuals and contexts are made here too, once."""
+        super().build(variables)  # type: ignore[misc]
+        self._hvdplus.connect(variables)
+
+    def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
+        """As in Keras; every train step passes its loss through here, so the run log learns it."""
+        self._hvdplus.loss = loss
+        self._hvdplus.data_time = _input_time()
+        return super().scale_loss(loss)  # type: ignore[misc]
+
+    def _clip_gradients(self, grads: list[Any]) -> list[Any]:
+        """Nothing yet: clipping comes after the exchange, once."""
+        return grads
+
+    def _backend_update_step(self, grads: list[Any], trainable_variables: list[Any], learning_rate: Any) -> None:
+        """Exchange, clip, update."""
+        setup = self._hvdplus
+        exchange = setup.exchange
+        assert exchange is not None
+        loss, data_time = setup.loss, setup.data_time
+        setup.loss = setup.data_time = None
+        places = [setup.positions[id(getattr(v, "value", v))] for v in trainable_variables]
+        present = dict(zip(places, grads, strict=True))
+        # Keras drops variables without a gradient; the exchange is the same in every step, so they send zeros.
+        complete = [present.get(i, missing) for i, missing in enumerate(exchange.zeros())]
+        reduced = exchange.reduce(complete, loss, data_time)
+        grads = super()._clip_gradients([reduced[place] for place in places])  # type: ignore[misc]
+        super()._backend_update_step(grads, trainable_variables, learning_rate)  # type: ignore[misc]
+        exchange.end_step([tf.convert_to_tensor(v) for v in trainable_variables])
+
+    @property
+    def hvdplus(self) -> Any:
+        """The pilot: present plan, level names, measured times, run log."""
+        if self._hvdplus.exchange is None:
+            raise RuntimeError("The optimizer has not been built yet: train first, or call optimizer.build(variables).")
+        return self._hvdplus.exchange.pilot
+
+
+def _input_time() -> tf.Tensor | None:
+    """When the input of the step that is being traced was there: its function's arguments are that input."""
+    if tf.executing_eagerly():
+        return None
+    arguments = tf.compat.v1.get_default_graph().inputs
+    data = [tensor for tensor in arguments if tensor.dtype not in (tf.resource, tf.variant)]
+    if not data:
+        return None
+    with tf.control_dependencies(data):
+        return tf.timestamp()

@@ -1,0 +1,58 @@
+"""Transports that do not know TensorFlow, as ops of a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdplus.adapters.horovod import HorovodTensorFlow
+from hvdplus.adapters.local import Local
+from hvdplus.transport import Transport
+
+
+def cpu_capability() -> str:
+    """The vector instructions that this CPU offers to TensorFlow."""
+    flags = next((line for line in open("/proc/cpuinfo") if line.startswith("flags")), "")  # noqa: SIM115
+    return next((name for name in ("avx512f", "avx2", "avx") if name in flags.split()), "baseline")
+
+
+def graph_transport(transport: Transport) -> Transport:
+    """``transport`` for use in TensorFlow graphs: Horovod's ops as they are, any other on the host."""
+    if isinstance(transport, HorovodTensorFlow | Local):
+        return transport
+    return _OnHost(transport)
+
+
+class _OnHost:
+    """Sums on the host, one after the other: TensorFlow runs host calls in the order in which they were traced."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.name = transport.name
+        self.rank = transport.rank
+        self.size = transport.size
+        self.local_rank = transport.local_rank
+        self.local_size = transport.local_size
+
+    def start(self, array: tf.Tensor, name: str) -> tf.Tensor:
+        def total(values: np.ndarray) -> np.ndarray:
+            mine = np.array(values)  # the input belongs to TensorFlow
+            return np.asarray(self._transport.wait(self._transport.start(mine, name)))
+
+        result = tf.numpy_function(total, [array], array.dtype)
+        result.set_shape(array.shape)
+        return result
+
+    def wait(self, handle: tf.Tensor) -> tf.Tensor:
+        return handle
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return self._transport.gather_objects(value)
+
+    def barrier(self) -> None:
+        self._transport.barrier()
+
+    def shutdown(self) -> None:
+        self._transport.shutdown()

@@ -1,0 +1,144 @@
+"""Open MPI settings that have to be made before MPI starts.
+
+Open MPI's default all-reduce for large messages is not a ring, so it moves more bytes over the slowest link than the
+cost model (and the user) expects; and a waiting rank spins, which steals the cores of ranks that still compute. Both
+are MCA parameters, read once, when MPI starts. A user's own choice always wins, wherever Open MPI 4.1 would read it:
+the environment (``mpirun --mca`` arrives there too), the files of ``mpirun --tune`` and ``-am``, and the parameter
+files ``~/.openmpi/mca-params.conf`` and ``<prefix>/etc/openmpi-mca-params.conf``. The environment beats those files,
+so setting a variable without looking into them would override the user silently.
+
+Other MPI implementations ignore these variables. Nothing here starts a process or imports MPI.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, MutableMapping
+from pathlib import Path
+from typing import NamedTuple
+
+PREFIX = "OMPI_MCA_"
+DYNAMIC_RULES = "OMPI_MCA_coll_tuned_use_dynamic_rules"
+ALLREDUCE_ALGORITHM = "OMPI_MCA_coll_tuned_allreduce_algorithm"
+YIELD_WHEN_IDLE = "OMPI_MCA_mpi_yield_when_idle"
+
+#: Variable -> value that hvdplus wants where the user has no wish of their own.
+SETTINGS: dict[str, str] = {
+    DYNAMIC_RULES: "1",  # without it Open MPI ignores the next one
+    ALLREDUCE_ALGORITHM: "4",  # 4 is the ring
+    YIELD_WHEN_IDLE: "1",
+}
+
+# Which parameters are one decision: a user who touches any tuned collective has tuned them, so both stay theirs.
+_DECISION = {
+    DYNAMIC_RULES: "coll_tuned_",
+    ALLREDUCE_ALGORITHM: "coll_tuned_",
+    YIELD_WHEN_IDLE: "mpi_yield_when_idle",
+}
+
+# What hvdplus set itself, so that a second call (or a child process) does not take it for the user's wish.
+_OURS = "_HVDPLUS_OPENMPI_SET"
+
+# Open MPI 4.1's numbers and names (`ompi_info --all`: coll_tuned_allreduce_algorithm).
+_ALGORITHMS = (
+    "default",
+    "basic linear",
+    "nonoverlapping",
+    "recursive doubling",
+    "ring",
+    "segmented ring",
+    "rabenseifner",
+)
+
+
+class Setting(NamedTuple):
+    """One Open MPI setting as it stands.
+
+    ``origin`` is ``"hvdplus"``, ``"environment"``, or the path of the parameter file that decides. An empty ``value``
+    means: left to Open MPI, because ``origin`` holds the user's own tuning.
+    """
+
+    name: str
+    value: str
+    origin: str
+
+
+def apply_settings(environ: MutableMapping[str, str] = os.environ) -> tuple[Setting, ...]:
+    """Set what the user has not, in ``environ``, and return every setting with its origin.
+
+    Call it before MPI starts; calling it again changes nothing and returns the same. Reads at most a handful of small
+    files; unreadable ones count as empty, as they do for Open MPI.
+    """
+    ours = {name for name in environ.get(_OURS, "").split(",") if environ.get(name) == SETTINGS.get(name, "")}
+    file_values = dict(_file_values(environ))
+    settings = []
+    for name, wanted in SETTINGS.items():
+        decision = PREFIX + _DECISION[name]
+        user_variables = [key for key in environ if key.startswith(decision) and key not in ours]
+        user_files = [origin for key, (_, origin) in file_values.items() if key.startswith(decision)]
+        if name in environ and name not in ours:
+            settings.append(Setting(name, environ[name], "environment"))
+        elif name in file_values and name not in ours:
+            settings.append(Setting(name, *file_values[name]))
+        elif name not in ours and (user_variables or user_files):
+            settings.append(Setting(name, "", "environment" if user_variables else user_files[0]))
+        else:
+            environ[name] = wanted
+            ours.add(name)
+            settings.append(Setting(name, wanted, "hvdplus"))
+    if ours:
+        environ[_OURS] = ",".join(sorted(ours))
+    return tuple(settings)
+
+
+def allreduce_algorithm(settings: Iterable[Setting]) -> str:
+    """Name the all-reduce that ``settings`` lead to: ``"ring"``, ``"segmented ring"``, ... or ``"default"``.
+
+    An algorithm that Open MPI 4.1 does not know is returned as it was written.
+    """
+    values = {setting.name: setting.value.strip().lower() for setting in settings}
+    if values.get(DYNAMIC_RULES, "") not in ("1", "true", "t", "yes", "enabled"):
+        return "default"
+    algorithm = values.get(ALLREDUCE_ALGORITHM, "")
+    if algorithm.isdecimal() and int(algorithm) < len(_ALGORITHMS):
+        return _ALGORITHMS[int(algorithm)]
+    return algorithm.replace("_", " ").replace("ignore", "default") or "default"
+
+
+def _file_values(environ: MutableMapping[str, str]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield (variable, (value, file)) for our parameters in every file Open MPI would read, weakest file first.
+
+    Two notations: ``name = value`` (parameter files, ``-am``) and ``-mca name value`` (``--tune``).
+    """
+    assignment = re.compile(r"^\s*(?:-{1,2}g?mca\s+)?((?:coll_tuned_|mpi_yield_when_idle)\w*)(?:\s*=\s*|\s+)(.*?)\s*$")
+    for path in _parameter_files(environ):
+        try:
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            if match := assignment.match(line):
+                yield PREFIX + match[1], (match[2].strip("\"'"), str(path))
+
+
+def _parameter_files(environ: MutableMapping[str, str]) -> list[Path]:
+    """List the parameter files that Open MPI 4.1 reads, weakest first (tried with `ompi_info`); they need not exist."""
+    if "OPAL_SYSCONFDIR" in environ:
+        system = Path(environ["OPAL_SYSCONFDIR"])
+    elif "OPAL_PREFIX" in environ:  # mpirun from the pip wheel sets it for its ranks
+        system = Path(environ["OPAL_PREFIX"]) / "etc"
+    else:
+        mpirun = shutil.which("mpirun", path=environ.get("PATH", ""))
+        prefix = Path(mpirun).resolve().parent.parent if mpirun else Path("/usr")
+        system = Path("/etc/openmpi") if prefix == Path("/usr") else prefix / "etc"
+    named = environ.get("OMPI_MCA_mca_base_param_files") or environ.get("OMPI_MCA_mca_param_files")
+    if named:
+        files = [Path(name) for name in reversed(named.split(",")) if name]
+    else:
+        home = Path(environ["HOME"]) if "HOME" in environ else Path.home()
+        files = [system / "openmpi-mca-params.conf", home / ".openmpi" / "mca-params.conf"]
+    for variable in ("OMPI_MCA_mca_base_param_file_prefix", "OMPI_MCA_mca_base_envar_file_prefix"):
+        files += [Path(name) for name in environ.get(variable, "").split(",") if name]
+    return [*files, system / "openmpi-mca-params-override.conf"]

@@ -1,0 +1,136 @@
+"""The part of ``horovod.torch`` that works without Horovod: over mpi4py, or alone.
+
+Names, arguments and results are Horovod's. What is not here needs Horovod, and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from hvdplus.transport import Transport, TransportError, World
+
+Average = "Average"
+Sum = "Sum"
+
+
+class Collectives:
+    """Horovod's functions, bound to one world. ``names`` lists what there is."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._transport: Transport = world.transport
+        self._count = 0
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def rank(self) -> int:
+        return self._transport.rank
+
+    def size(self) -> int:
+        return self._transport.size
+
+    def local_rank(self) -> int:
+        return self._transport.local_rank
+
+    def local_size(self) -> int:
+        return self._transport.local_size
+
+    def cross_rank(self) -> int:
+        return self._transport.rank // self._transport.local_size
+
+    def cross_size(self) -> int:
+        return len(self._world.hosts)
+
+    def barrier(self) -> None:
+        self._transport.barrier()
+
+    def allreduce_async_(self, tensor: torch.Tensor, average: Any = None, name: Any = None, op: Any = None) -> Any:
+        """Begin to reduce ``tensor`` in place. ``op``: Average (default) or Sum."""
+        if op not in (None, Average, Sum):
+            raise TransportError(f"Without Horovod, op is Average or Sum. Received: op={op!r}")
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise TransportError("Without Horovod, in-place reductions need a contiguous tensor on the CPU.")
+        self._count += 1
+        handle = self._transport.start(tensor.detach(), name or f"allreduce.noname.{self._count}")
+        return handle, tensor, (op or (Sum if average is False else Average)) == Average
+
+    def synchronize(self, handle: Any) -> torch.Tensor:
+        """Wait for ``allreduce_async`` and give its result."""
+        started, tensor, average = handle
+        self._transport.wait(started)
+        if average:
+            with torch.no_grad():
+                if tensor.dtype.is_floating_point:
+                    tensor.div_(self.size())
+                else:
+                    tensor.copy_(torch.div(tensor, self.size(), rounding_mode="floor"))
+        return tensor
+
+    def poll(self, handle: Any) -> bool:
+        started = handle[0]
+        return started.done() if isinstance(started, Future) else True
+
+    def allreduce_(self, tensor: torch.Tensor, average: Any = None, name: Any = None, op: Any = None) -> torch.Tensor:
+        return self.synchronize(self.allreduce_async_(tensor, average, name, op))
+
+    def allreduce_async(self, tensor: torch.Tensor, average: Any = None, name: Any = None, op: Any = None) -> Any:
+        return self.allreduce_async_(tensor.detach().clone(memory_format=torch.contiguous_format), average, name, op)
+
+    def allreduce(
+        self, tensor: torch.Tensor, average: Any = None, name: Any = None, compression: Any = None, op: Any = None
+    ) -> torch.Tensor:
+        """Mean (or sum) over ranks, as a new tensor."""
+        return self.synchronize(self.allreduce_async(tensor, average, name, op))
+
+    def allgather(self, tensor: torch.Tensor, name: Any = None) -> torch.Tensor:
+        """All ranks' tensors, joined along the first dimension."""
+        parts = self._transport.gather_objects(tensor.detach().cpu().numpy())
+        return torch.cat([torch.from_numpy(part) for part in parts])
+
+    def allgather_object(self, obj: Any, name: Any = None) -> list[Any]:
+        return self._transport.gather_objects(obj)
+
+    def broadcast_object(self, obj: Any, root_rank: int = 0, name: Any = None) -> Any:
+        """Rank ``root_rank``'s picklable object on every rank."""
+        self._check_root(root_rank)
+        mine = obj if self.rank() == root_rank else None
+        return self._transport.gather_objects(mine)[root_rank]
+
+    def broadcast_(self, tensor: torch.Tensor, root_rank: int, name: Any = None) -> torch.Tensor:
+        """Overwrite ``tensor`` with rank ``root_rank``'s."""
+        self.broadcast_parameters([(name, tensor)], root_rank)
+        return tensor
+
+    def broadcast(self, tensor: torch.Tensor, root_rank: int, name: Any = None) -> torch.Tensor:
+        return self.broadcast_(tensor.detach().clone(), root_rank, name)
+
+    def broadcast_parameters(self, params: Any, root_rank: int) -> None:
+        """Overwrite tensors with rank ``root_rank``'s. ``params``: a state dict, or (name, tensor) pairs."""
+        pairs: Iterable[tuple[str, Any]]
+        if isinstance(params, Mapping):
+            pairs = sorted(params.items())
+        elif isinstance(params, Iterable):
+            pairs = [entry if isinstance(entry, tuple) else ("", entry) for entry in params]
+        else:
+            raise ValueError(f"invalid params of type: {type(params).__name__}")
+        values = self.broadcast_object([tensor.detach().cpu() for _, tensor in pairs if tensor is not None], root_rank)
+        with torch.no_grad():
+            for (_, tensor), value in zip([pair for pair in pairs if pair[1] is not None], values, strict=True):
+                tensor.copy_(value)
+
+    def broadcast_optimizer_state(self, optimizer: torch.optim.Optimizer, root_rank: int) -> None:
+        """Load rank ``root_rank``'s optimizer state on every rank."""
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError("cannot broadcast torch.optim.LBFGS state")
+        state = self.broadcast_object(optimizer.state_dict(), root_rank)
+        if self.rank() != root_rank:
+            optimizer.load_state_dict(state)
+
+    def _check_root(self, root_rank: int) -> None:
+        if not 0 <= root_rank < self.size():
+            raise ValueError(f"root_rank must be from 0 to {self.size() - 1}. Received: {root_rank}")

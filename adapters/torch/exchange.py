@@ -1,0 +1,345 @@
+"""The exchange in PyTorch: hooks fill buckets while the backward pass runs, ``finish`` brings the means back.
+
+A gradient is copied once, into its bucket's flat buffer, together with its share of the residual; what comes back
+is written to ``.grad``. Nothing else of the user's is touched.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdplus.adapters.torch.ops import TorchOps
+from hvdplus.buckets import DENSE_ONLY, Bucket, make_buckets
+from hvdplus.compression import Compressor, Context, NoCompression
+from hvdplus.exchange import Ladder, Plan, SideSlot, read_side, side_tensor, split_checksum
+from hvdplus.meter import StepMeter
+from hvdplus.pilot import Pilot
+from hvdplus.residual import remainder
+from hvdplus.runlog import RunLog
+from hvdplus.settings import Settings
+from hvdplus.transport import Transport
+
+
+class _Side:
+    """A side tensor under way; ``total`` waits for it once."""
+
+    def __init__(self, transport: Transport, array: torch.Tensor, name: str) -> None:
+        self._transport = transport
+        self._handle = transport.start(array, name)
+        self._total: np.ndarray | None = None
+
+    def total(self) -> np.ndarray:
+        """The sum over all ranks, on the host."""
+        if self._total is None:
+            self._total = np.asarray(self._transport.wait(self._handle))
+        return self._total
+
+
+@dataclass
+class _Lane:
+    """One bucket on this rank, from step to step."""
+
+    bucket: Bucket
+    flat: torch.Tensor
+    """What is sent before encoding: gradients plus released residual."""
+    contexts: dict[int, Context] = field(default_factory=dict)
+    """Level -> context, made when the level is first used."""
+    residual: torch.Tensor | None = None
+    """What encoding lost so far; None where nothing is outstanding."""
+    pending: torch.Tensor | None = None
+    """The next residual, until the optimizer has taken the step."""
+    waiting: set[int] = field(default_factory=set)
+    """Parameters whose gradient of this step is not here yet."""
+    payload: torch.Tensor | None = None
+    handle: Any = None
+    total: torch.Tensor | None = None
+    """Sum of all ranks' payloads."""
+    sum: torch.Tensor | None = None
+    """Sum of all ranks' gradients, decoded."""
+    nonfinite: bool = False
+
+
+class TorchExchange:
+    """Exchanges the gradients of ``parameters`` once a step."""
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        transport: Transport,
+        settings: Settings,
+        *,
+        ladder: Ladder,
+        auto: bool,
+        log: RunLog,
+        prefix: str,
+        average: bool,
+        passes: int,
+    ) -> None:
+        """``parameters``: those that have gradients, in the same order on every rank. ``prefix`` begins all names."""
+        self.parameters = list(parameters)
+        self.transport = transport
+        self.passes = passes
+        self.meter = StepMeter()
+        self.loss = math.nan
+        """Loss of the current step for the run log; NaN: not reported."""
+        self._prefix = prefix
+        self._ladder = ladder
+        self._scale = 1.0 / transport.size if average else 1.0
+        # Alone there is nobody to exchange with: gradients stay untouched unless a level is asked for by name.
+        self._idle = transport.size == 1 and (auto or ladder.names == ("none",))
+        self._device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        self.ops = TorchOps(self._device)
+        self.buckets = make_buckets(
+            [tuple(p.shape) for p in self.parameters],
+            [str(p.dtype).removeprefix("torch.") for p in self.parameters],
+            bucket_bytes=settings.bucket_bytes,
+            ranks=transport.size,
+            seed=settings.seed,
+        )
+        self.pilot = Pilot(
+            ladder, settings, auto=auto, ranks=transport.size, payload_bytes=self._payload_bytes(), log=log
+        )
+        self.plan = self.pilot.plan
+        self._lanes = [] if self._idle else [self._make_lane(bucket) for bucket in self.buckets]
+        self._lane_of = {i: lane for lane in self._lanes for i in lane.bucket.parameters}
+        self._passes_left = [passes] * len(self.parameters)
+        self._versions: dict[int, int] = {}
+        self._next_lane = 0
+        self._late: tuple[Plan, _Side] | None = None
+        self._side_count = 0
+        if not self._idle:
+            for i, parameter in enumerate(self.parameters):
+                parameter.register_post_accumulate_grad_hook(self._make_hook(i))
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether gradients of the current step are on their way."""
+        return bool(self._versions)
+
+    def restart(self) -> None:
+        """Count backward passes anew, after their number or the optimizer's state changed between two steps."""
+        self._passes_left = [self.passes] * len(self.parameters)
+
+    def finish(self) -> None:
+        """Send what is left, wait, and write the reduced gradients to ``.grad``. All ranks call it once a step."""
+        if self._late:  # begun one step ago: here by now
+            plan, side = self._late
+            self.pilot.observe(plan, side.total())
+        used = self._send_rest()
+        slot = self._slot()
+        # Two names alternate: the last one may still be in flight where it was not awaited.
+        self._side_count += 1
+        side = _Side(
+            self.transport,
+            torch.from_numpy(side_tensor(self.transport.rank, self.transport.size, slot, used)),
+            f"{self._prefix}.side.{self._side_count % 2}",
+        )
+        for lane in self._lanes:
+            with self.meter.exposed_comm():
+                lane.total = self.transport.wait(lane.handle)
+            with self.meter.codec():
+                self._decode(lane)
+        awaited = self._ladder.touches_residual(self.plan) and not self._idle
+        users = used
+        if awaited or not used.all():  # whether anybody used it is only of interest to those who did not
+            with self.meter.exposed_comm():
+                slots, users = read_side(side.total(), self.transport.size)
+            healthy = not any(slot.nonfinite for slot in slots)
+            if awaited:
+                with self.meter.codec():
+                    self._settle(healthy)
+        with self.meter.codec():
+            self._deliver(used, users)
+        if awaited:
+            self.pilot.observe(self.plan, side.total())
+            self._late = None
+        else:
+            self._late = (self.plan, side)
+        for lane in self._lanes:
+            lane.waiting = set(lane.bucket.parameters)
+        self._versions.clear()
+        self._next_lane = 0
+        self.restart()
+        self.loss = math.nan
+        self.plan = self.pilot.advance()
+
+    def commit(self) -> None:
+        """The optimizer has taken the step: pending residuals become residuals."""
+        for lane in self._lanes:
+            if lane.pending is not None:
+                lane.residual, lane.pending = lane.pending, None
+        self.meter.end_step()
+
+    def _make_lane(self, bucket: Bucket) -> _Lane:
+        dtype = torch.float64 if bucket.dtype == DENSE_ONLY else torch.float32
+        flat = torch.zeros(bucket.spec.size, dtype=dtype, device=self._device)
+        return _Lane(bucket, flat, waiting=set(bucket.parameters))
+
+    def _payload_bytes(self) -> list[int]:
+        return [
+            sum(
+                2 * NoCompression().payload_bytes(bucket.spec)
+                if bucket.dtype == DENSE_ONLY
+                else max(compressor.payload_bytes(bucket.spec, phase) for phase in range(compressor.phases))
+                for bucket in self.buckets
+            )
+            for compressor in self._ladder.compressors
+        ]
+
+    def _compressor(self, lane: _Lane) -> Compressor:
+        return NoCompression() if lane.bucket.dtype == DENSE_ONLY else self._ladder.compressors[self.plan.level]
+
+    def _context(self, lane: _Lane) -> Context:
+        level = self.plan.level
+        if level not in lane.contexts:
+            lane.contexts[level] = self._compressor(lane).init(self.ops, lane.bucket.spec)
+        return lane.contexts[level]._replace(phase=self.plan.phase)
+
+    def _make_hook(self, i: int) -> Callable[[torch.Tensor], None]:
+        me = weakref.ref(self)  # an optimizer that is gone must not go on exchanging
+
+        def hook(parameter: torch.Tensor) -> None:
+            exchange = me()
+            if exchange is not None:
+                exchange._gradient_ready(i, parameter)
+
+        return hook
+
+    def _gradient_ready(self, i: int, parameter: torch.Tensor) -> None:
+        self._passes_left[i] -= 1
+        if self._passes_left[i] < 0:
+            raise AssertionError(
+                "Gradients were computed more than backward_passes_per_step times before call to step(). "
+                f"Received: {self.passes - self._passes_left[i]} passes with backward_passes_per_step="
+                f"{self.passes}. Increase it to accumulate gradients locally."
+            )
+        if self._passes_left[i] == 0:
+            lane = self._lane_of[i]
+            with self.meter.codec(), torch.no_grad():
+                self._pack(lane, i, parameter.grad)
+                if not lane.waiting:
+                    self._send_ready()
+
+    def _pack(self, lane: _Lane, i: int, grad: torch.Tensor | None) -> None:
+        """Copy one gradient into its bucket, together with its share of the residual."""
+        place = lane.bucket.parameters.index(i)
+        part = slice(*lane.bucket.offsets[place : place + 2])
+        shape = self.parameters[i].shape
+        target = lane.flat[part].view(shape)
+        lane.pending = None  # of a step that was never taken
+        residual = lane.residual[part].view(shape) if lane.residual is not None and self.plan.release else None
+        if grad is not None and grad.is_sparse:
+            grad = grad.to_dense()
+        if grad is None:
+            target.zero_()
+        elif residual is not None and grad.dtype == target.dtype:
+            torch.add(grad, residual, alpha=self.plan.release, out=target)
+            residual = None
+        else:
+            target.copy_(grad)
+        if residual is not None:
+            target.add_(residual, alpha=self.plan.release)
+        lane.waiting.discard(i)
+        if grad is not None:
+            self._versions[i] = self.parameters[i].grad._version
+
+    def _send_ready(self) -> None:
+        """Send full buckets in their order: without negotiation that order has to be the same on every rank."""
+        while self._next_lane < len(self._lanes) and not self._lanes[self._next_lane].waiting:
+            lane = self._lanes[self._next_lane]
+            self._next_lane += 1
+            compressor, ctx = self._compressor(lane), self._context(lane)
+            lane.payload = compressor.encode(self.ops, ctx, lane.flat)
+            touches_residual = self._ladder.touches_residual(self.plan) and lane.bucket.dtype != DENSE_ONLY
+            if touches_residual:
+                # Before the sum begins, because it may be made in place, on the very buffer that was encoded.
+                lane.nonfinite = not bool(self.ops.all_finite(lane.flat))
+                if compressor.keeps_residual or lane.residual is not None:
+                    residual = lane.flat if lane.residual is None else lane.residual
+                    lane.pending = remainder(
+                        self.ops, compressor, ctx, lane.flat, lane.payload, residual, self.plan.release
+                    )
+            name = self._ladder.tensor_name(self._prefix, lane.bucket.index, self.plan)
+            lane.handle = self.transport.start(lane.payload, name)
+
+    def _send_rest(self) -> np.ndarray:
+        """Fill in what the backward pass did not deliver, and send; returns which parameters have a gradient here."""
+        used = np.array([parameter.grad is not None for parameter in self.parameters])
+        if self._idle:
+            return np.ones_like(used)
+        for i, version in self._versions.items():
+            grad = self.parameters[i].grad
+            if grad is None or grad._version != version:
+                raise RuntimeError(
+                    "A gradient was changed after backward() and before the ranks' gradients were exchanged, so the "
+                    "change would be lost. Call optimizer.synchronize() first, then clip or unscale, then "
+                    "`with optimizer.skip_synchronize(): optimizer.step()`."
+                )
+        with self.meter.codec(), torch.no_grad():
+            for lane in self._lanes:
+                for i in tuple(lane.waiting):
+                    self._pack(lane, i, self.parameters[i].grad)
+            self._send_ready()
+        return used
+
+    def _slot(self) -> SideSlot:
+        checksum = 0
+        if not self._idle:
+            for lane in self._lanes:
+                if lane.bucket.dtype != DENSE_ONLY:
+                    checksum += sum(int(self.ops.checksum(array)) for array in self._context(lane).state)
+        times = self.meter.last
+        loss = float(self.loss)
+        return SideSlot(
+            float(any(lane.nonfinite for lane in self._lanes)),
+            *split_checksum(checksum),
+            *times,
+            loss=0.0 if math.isnan(loss) else loss,
+            has_loss=float(not math.isnan(loss)),
+        )
+
+    def _decode(self, lane: _Lane) -> None:
+        """Sum of payloads -> sum of gradients, in ``lane.sum``."""
+        lane.sum = self._compressor(lane).decode(self.ops, self._context(lane), lane.total)
+
+    def _settle(self, healthy: bool) -> None:
+        """Advance contexts, or undo the step where a rank's gradient was not finite."""
+        for lane in self._lanes:
+            lane.nonfinite = False
+            if lane.bucket.dtype == DENSE_ONLY:
+                continue
+            compressor = self._compressor(lane)
+            if healthy:
+                ctx = compressor.advance(self.ops, self._context(lane), lane.total)
+                lane.contexts[self.plan.level] = ctx
+            else:
+                lane.pending = None
+                if compressor.keeps_residual:  # a plain all-reduce would have delivered it: so does this
+                    lane.sum = torch.full_like(lane.sum, math.nan)
+
+    def _deliver(self, used: np.ndarray, users: np.ndarray) -> None:
+        """Write means to ``.grad``; a parameter that nobody used keeps ``grad=None``."""
+        with torch.no_grad():
+            for lane in self._lanes:
+                offsets = lane.bucket.offsets
+                for place, i in enumerate(lane.bucket.parameters):
+                    parameter = self.parameters[i]
+                    if not users[i]:
+                        continue
+                    mean = lane.sum[offsets[place] : offsets[place + 1]].view(parameter.shape)
+                    grad = parameter.grad
+                    if grad is None:
+                        parameter.grad = (mean * self._scale).to(parameter.dtype)
+                    elif grad.is_sparse:
+                        parameter.grad = (mean * self._scale).to(grad.dtype).to_sparse(grad.sparse_dim())
+                    elif grad.dtype == mean.dtype:
+                        torch.mul(mean, self._scale, out=grad)
+                    else:
+                        grad.copy_(mean * self._scale)

@@ -1,0 +1,227 @@
+"""``DistributedOptimizer``: the user's own optimizer, whose ``step`` first exchanges gradients."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from hvdplus.adapters.torch.exchange import TorchExchange
+from hvdplus.launch import choose_ladder, open_log
+from hvdplus.settings import Settings
+from hvdplus.transport import World
+
+_instances = itertools.count()
+
+
+def wrap(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
+    world: World,
+    *,
+    compression: Any,
+    passes: int,
+    average: bool,
+) -> torch.optim.Optimizer:
+    """The optimizer as an instance of a subclass of its own class, sharing its groups, state and hooks.
+
+    Raises:
+        ValueError: wrapped twice, names missing or repeated, parameters that cannot be reduced, another model on
+            another rank, or an unknown compression.
+    """
+    if isinstance(optimizer, _Distributed):
+        raise ValueError(
+            "This optimizer is a DistributedOptimizer already; wrapped twice it would average twice. Wrap the bare one."
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"DistributedOptimizer wraps a torch.optim.Optimizer. Received: {type(optimizer).__name__}")
+    if passes < 1:
+        raise ValueError(f"backward_passes_per_step must be at least 1. Received: {passes}")
+    names = _names(optimizer, named_parameters)
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    _check_types(parameters, names)
+    _check_same_model(parameters, names, world)
+    settings = Settings.from_environment()
+    ladder, auto = choose_ladder(compression, settings, world)
+    kind = type(optimizer.__class__.__name__, (_Distributed, optimizer.__class__), {"__module__": __name__})
+    wrapped = kind.__new__(kind)
+    wrapped.__dict__.update(optimizer.__dict__)
+    # A learning-rate scheduler patches `step` on the instance; ours has to come first. It still sees our groups.
+    wrapped.__dict__.pop("step", None)
+    instance = next(_instances)
+    log = open_log(settings, world, instance)
+    wrapped._exchange = TorchExchange(
+        parameters,
+        world.transport,
+        settings,
+        ladder=ladder,
+        auto=auto,
+        log=log,
+        prefix=f"hvdplus{instance}",
+        average=average,
+        passes=passes,
+    )
+    wrapped._synchronized = False
+    wrapped._should_synchronize = True
+    wrapped._exchange.pilot.describe_run(world, "torch", sum(p.numel() for p in parameters))
+    return wrapped
+
+
+class _Distributed(torch.optim.Optimizer):
+    """What is put before the user's optimizer class."""
+
+    _exchange: TorchExchange
+    _synchronized: bool
+    _should_synchronize: bool
+
+    def synchronize(self) -> None:
+        """Exchange the gradients now, so that they can be clipped or inspected before ``step``."""
+        self._exchange.finish()
+        self._synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """``step`` inside this context does not exchange again, after an explicit ``synchronize``."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Exchange gradients, then let the optimizer take its step.
+
+        A closure is evaluated by the optimizer itself; its gradients are exchanged every time.
+        """
+        if closure is not None:
+            result = super().step(self._exchanging(closure))
+        else:
+            if self._should_synchronize:
+                if self._synchronized:
+                    warnings.warn(
+                        "optimizer.step() called without optimizer.skip_synchronize() context after "
+                        "optimizer.synchronize(). This exchanges the gradients twice.",
+                        stacklevel=2,
+                    )
+                self.synchronize()
+            result = super().step()
+        self._synchronized = False
+        self._exchange.commit()
+        self._watch_input()
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in PyTorch; refused between ``backward`` and ``step``, where gradients are on their way."""
+        if self._exchange.in_flight:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+            )
+        super().zero_grad(set_to_none=set_to_none)
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Exchange after ``passes`` backward passes from now on; call it between two steps."""
+        if passes < 1:
+            raise ValueError(f"backward_passes_per_step must be at least 1. Received: {passes}")
+        self._exchange.passes = passes
+        self._exchange.restart()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in PyTorch; starts counting backward passes anew."""
+        self._exchange.restart()
+        super().load_state_dict(state_dict)
+
+    def record(self, loss: float | torch.Tensor) -> None:
+        """Put this step's loss into the run log; call it before ``step``."""
+        self._exchange.loss = float(loss)
+
+    @property
+    def hvdplus(self) -> Any:
+        """The pilot: present plan, level names, measured times, run log."""
+        return self._exchange.pilot
+
+    def _exchanging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def exchanged() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self._exchange.finish()
+            return loss
+
+        return exchanged
+
+    def _watch_input(self) -> None:
+        """From now until any module's next forward pass, this rank waits for input."""
+
+        def began(module: torch.nn.Module, arguments: Any) -> None:
+            handle.remove()
+            self._exchange.meter.input_arrived()
+
+        handle = register_module_forward_pre_hook(began)
+
+
+def _names(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
+) -> dict[int, str]:
+    """id of parameter -> name, with Horovod's own rules and messages."""
+    if named_parameters is None:
+        groups = enumerate(optimizer.param_groups)
+        return {id(p): f"allreduce.noname.{i}.{j}" for i, group in groups for j, p in enumerate(group["params"])}
+    named = list(named_parameters)
+    if any(not isinstance(entry, tuple) for entry in named):
+        raise ValueError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            "model.named_parameters()."
+        )
+    repeated = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
+    if repeated:
+        raise ValueError(
+            f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(repeated)}"
+        )
+    names = {id(parameter): name for name, parameter in named}
+    unnamed = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
+    if unnamed:
+        raise ValueError(
+            "named_parameters was specified, but one or more model parameters were not named. Their shapes: "
+            f"{', '.join(str(tuple(p.shape)) for p in unnamed)}"
+        )
+    return names
+
+
+def _check_types(parameters: list[torch.nn.Parameter], names: dict[int, str]) -> None:
+    known = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    odd = [f"{names[id(p)]} is {p.dtype}" for p in parameters if p.dtype not in known]
+    if odd:
+        raise ValueError(
+            f"hvdplus exchanges float16, bfloat16, float32 and float64 gradients. Received: {', '.join(odd)}. Keep "
+            "such parameters out of this optimizer, or reduce them with hvd.allreduce."
+        )
+
+
+def _check_same_model(parameters: list[torch.nn.Parameter], names: dict[int, str], world: World) -> None:
+    """All ranks must exchange the same tensors, or they would wait for each other for ever."""
+    mine = [(names[id(p)], tuple(p.shape), str(p.dtype)) for p in parameters]
+    for rank, theirs in enumerate(world.transport.gather_objects(mine)):
+        if theirs != mine:
+            first = next(
+                (pair for pair in itertools.zip_longest(mine, theirs) if pair[0] != pair[1]), (None, None)
+            )
+            raise ValueError(
+                f"The model differs between ranks {world.transport.rank} and {rank}: {first[0]} against {first[1]}. "
+                "All ranks must optimise the same parameters in the same order."
+            )
+
+
+def identical_on_all_ranks(values: Iterable[torch.Tensor], world: World) -> bool:
+    """Whether tensors (in order) are equal on all ranks, bit for bit."""
+    digest = hashlib.sha256()
+    for value in values:
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return len(set(world.transport.gather_objects(digest.hexdigest()))) == 1
+

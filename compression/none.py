@@ -1,0 +1,42 @@
+"""``none``: the gradient itself, in float32.
+
+Linear in everything; d floats (4 d bytes) sent, no arithmetic, no pass over memory. The level that all others are
+measured against, and the one that training starts on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hvdplus.compression.contract import Context, Spec
+from hvdplus.compression.ops import Array, Ops
+
+
+@dataclass(frozen=True)
+class NoCompression:
+    """Identity compressor."""
+
+    name: str = "none"
+    phases: int = 1
+    keeps_residual: bool = False
+    uses_products: bool = False
+
+    def init(self, ops: Ops, spec: Spec) -> Context:
+        """An empty context."""
+        return Context(spec, 0, ())
+
+    def encode(self, ops: Ops, ctx: Context, grad: Array) -> Array:
+        """The gradient, not a copy of it."""
+        return grad
+
+    def decode(self, ops: Ops, ctx: Context, total: Array) -> Array:
+        """The sum, not a copy of it."""
+        return total
+
+    def advance(self, ops: Ops, ctx: Context, total: Array) -> Context:
+        """Nothing to learn."""
+        return ctx
+
+    def payload_bytes(self, spec: Spec, phase: int = 0) -> int:
+        """4 bytes an element."""
+        return 4 * spec.size

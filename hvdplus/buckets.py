@@ -1,0 +1,61 @@
+"""Which gradients travel together.
+
+A bucket is a flat vector of some parameters' gradients, end to end. Buckets are filled from the last parameter to
+the first, the order in which a backward pass delivers, so that the first is on its way while the pass goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from hvdplus.compression import Spec
+
+DENSE_ONLY = "float64"
+"""Buckets of this type are never compressed; everything narrower travels through float32."""
+
+
+class Bucket(NamedTuple):
+    """Parameters that travel together; the same on every rank."""
+
+    index: int
+    parameters: tuple[int, ...]
+    """Positions in the model's list of parameters, in the order in which they stand in the bucket."""
+    dtype: str
+    """``float32`` or ``float64``."""
+    spec: Spec
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each parameter begins in the flat vector, and the end of the last."""
+        return tuple(accumulate(self.spec.sizes, initial=0))
+
+
+def make_buckets(
+    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str], *, bucket_bytes: int, ranks: int, seed: int
+) -> tuple[Bucket, ...]:
+    """Cut the parameters (given first to last) into buckets of at most ``bucket_bytes``.
+
+    A parameter larger than that has a bucket of its own. Depends on nothing but the arguments, so every rank cuts alike.
+    """
+    buckets: list[Bucket] = []
+    open_parameters: dict[str, list[int]] = {}
+    open_bytes: dict[str, int] = {}
+
+    def close(dtype: str) -> None:
+        parameters = tuple(open_parameters.pop(dtype))
+        spec = Spec(tuple(shapes[i] for i in parameters), len(buckets), seed, ranks)
+        buckets.append(Bucket(len(buckets), parameters, dtype, spec))
+
+    for i in reversed(range(len(shapes))):
+        dtype = DENSE_ONLY if dtypes[i] == DENSE_ONLY else "float32"
+        size_bytes = math.prod(shapes[i]) * (8 if dtype == DENSE_ONLY else 4)
+        if dtype in open_parameters and open_bytes[dtype] + size_bytes > bucket_bytes:
+            close(dtype)
+        open_bytes[dtype] = size_bytes + (open_bytes[dtype] if dtype in open_parameters else 0)
+        open_parameters.setdefault(dtype, []).append(i)
+    for dtype in list(open_parameters):
+        close(dtype)
+    return tuple(buckets)

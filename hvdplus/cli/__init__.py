@@ -1,0 +1,37 @@
+"""The command line: ``hvdplus COMMAND``.
+
+A command is a module of this package with ``add_arguments(parser)`` and ``run(args) -> exit code``, imported only when
+it is asked for. Importing ``hvdplus`` or ``hvdplus.cli`` imports no framework and starts no MPI.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+#: Command -> (module of this package, one line of help).
+COMMANDS: dict[str, tuple[str, str]] = {
+    "doctor": ("doctor", "show versions, MPI and settings, and how to mend what is missing"),
+    "install-horovod": ("install_horovod", "build and install Horovod for the PyTorch, TensorFlow and MPI found here"),
+    "report": ("report", "show what a run did: times, levels, decisions"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 done, 1 not usable, 2 refused or failed with a message."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="hvdplus", description="Adaptive gradient compression on Horovod and MPI.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    asked = argv[0] if argv else ""
+    for name, (module, text) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        if name == asked:
+            import_module(f"{__name__}.{module}").add_arguments(command)
+    args = parser.parse_args(argv)
+    try:
+        return int(import_module(f"{__name__}.{COMMANDS[args.command][0]}").run(args))
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130

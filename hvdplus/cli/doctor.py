@@ -1,0 +1,227 @@
+"""``hvdplus doctor``: what is here, what is set, and how to mend what is missing.
+
+Versions come from the packages' metadata; whatever needs a framework or MPI is asked in a child process, so a broken
+installation shows up as a line of the table and never as a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hvdplus.cli.install_horovod import (
+    TENSORFLOW_NAMES,
+    default_jobs,
+    environment,
+    find_frameworks,
+    find_mpi,
+    package_version,
+    which,
+)
+
+ROW = tuple[str, str]
+PROBE_SECONDS = 120.0  # importing a framework from a cold network disk
+
+_BUILT = "{k: bool(getattr(hvd, k + '_built')()) for k in ('mpi', 'gloo', 'nccl')}"
+# What only a framework or MPI itself knows; each prints one line of JSON.
+PROBES = {
+    "torch": f"""
+import json, torch
+seen = dict(capability=torch.backends.cpu.get_cpu_capability())
+try:
+    import horovod.torch as hvd
+    seen.update({_BUILT})
+except Exception as error:
+    seen["error"] = f"{{type(error).__name__}}: {{error}}"
+print("\\nseen " + json.dumps(seen))
+""",
+    "tensorflow": f"""
+import json, tensorflow
+seen = dict()
+try:
+    import horovod.tensorflow as hvd
+    seen.update({_BUILT})
+except Exception as error:
+    seen["error"] = f"{{type(error).__name__}}: {{error}}"
+print("\\nseen " + json.dumps(seen))
+""",
+    "mpi4py": """
+import json, mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+print("\\nseen " + json.dumps(dict(library=MPI.Get_library_version().split(",")[0].strip("\\0"))))
+""",
+}
+
+
+class Finding(NamedTuple):
+    """Something missing or broken, the command that mends it, and whether one can do without."""
+
+    what: str
+    command: str
+    optional: bool = False
+
+
+def probe(name: str) -> dict[str, Any]:
+    """Run one of `PROBES` in a child process; a failure comes back as ``{"error": its last line}``."""
+    env = {**environment(), "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-c", PROBES[name]]
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return {"error": f"no answer within {PROBE_SECONDS:.0f} s"}
+    if seen := re.search(r"^seen (\{.*\})$", done.stdout, re.MULTILINE):
+        return dict(json.loads(seen[1]))
+    lines = (done.stderr or done.stdout).strip().splitlines()
+    return {"error": lines[-1] if lines else f"ended with code {done.returncode}"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``hvdplus doctor``: there are none."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table; return 0 if something here can train on several ranks, else 1."""
+    frameworks = [framework.module for framework in find_frameworks()]
+    names = [*frameworks, *(["mpi4py"] if package_version("mpi4py") else [])]
+    with ThreadPoolExecutor() as pool:
+        seen = dict(zip(names, pool.map(probe, names), strict=True))
+
+    _section("Versions", _versions())
+    _section("Horovod", _horovod(frameworks, seen))
+    _section("MPI", _mpi(seen))
+    _section("Machine", _machine(seen.get("torch", {})))
+    _section("Settings", _settings())
+
+    ways = _ways(frameworks, seen)
+    findings = list(_findings(frameworks, seen))
+    _section("Missing", [(_optional(found), found.command) for found in findings] or [("nothing", "")])
+    print("\n" + (f"Training on several ranks works through: {', '.join(ways)}." if ways else
+                  "Nothing here can train on several ranks yet: see what is missing."))  # fmt: skip
+    return 0 if ways else 1
+
+
+def _section(title: str, rows: Iterator[ROW] | list[ROW]) -> None:
+    print(f"\n{title}")
+    rows = list(rows)
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"  {name:<{width}}  {value}".rstrip())
+
+
+def _optional(finding: Finding) -> str:
+    return finding.what + (" (optional)" if finding.optional else "")
+
+
+def _versions() -> Iterator[ROW]:
+    for name, packages in {
+        "hvdplus": ("hvdplus",),
+        "numpy": ("numpy",),
+        "torch": ("torch",),
+        "tensorflow": TENSORFLOW_NAMES,
+        "keras": ("keras",),
+        "mpi4py": ("mpi4py",),
+        "horovod": ("horovod",),
+    }.items():
+        known = package_version(*packages)
+        yield name, "not installed" if known is None else known[1] + (f" ({known[0]})" if known[0] != name else "")
+    yield "python", f"{platform.python_version()} ({sys.executable})"
+
+
+def _horovod(frameworks: list[str], seen: dict[str, dict[str, Any]]) -> Iterator[ROW]:
+    for framework in frameworks:
+        answer = seen[framework]
+        if package_version("horovod") is None:
+            yield framework, "not installed"
+        elif "error" in answer:
+            yield framework, f"does not work: {answer['error']}"
+        else:
+            names = {"mpi": "MPI", "gloo": "Gloo", "nccl": "NCCL"}
+            yield framework, "built with " + ", ".join(name for key, name in names.items() if answer[key])
+    if not frameworks:
+        yield "frameworks", "neither PyTorch nor TensorFlow is here"
+
+
+def _mpi(seen: dict[str, dict[str, Any]]) -> Iterator[ROW]:
+    from hvdplus.adapters import openmpi
+
+    mpi, mpirun = find_mpi(), which("mpirun", "mpiexec")
+    yield "launcher", f"{mpi.version if mpi else 'found'} ({mpirun})" if mpirun else "no mpirun found"
+    yield "compiler wrapper", mpi.wrapper if mpi else "none (mpicxx; only needed to build Horovod)"
+    if "mpi4py" in seen:
+        yield "mpi4py uses", seen["mpi4py"].get("library") or f"does not work: {seen['mpi4py']['error']}"
+    settings = openmpi.apply_settings(environment())
+    origins = {setting.name: setting.origin for setting in settings}
+    yield "all-reduce", f"{openmpi.allreduce_algorithm(settings)} (set by: {origins[openmpi.ALLREDUCE_ALGORITHM]})"
+    for setting in settings:
+        yield setting.name, f"{setting.value or 'left to Open MPI'} (set by: {setting.origin})"
+
+
+def _machine(torch: dict[str, Any]) -> Iterator[ROW]:
+    def first(path: str, pattern: str) -> str:
+        try:
+            found = re.search(pattern, Path(path).read_text())
+        except OSError:
+            found = None
+        return found[1] if found else ""
+
+    yield "system", f"{platform.system()} {platform.release()} {platform.machine()}, {' '.join(platform.libc_ver())}"
+    yield "processor", first("/proc/cpuinfo", r"model name\s*:\s*(.*)") or platform.processor() or "unknown"
+    yield "CPU capability", torch.get("capability", "unknown (PyTorch tells)")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield "cores", f"{cores} usable of {os.cpu_count()}"
+    memory = first("/proc/meminfo", r"MemTotal:\s+(\d+) kB")
+    yield "memory", f"{int(memory) / 2**20:.0f} GiB" if memory else "unknown"
+    job = os.environ.get("SLURM_JOB_ID")
+    yield "Slurm", (which("sbatch") or "not found") + (f", inside job {job}" if job else "")
+
+
+def _settings() -> Iterator[ROW]:
+    from hvdplus import settings
+
+    try:
+        described = list(settings.describe())
+    except ValueError as error:
+        yield "not readable", str(error)
+        return
+    for name, value, origin, text in described:
+        yield name, f"{value or '-'} ({origin}): {text}"
+    for name in sorted(set(os.environ) - {entry[0] for entry in described}):
+        if name.startswith(settings.PREFIX):
+            yield name, "is in the environment, but is no setting of hvdplus"
+
+
+def _ways(frameworks: list[str], seen: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the ways to train on several ranks that work here."""
+    ways = [f"Horovod ({framework})" for framework in frameworks if "error" not in seen[framework]]
+    mpi4py = "library" in seen.get("mpi4py", {}) and which("mpirun", "mpiexec")
+    return [*ways, *(["mpi4py"] if mpi4py and frameworks else [])]
+
+
+def _findings(frameworks: list[str], seen: dict[str, dict[str, Any]]) -> Iterator[Finding]:
+    for module, name, extra in (("torch", "PyTorch", "torch"), ("tensorflow", "TensorFlow with Keras", "keras")):
+        if module not in frameworks:
+            yield Finding(name, f"pip install 'hvdplus[{extra}]'", optional=bool(frameworks))
+    if frameworks and package_version("horovod") is None:
+        yield Finding("Horovod", f"hvdplus install-horovod    (minutes; {default_jobs()} compiler jobs at a time)")
+    else:
+        for framework in frameworks:
+            if "error" in seen[framework]:
+                yield Finding(f"Horovod that works with {framework}", "hvdplus install-horovod")
+            elif not seen[framework]["mpi"] and find_mpi():
+                yield Finding(f"Horovod built with MPI for {framework}", "hvdplus install-horovod", optional=True)
+    if not which("mpirun", "mpiexec"):
+        yield Finding("MPI", "pip install 'hvdplus[mpi]'    (then: hvdplus install-horovod)", optional=True)
+    elif "library" not in seen.get("mpi4py", {}):
+        yield Finding("mpi4py (trains without Horovod)", "pip install 'hvdplus[mpi]'", optional=True)
+    if not (package_version("matplotlib") and package_version("rich")):
+        yield Finding("matplotlib and rich (pictures, progress)", "pip install 'hvdplus[viz]'", optional=True)

@@ -1,0 +1,118 @@
+"""One step's exchange, in pieces that every framework shares.
+
+    gradient ─► join residual ─► encode ─► all-reduce ─► decode ─► mean gradient
+                                    └► pending residual      └► next context
+
+A *plan* says which level runs in a step; a *program* is one fixed piece of code that a plan can pick (level, phase,
+draining or not), so that a compiled graph holds each of them once. The *side tensor* is the one small extra sum a
+step, for what does not add up: every rank writes its own slot and zeros elsewhere, so that the sum is a gather.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hvdplus.compression import Compressor, parse
+from hvdplus.meter import StepTimes
+
+
+class Program(NamedTuple):
+    """A piece of code that a plan picks; the same list in the same order on every rank."""
+
+    level: int
+    phase: int
+    drains: bool
+    """Whether it pays out a residual on the way back to dense."""
+
+
+class Plan(NamedTuple):
+    """What one step does; equal on every rank, because it is made from shared values only."""
+
+    level: int = 0
+    phase: int = 0
+    release: float = 0.0
+    """Share of the residual that joins the gradient; 0: none is outstanding."""
+
+
+class Ladder:
+    """The levels of a run, least compression first, and the programs that run them."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """Raises ValueError for an unknown or repeated name."""
+        if len(set(names)) != len(names):
+            raise ValueError(f"The ladder names a level twice. Received: {', '.join(names)}")
+        self.compressors: tuple[Compressor, ...] = tuple(parse(name) for name in names)
+        self.names: tuple[str, ...] = tuple(compressor.name for compressor in self.compressors)
+        self.programs: tuple[Program, ...] = tuple(
+            program
+            for level, compressor in enumerate(self.compressors)
+            for phase in range(compressor.phases)
+            for program in (
+                [Program(level, phase, False)]
+                if compressor.keeps_residual
+                else [Program(level, phase, False), Program(level, phase, True)]
+            )
+        )
+
+    def program(self, plan: Plan) -> int:
+        """Index of the program that runs ``plan``."""
+        drains = plan.release > 0 and not self.compressors[plan.level].keeps_residual
+        return self.programs.index(Program(plan.level, plan.phase, drains))
+
+    def touches_residual(self, plan: Plan) -> bool:
+        """Whether the step changes residuals or contexts, and so must know in its own step that all went well."""
+        return plan.release > 0
+
+    def tensor_name(self, prefix: str, bucket: int, plan: Plan) -> str:
+        """All-reduce name. A payload's length depends on level and phase, so both are part of it: a name that keeps
+        its shape stays in Horovod's response cache. Letters are those that TensorFlow allows in op names."""
+        level = re.sub(r"[^A-Za-z0-9_.]", "_", self.names[plan.level])
+        return f"{prefix}.{bucket}.{level}.{plan.phase}"
+
+
+class SideSlot(NamedTuple):
+    """What one rank says in one step. All values travel as float32."""
+
+    nonfinite: float = 0.0
+    """1 if a gradient of this rank held NaN or infinity (looked for only where a payload could hide it)."""
+    checksum_high: float = 0.0
+    checksum_low: float = 0.0
+    """Two 16-bit halves of the checksum of the contexts this step used; float32 is exact for those."""
+    step: float = 0.0
+    codec: float = 0.0
+    exposed_comm: float = 0.0
+    input_wait: float = 0.0
+    """Seconds of the *previous* step, see ``StepTimes``."""
+    loss: float = 0.0
+    has_loss: float = 0.0
+    """1 if ``loss`` was reported."""
+
+    @property
+    def times(self) -> StepTimes:
+        """The previous step's times."""
+        return StepTimes(self.step, self.codec, self.exposed_comm, self.input_wait)
+
+
+SLOT_FLOATS = len(SideSlot._fields)
+
+
+def side_tensor(rank: int, ranks: int, slot: SideSlot, used: np.ndarray) -> np.ndarray:
+    """This rank's side tensor: float32, ``ranks * SLOT_FLOATS`` floats of slots, then ``used`` (one a parameter)."""
+    slots = np.zeros((ranks, SLOT_FLOATS), np.float32)
+    slots[rank] = slot
+    return np.concatenate([slots.ravel(), used.astype(np.float32)])
+
+
+def read_side(total: np.ndarray, ranks: int) -> tuple[list[SideSlot], np.ndarray]:
+    """All ranks' slots and, for every parameter, how many ranks used it, from the sum of the side tensors."""
+    slots = total[: ranks * SLOT_FLOATS].reshape(ranks, SLOT_FLOATS)
+    return [SideSlot(*(float(value) for value in slot)) for slot in slots], total[ranks * SLOT_FLOATS :]
+
+
+def split_checksum(checksum: int) -> tuple[float, float]:
+    """High and low 16 bits of a checksum's lowest 32 bits."""
+    return float(checksum >> 16 & 0xFFFF), float(checksum & 0xFFFF)

@@ -1,0 +1,194 @@
+"""``import hvdplus.keras as hvd``: Horovod for Keras 3, with the same hooks and levels as ``hvdplus.torch``.
+
+What ``horovod.tensorflow.keras`` exports is here under the same names; what does not work under Keras 3 in stock
+Horovod (its optimizer trains ranks apart without an error, its callbacks fail) is done anew. Without Horovod, in a job
+over mpi4py, the essentials are here too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdplus import report as _report
+from hvdplus.adapters.connect import INSTALL_HOROVOD, connect, wants_horovod
+from hvdplus.transport import NeedsHorovod, TransportError, World
+
+if keras.backend.backend() != "tensorflow":
+    raise ImportError(
+        f"hvdplus.keras runs on Keras' TensorFlow backend. Received: KERAS_BACKEND={keras.backend.backend()}. "
+        "For the torch backend, train the model with hvdplus.torch in a PyTorch loop."
+    )
+
+from hvdplus.adapters.keras import callbacks, collectives
+from hvdplus.adapters.keras.optimizer import wrap
+from hvdplus.adapters.keras.transport import cpu_capability, graph_transport
+
+__all__ = ["DistributedOptimizer", "callbacks", "init", "shutdown"]
+
+_BINDING = "horovod.tensorflow"
+_world: World | None = None
+
+
+def init(*arguments: Any, **keywords: Any) -> None:
+    """Start the transport; arguments are those of ``horovod.tensorflow.keras.init``. A second call does nothing.
+
+    Rank 0 prints one line: ranks, hosts, transport, collective, compression.
+
+    Raises:
+        TransportError: nothing that could carry the bytes is installed; the message names the command that mends it.
+    """
+    global _world
+    if _world is None:
+        world = connect(_BINDING, cpu_capability, *arguments, **keywords)
+        _world = world._replace(transport=graph_transport(world.transport))
+        collectives.use(_world)
+
+
+def shutdown() -> None:
+    """End the transport."""
+    global _world
+    if _world is not None:
+        _world.transport.shutdown()
+    _world = None
+    collectives.use(None)
+
+
+def is_initialized() -> bool:
+    """Whether ``init`` was called."""
+    return _world is not None
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: keras.optimizers.Optimizer,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = "auto",
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: Any = None,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = None,
+    scale_local_gradients: bool = True,
+) -> keras.optimizers.Optimizer:
+    """Wrap any Keras 3 optimizer so that gradients are averaged over all ranks before each update.
+
+    Args:
+        optimizer: the optimizer; the result is an instance of its class and shares its variables.
+        name: accepted.
+        device_dense, device_sparse: accepted; TensorFlow places the ops.
+        compression: ``auto`` (measure, and compress as much as it takes; ``HVDPLUS_COMPRESSION`` may say otherwise),
+            a fixed level (``none``, ``fp16``, ``lowrank:4``), or Horovod's ``Compression.none`` / ``Compression.fp16``.
+        sparse_as_dense: accepted; IndexedSlices are always exchanged dense.
+        gradient_predivide_factor: accepted; hvdplus divides before the cast where a narrow type could overflow.
+        op: ``Average`` (default) or ``Sum``.
+        backward_passes_per_step: passes that accumulate locally before one exchange
+            (Keras' own ``gradient_accumulation_steps``).
+        average_aggregated_gradients: with several passes, Keras always averages them; False warns.
+        num_groups, groups: accepted; hvdplus makes its own groups (buckets).
+        process_set: only the global one.
+        scale_local_gradients: accepted.
+
+    Raises:
+        ValueError: wrapped twice, not an optimizer, unknown compression, or an argument that has no meaning here.
+        TransportError: ``hvd.init()`` was not called.
+    """
+    world = _require_world()
+    average, sum_ = __getattr__("Average"), __getattr__("Sum")
+    op = average if op is None else op
+    if op not in (average, sum_):
+        raise ValueError(f"op currently only supports Average and Sum. Received: op={op!r}")
+    if process_set is not None and getattr(process_set, "process_set_id", 0) != 0:
+        raise ValueError(f"hvdplus.keras exchanges over all ranks. Received: process_set={process_set}")
+    if gradient_predivide_factor != 1.0 and op != average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if backward_passes_per_step > 1 and not average_aggregated_gradients:
+        warnings.warn(
+            "Keras averages over accumulated passes; pass average_aggregated_gradients=True to say that you know.",
+            stacklevel=2,
+        )
+    return wrap(
+        optimizer, world, compression=compression, passes=backward_passes_per_step, average=op == average
+    )
+
+
+def broadcast_global_variables(root_rank: int, model: keras.Model | None = None) -> None:
+    """Overwrite a model's (and its optimizer's) variables with rank ``root_rank``'s.
+
+    Keras 3 has no list of global variables: pass the model, or use ``callbacks.BroadcastGlobalVariablesCallback``.
+    """
+    if model is None:
+        raise ValueError(
+            "Keras 3 keeps no list of all variables: call broadcast_global_variables(root_rank, model), or use "
+            "hvd.callbacks.BroadcastGlobalVariablesCallback(root_rank)."
+        )
+    _require_world()
+    collectives.broadcast_model(model, root_rank)
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: Any = None,
+    custom_objects: Any = None,
+    compression: Any = "auto",
+    legacy_opts: bool = False,
+) -> keras.Model:
+    """Load a Keras model and wrap its optimizer, so that training can go on.
+
+    Args are Horovod's; ``legacy_opts`` must stay False: Keras 3 has no legacy optimizers.
+    """
+    if legacy_opts:
+        raise ValueError("Keras 3 has no legacy optimizers. Received: legacy_opts=True")
+    objects = {cls.__name__: cls for cls in custom_optimizers or []} | dict(custom_objects or {})
+    model = keras.models.load_model(filepath, custom_objects=objects)
+    if getattr(model, "optimizer", None) is not None:
+        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
+    return model
+
+
+def identical(values: keras.Model | Iterable[Any]) -> bool:
+    """Whether a model's variables (or the given arrays) are equal on all ranks, bit for bit. Every rank calls it."""
+    if isinstance(values, keras.Model):
+        values = values.variables
+    return collectives.identical([np.asarray(value) for value in values], _require_world())
+
+
+def report(optimizer: Any, png: str | None = None, **facts: Any) -> dict[str, Any]:
+    """Close the run log; on rank 0, print what the run came to and draw it to ``png``.
+
+    Args:
+        optimizer: what ``DistributedOptimizer`` returned.
+        png: file for the picture; None: no picture.
+        facts: go into the log's last record (``accuracy=0.98``).
+
+    Returns:
+        level, steps, and median times in milliseconds (``step_ms``, ``compute_ms``, ``exposed_comm_ms``, ...), and the
+        job's ranks and transport.
+    """
+    return _report.close(optimizer.hvdplus, _require_world(), png, facts)
+
+
+def _require_world() -> World:
+    if _world is None:
+        raise TransportError("hvdplus has not been initialized; call hvd.init() first.")
+    return _world
+
+
+def __getattr__(name: str) -> Any:
+    """Everything else is Horovod's, or, in a job without Horovod, ours."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    with_horovod = _world.transport.name.startswith("horovod") if _world else wants_horovod(_BINDING)
+    if with_horovod:
+        return collectives.from_horovod(name)
+    if hasattr(collectives.WithoutHorovod, name):
+        return getattr(collectives.WithoutHorovod(_require_world()), name)
+    raise NeedsHorovod(f"hvd.{name} needs Horovod, and this job runs without it. {INSTALL_HOROVOD}.")

@@ -1,0 +1,64 @@
+"""From what the user asked for to what a run uses: its ladder of levels and its run log."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdplus.compression import TABLE, parse
+from hvdplus.exchange import Ladder
+from hvdplus.runlog import RunLog
+from hvdplus.settings import Settings
+from hvdplus.transport import World
+
+AUTO = "auto"
+
+
+def choose_ladder(compression: Any, settings: Settings, world: World) -> tuple[Ladder, bool]:
+    """The ladder to run, and whether a controller chooses from it.
+
+    Args:
+        compression: ``auto`` (then ``HVDPLUS_COMPRESSION`` decides, ``auto`` by default), a level such as
+            ``lowrank:4``, or Horovod's own ``Compression.none`` or ``Compression.fp16``.
+
+    Raises:
+        ValueError: unknown compression; or a fixed level that needs equal CPUs and libraries where ranks differ.
+    """
+    name = _spelling(compression)
+    if name == AUTO:
+        name = settings.compression
+    if name == AUTO:
+        compressors = [parse(level) for level in settings.ladder]
+        if compressors[0].name != "none":
+            raise ValueError(
+                f"The ladder must begin with none, which every other level is measured against. "
+                f"Received: HVDPLUS_LADDER={','.join(settings.ladder)}"
+            )
+        return Ladder([c.name for c in compressors if not (c.uses_products and world.differences)]), True
+    compressor = parse(name)
+    if compressor.uses_products and world.differences:
+        raise ValueError(
+            f"compression={name!r} needs the same CPU capability and library versions on all ranks, or their contexts "
+            f"drift apart. The ranks differ in {'; '.join(world.differences)}. Use fp16 or none, or make them equal."
+        )
+    return Ladder([compressor.name]), False
+
+
+def open_log(settings: Settings, world: World, instance: int) -> RunLog:
+    """The run log of the job's ``instance``-th optimizer (from 0); only rank 0 writes a file, and only if asked to."""
+    path = settings.run_log if world.transport.rank == 0 else ""
+    return RunLog(f"{path}.{instance}" if path and instance else path or None)
+
+
+def _spelling(compression: Any) -> str:
+    if isinstance(compression, str):
+        return compression
+    if isinstance(getattr(compression, "name", None), str) and hasattr(compression, "payload_bytes"):
+        return str(compression.name)
+    # Horovod spells its compressors as classes: NoneCompressor, FP16Compressor.
+    horovod = {"NoneCompressor": "none", "FP16Compressor": "fp16"}.get(getattr(compression, "__name__", ""))
+    if horovod:
+        return horovod
+    raise ValueError(
+        f"compression wants 'auto' or one of {', '.join(sorted(TABLE))}, or Horovod's Compression.none or "
+        f"Compression.fp16. Received: {compression!r}"
+    )

@@ -1,0 +1,195 @@
+"""What every rank does between two steps: read the side tensor, ask the controller, keep the run log, make the plan.
+
+All ranks call it with the same values in the same order, so their plans agree without a word.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from hvdplus import __version__
+from hvdplus.controller import Controller, Limits
+from hvdplus.exchange import Ladder, Plan, SideSlot, read_side
+from hvdplus.meter import StepTimes, median_times, reduce_times
+from hvdplus.residual import release_factor
+from hvdplus.runlog import RunLog
+from hvdplus.settings import Settings
+from hvdplus.transport import World
+
+
+class Pilot:
+    """Makes the plan of every step. ``auto`` follows the controller, anything else stays at one level."""
+
+    def __init__(
+        self, ladder: Ladder, settings: Settings, *, auto: bool, ranks: int, payload_bytes: Sequence[int], log: RunLog
+    ) -> None:
+        """``payload_bytes``: bytes that one rank sends a step, one entry a level of the ladder."""
+        self.ladder = ladder
+        self.ranks = ranks
+        self.log = log
+        self.payload_bytes = tuple(payload_bytes)
+        self._window_steps = settings.window_steps
+        self._drain_steps = settings.drain_steps
+        self._controller = Controller(ladder.names, Limits(dense_steps=settings.dense_steps)) if auto else None
+        self._level = 0
+        self._phases = [0] * len(ladder.names)
+        self._drain_left = 0
+        self._observed = 0
+        self._measured_level = 0
+        self._window: list[tuple[StepTimes, float]] = []
+        self._began = time.monotonic()
+        self.plan = self._next_plan()
+        """The coming step's plan."""
+
+    def observe(self, plan: Plan, total: np.ndarray) -> None:
+        """Take in the summed side tensor of a step that ran ``plan``; every rank does so at the same point.
+
+        Raises:
+            RuntimeError: the ranks' contexts differ, so that what was reduced has no meaning.
+        """
+        slots, _ = read_side(total, self.ranks)
+        self._check_contexts(plan, slots)
+        if not any(slot.nonfinite for slot in slots):
+            self._commit(plan)
+        self._measure(reduce_times([slot.times for slot in slots]), _mean_loss(slots))
+        if plan.level != self._measured_level:
+            self._close_window()
+            self._measured_level = plan.level  # the next side tensor brings this step's times
+
+    def advance(self) -> Plan:
+        """Make the next step's plan."""
+        self.plan = self._next_plan()
+        return self.plan
+
+    def set_level(self, level: int) -> None:
+        """Run ``level`` from the next plan on, on all ranks alike."""
+        if self._level != level:
+            compressor = self.ladder.compressors[level]
+            leaves_residual = self.ladder.compressors[self._level].keeps_residual
+            if compressor.keeps_residual:
+                self._drain_left = 0
+            elif leaves_residual:
+                self._drain_left = self._drain_steps
+            self._level = level
+
+    @property
+    def status(self) -> str:
+        """Level and times of the last complete window, in a few words."""
+        windows = [record for record in self.log.records if record["kind"] == "window"]
+        if not windows:
+            return "measuring"
+        last = windows[-1]
+        return (
+            f"level {last['level']}  step {last['step_ms']:.2f} ms, of which {last['exposed_comm_ms']:.2f} ms "
+            "waiting for the network"
+        )
+
+    def describe_run(self, world: World, framework: str, parameters: int) -> None:
+        """Open the run log with what the job is. ``parameters``: number of trainable values."""
+        self.log.write(
+            "run",
+            format=1,
+            hvdplus=__version__,
+            started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            framework=framework,
+            ranks=self.ranks,
+            hosts=world.hosts,
+            transport=world.transport.name,
+            collective=world.collective,
+            compression="auto" if self._controller else self.ladder.names[0],
+            ladder=list(self.ladder.names),
+            parameters=parameters,
+            gradient_bytes=4 * parameters,
+            payload_bytes=dict(zip(self.ladder.names, self.payload_bytes, strict=True)),
+        )
+
+    def finish(self, **facts: Any) -> dict[str, Any]:
+        """Close the run log with ``facts`` of the user's (accuracy, ...); returns what the run came to.
+
+        Times are medians over the windows at the last level, in milliseconds.
+        """
+        self._close_window()
+        windows = [record for record in self.log.records if record["kind"] == "window"]
+        last = [record for record in windows if record["level"] == self.ladder.names[self._level]] or windows
+        figures = {
+            key: median(record[key] for record in last) if last else math.nan
+            for key in ("step_ms", "compute_ms", "codec_ms", "exposed_comm_ms", "input_wait_ms")
+        }
+        seconds = time.monotonic() - self._began
+        self.log.write("end", steps=self._observed, wall_seconds=round(seconds, 3), **facts)
+        return {"level": self.ladder.names[self._level], "steps": self._observed, **figures}
+
+    def _next_plan(self) -> Plan:
+        release = 1.0 if self.ladder.compressors[self._level].keeps_residual else release_factor(self._drain_left)
+        return Plan(self._level, self._phases[self._level], release)
+
+    def _check_contexts(self, plan: Plan, slots: Sequence[SideSlot]) -> None:
+        sums = [(slot.checksum_high, slot.checksum_low) for slot in slots]
+        if len(set(sums)) > 1:
+            odd = [rank for rank, value in enumerate(sums) if value != sums[0]]
+            raise RuntimeError(
+                f"The contexts of {self.ladder.names[plan.level]} differ between rank 0 and rank(s) "
+                f"{', '.join(map(str, odd))}, so their sum has no meaning. This happens when ranks run other library "
+                "versions or CPUs of other capability: make them equal, or set HVDPLUS_COMPRESSION=fp16."
+            )
+
+    def _commit(self, plan: Plan) -> None:
+        compressor = self.ladder.compressors[plan.level]
+        if compressor.phases > 1:
+            self._phases[plan.level] = (plan.phase + 1) % compressor.phases
+        if not compressor.keeps_residual and plan.release > 0:
+            self._drain_left -= 1
+
+    def _measure(self, times: StepTimes, loss: float) -> None:
+        self._observed += 1
+        if not times.step:  # the first step has no step before it
+            return
+        self._window.append((times, loss))
+        if len(self._window) >= self._window_steps:
+            self._close_window()
+        decision = self._controller.observe(self._measured_level, times) if self._controller else None
+        if decision:
+            self._close_window()
+            self.log.write(
+                "decision",
+                step=self._observed,
+                **{"from": self.ladder.names[self._level]},
+                to=self.ladder.names[decision.level],
+                reason=decision.reason,
+                evidence=decision.evidence,
+            )
+            self.set_level(decision.level)
+
+    def _close_window(self) -> None:
+        if not self._window:
+            return
+        times = median_times([times for times, _ in self._window])
+        losses = [loss for _, loss in self._window if math.isfinite(loss)]
+        self.log.write(
+            "window",
+            first_step=self._observed - len(self._window),
+            last_step=self._observed - 1,
+            steps=len(self._window),
+            level=self.ladder.names[self._measured_level],
+            step_ms=times.step * 1e3,
+            compute_ms=times.compute * 1e3,
+            codec_ms=times.codec * 1e3,
+            exposed_comm_ms=times.exposed_comm * 1e3,
+            input_wait_ms=times.input_wait * 1e3,
+            payload_bytes=self.payload_bytes[self._measured_level],
+            loss=sum(losses) / len(losses) if losses else None,
+        )
+        self._window = []
+
+
+def _mean_loss(slots: Sequence[SideSlot]) -> float:
+    """Mean over the ranks that reported one; NaN if none did."""
+    losses = [slot.loss for slot in slots if slot.has_loss]
+    return sum(losses) / len(losses) if losses else math.nan

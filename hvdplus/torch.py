@@ -1,0 +1,162 @@
+"""``import hvdplus.torch as hvd``: ``horovod.torch`` with gradients that are compressed as much as it takes.
+
+Everything that ``horovod.torch`` exports is here; what hvdplus does not change is Horovod's own. Without Horovod, in a
+job over mpi4py, the essentials are here too, and the rest says that it needs Horovod.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from hvdplus import report as _report
+from hvdplus.adapters.connect import INSTALL_HOROVOD, connect, wants_horovod
+from hvdplus.adapters.torch.collectives import Collectives
+from hvdplus.adapters.torch.optimizer import identical_on_all_ranks, wrap
+from hvdplus.transport import NeedsHorovod, TransportError, World
+
+_BINDING = "horovod.torch"
+_world: World | None = None
+_collectives: Collectives | None = None
+
+
+def init(*arguments: Any, **keywords: Any) -> None:
+    """Start the transport; arguments are those of ``horovod.torch.init``. A second call does nothing.
+
+    Rank 0 prints one line: ranks, hosts, transport, collective, compression.
+
+    Raises:
+        TransportError: nothing that could carry the bytes is installed; the message names the command that mends it.
+    """
+    global _world, _collectives
+    if _world is None:
+        _world = connect(_BINDING, torch.backends.cpu.get_cpu_capability, *arguments, **keywords)
+        if not _world.transport.name.startswith("horovod"):
+            _collectives = Collectives(_world)
+
+
+def shutdown() -> None:
+    """End the transport."""
+    global _world, _collectives
+    if _world is not None:
+        _world.transport.shutdown()
+    _world = _collectives = None
+
+
+def is_initialized() -> bool:
+    """Whether ``init`` was called."""
+    return _world is not None
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: Any = "auto",
+    backward_passes_per_step: int = 1,
+    op: Any = None,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = None,
+) -> torch.optim.Optimizer:
+    """Wrap ``optimizer`` so that ``step`` first averages gradients over all ranks.
+
+    Args:
+        optimizer: any ``torch.optim.Optimizer``; the result is an instance of its class and shares its state.
+        named_parameters: ``model.named_parameters()``; must name every parameter of the optimizer.
+        compression: ``auto`` (measure, and compress as much as it takes; ``HVDPLUS_COMPRESSION`` may say otherwise),
+            a fixed level (``none``, ``fp16``, ``lowrank:4``), or Horovod's ``Compression.none`` / ``Compression.fp16``.
+        backward_passes_per_step: backward passes that accumulate locally before one exchange.
+        op: ``Average`` (default) or ``Sum``; ``Adasum`` runs on Horovod's own optimizer, uncompressed.
+        gradient_predivide_factor: accepted; hvdplus divides before the cast where a narrow type could overflow.
+        num_groups, groups: accepted; hvdplus makes its own groups (buckets).
+        sparse_as_dense: accepted; sparse gradients are always exchanged dense and come back sparse.
+        process_set: other than the global one runs on Horovod's own optimizer, uncompressed.
+
+    Raises:
+        ValueError: wrapped twice, bad names, types or arguments, another model on another rank.
+        TransportError: ``hvd.init()`` was not called.
+    """
+    world = _require_world()
+    average, sum_ = __getattr__("Average"), __getattr__("Sum")
+    op = average if op is None else op
+    special = process_set is not None and getattr(process_set, "process_set_id", 0) != 0
+    if special or op not in (average, sum_):
+        return _horovods_own(optimizer, named_parameters, backward_passes_per_step, op, process_set, special)
+    if gradient_predivide_factor != 1.0 and op != average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    return wrap(
+        optimizer,
+        named_parameters,
+        world,
+        compression=compression,
+        passes=backward_passes_per_step,
+        average=op == average,
+    )
+
+
+def identical(values: torch.nn.Module | Iterable[torch.Tensor]) -> bool:
+    """Whether a model's parameters and buffers (or the given tensors) are equal on all ranks, bit for bit.
+
+    Every rank has to call it.
+    """
+    if isinstance(values, torch.nn.Module):
+        values = values.state_dict().values()
+    return identical_on_all_ranks(values, _require_world())
+
+
+def report(optimizer: Any, png: str | None = None, **facts: Any) -> dict[str, Any]:
+    """Close the run log; on rank 0, print what the run came to and draw it to ``png``.
+
+    Args:
+        optimizer: what ``DistributedOptimizer`` returned.
+        png: file for the picture; None: no picture.
+        facts: go into the log's last record (``accuracy=0.98``).
+
+    Returns:
+        level, steps, and median times in milliseconds (``step_ms``, ``compute_ms``, ``exposed_comm_ms``, ...), and the
+        job's ranks and transport.
+    """
+    return _report.close(optimizer.hvdplus, _require_world(), png, facts)
+
+
+def _require_world() -> World:
+    if _world is None:
+        raise TransportError("hvdplus has not been initialized; call hvd.init() first.")
+    return _world
+
+
+def _horovods_own(
+    optimizer: Any, named_parameters: Any, passes: int, op: Any, process_set: Any, special: bool
+) -> torch.optim.Optimizer:
+    """What does not add up in a ring of all ranks is Horovod's business, uncompressed."""
+    horovod = __getattr__("DistributedOptimizer", own=True)
+    what = "a process set" if special else "this op"
+    warnings.warn(f"hvdplus does not compress with {what}: Horovod's own DistributedOptimizer is used.", stacklevel=3)
+    extra = {"process_set": process_set} if process_set is not None else {}
+    return horovod(optimizer, named_parameters, backward_passes_per_step=passes, op=op, **extra)
+
+
+def __getattr__(name: str, own: bool = False) -> Any:
+    """Everything else is Horovod's, or, in a job without Horovod, ours."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    with_horovod = _world.transport.name.startswith("horovod") if _world else wants_horovod(_BINDING)
+    if with_horovod:
+        import horovod.torch
+
+        return getattr(horovod.torch, name)
+    from hvdplus.adapters.torch import collectives
+
+    if not own:
+        if _collectives is not None and hasattr(_collectives, name):
+            return getattr(_collectives, name)
+        if name in ("Average", "Sum"):
+            return getattr(collectives, name)
+        if hasattr(Collectives, name):
+            raise TransportError("hvdplus has not been initialized; call hvd.init() first.")
+    raise NeedsHorovod(f"hvd.{name} needs Horovod, and this job runs without it. {INSTALL_HOROVOD}.")

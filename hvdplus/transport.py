@@ -1,0 +1,60 @@
+"""What carries the bytes, as the core sees it: one sum over all ranks, and a few words at the start.
+
+Implementations live in ``hvdplus.adapters``: Horovod (PyTorch, TensorFlow), mpi4py, and local (one rank).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from hvdplus.compression import Array
+
+
+class TransportError(RuntimeError):
+    """The transport is missing, was not started, or cannot do what was asked."""
+
+
+class NeedsHorovod(TransportError, AttributeError):
+    """A name of Horovod's in a job that runs without it; an AttributeError too, so that ``hasattr`` tells."""
+
+
+class Transport(Protocol):
+    """Every rank makes the same calls; ``start`` in any order where ``negotiates``, else in one agreed order."""
+
+    name: str
+    """For people: ``horovod-mpi``, ``horovod-gloo``, ``mpi4py``, ``local``."""
+    rank: int
+    size: int
+    local_rank: int
+    """Rank among those on the same host."""
+    local_size: int
+
+    def start(self, array: Array, name: str) -> Any:
+        """Begin to sum ``array`` over all ranks, in place where the framework allows; returns a handle at once.
+
+        ``name`` is the same on every rank and unique among sums in flight.
+        """
+
+    def wait(self, handle: Any) -> Array:
+        """The sum that ``start`` began, bit-identical on every rank."""
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's picklable ``value``, in rank order, on every rank."""
+
+    def barrier(self) -> None:
+        """Return when every rank has arrived."""
+
+    def shutdown(self) -> None:
+        """End; nothing may be in flight."""
+
+
+class World(NamedTuple):
+    """What ``init`` learned about the job. Equal on every rank but for the transport's ranks."""
+
+    transport: Transport
+    hosts: dict[str, int]
+    """Host name -> number of ranks there."""
+    collective: str
+    """Algorithm of large all-reduces: ``ring``, ..."""
+    differences: tuple[str, ...]
+    """In what the ranks' CPUs or libraries differ; empty where bits can be expected to agree."""
