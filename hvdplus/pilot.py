@@ -8,13 +8,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from datetime import datetime, timezone
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from hvdplus import __version__
 from hvdplus.controller import Controller, Limits
 from hvdplus.exchange import Ladder, Plan, SideSlot, read_side
 from hvdplus.meter import StepTimes, median_times, reduce_times
@@ -95,9 +93,6 @@ class Pilot:
         """Open the run log with what the job is. ``parameters``: number of trainable values."""
         self.log.write(
             "run",
-            format=1,
-            hvdplus=__version__,
-            started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             framework=framework,
             ranks=self.ranks,
             hosts=world.hosts,

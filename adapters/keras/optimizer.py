@@ -9,6 +9,7 @@ behind the exchange, where it belongs.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -114,7 +115,7 @@ class _Setup:
             prefix=f"hvdplus{self.instance}",
             average=self.average,
         )
-        self.exchange.pilot.describe_run(self.world, "keras", sum(int(tf.reduce_prod(s)) for s in shapes))
+        self.exchange.pilot.describe_run(self.world, "keras", sum(math.prod(s) for s in shapes))
 
 
 class _Distributed:
@@ -162,12 +163,26 @@ class _Distributed:
 
 
 def _input_time() -> tf.Tensor | None:
-    """When the input of the step that is being traced was there: its function's arguments are that input."""
+    """When the input of the step that is being traced was there: its function's arguments are that input.
+
+    Everything that uses the input is made to wait for the timestamp. Left to itself, TensorFlow takes it on another
+    thread, and on a busy machine (a core for each rank) milliseconds late.
+    """
     if tf.executing_eagerly():
         return None
-    arguments = tf.compat.v1.get_default_graph().inputs
-    data = [tensor for tensor in arguments if tensor.dtype not in (tf.resource, tf.variant)]
-    if not data:
+    graph = tf.compat.v1.get_default_graph()
+    data = [tensor for tensor in graph.inputs if tensor.dtype not in (tf.resource, tf.variant)]
+    # TensorFlow keeps stateful ops in the order of the program: behind one of them the timestamp would come late, and
+    # waiting for it would be a cycle.
+    ordered = any(
+        op._is_stateful and not any(tensor.dtype == tf.resource for tensor in op.inputs) and op.type != "Placeholder"
+        for op in graph.get_operations()
+    )
+    if not data or ordered:
         return None
     with tf.control_dependencies(data):
-        return tf.timestamp()
+        began = tf.timestamp()
+    for tensor in data:
+        for op in tensor.consumers():
+            op._add_control_input(began.op)
+    return began

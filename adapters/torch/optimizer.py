@@ -124,6 +124,7 @@ class _Distributed(torch.optim.Optimizer):
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition."
             )
+        self._synchronized = False  # the script skipped a step
         super().zero_grad(set_to_none=set_to_none)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -140,7 +141,7 @@ class _Distributed(torch.optim.Optimizer):
 
     def record(self, loss: float | torch.Tensor) -> None:
         """Put this step's loss into the run log; call it before ``step``."""
-        self._exchange.loss = float(loss)
+        self._exchange.loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
 
     @property
     def hvdplus(self) -> Any:

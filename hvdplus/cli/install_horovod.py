@@ -183,7 +183,7 @@ def find_mpi() -> Mpi | None:
 
 
 def find_stack(args: argparse.Namespace) -> Stack:
-    """Look at this environment; raise `InstallError` when something a build needs is missing."""
+    """Look at this environment; raise `InstallError` when something that a build needs is missing."""
     stdlib = Path(sysconfig.get_path("stdlib"))
     if sys.prefix == sys.base_prefix and (stdlib / "EXTERNALLY-MANAGED").exists():
         raise InstallError(
@@ -202,7 +202,7 @@ def find_stack(args: argparse.Namespace) -> Stack:
         )
     compiler = which(*filter(None, [os.environ.get("CXX")]), "c++", "g++", "clang++")
     if not compiler:
-        raise InstallError("No C++ compiler found (looked for c++, g++ and clang++). Mend it with: "
+        raise InstallError("No C++ compiler found (looked for $CXX, c++, g++ and clang++). Mend it with: "
                            "sudo apt-get install g++ make")  # fmt: skip
     if not which("make"):
         raise InstallError("make is missing, and Horovod builds with it. Mend it with: sudo apt-get install make")
@@ -641,6 +641,8 @@ def _run(args: argparse.Namespace) -> int:
         print(f"would {'install it' if wheel else f'build with {jobs} jobs, install'} and check two ranks")
         return 0
 
+    # Children run in sessions of their own: let a batch system's SIGTERM end them too, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     progress = Progress()
     runner = Runner(progress)
     if not args.force:

