@@ -14,8 +14,8 @@ import platform
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from hvdplus.adapters import openmpi
 from hvdplus.adapters.local import Local
@@ -36,12 +36,23 @@ def launched_ranks(environ: Mapping[str, str] = os.environ) -> int:
     return max((int(environ[name]) for name in LAUNCHED_SIZES if name in environ), default=1)
 
 
-def connect(binding: str, capability: Callable[[], str], *arguments: Any, **keywords: Any) -> World:
+class Cpu(NamedTuple):
+    """How a framework uses this CPU's vector instructions, which decide about the last bits of a result."""
+
+    expected: Callable[[], str]
+    """What the framework will use if nothing is pinned."""
+    pin: Callable[[Sequence[str]], None]
+    """Hold this rank at the least of all ranks' expectations, where that can be done."""
+    capability: Callable[[], str]
+    """What it really uses."""
+
+
+def connect(binding: str, cpu: Cpu, *arguments: Any, **keywords: Any) -> World:
     """Start the transport and learn about the world.
 
     Args:
         binding: ``horovod.torch`` or ``horovod.tensorflow``.
-        capability: tells what vector instructions the framework uses on this CPU.
+        cpu: the framework's use of the CPU.
         arguments, keywords: for ``horovod.init``.
 
     Raises:
@@ -58,7 +69,10 @@ def connect(binding: str, capability: Callable[[], str], *arguments: Any, **keyw
             "Start them with `srun --mpi=pmix`, or with mpirun or horovodrun inside the batch script."
         )
     collective = openmpi.allreduce_algorithm(made) if transport.name in ("horovod-mpi", "mpi4py") else "ring"
-    mine = {"host": socket.gethostname(), "CPU": capability(), "machine": platform.machine(), **_versions(binding)}
+    expected = transport.gather_objects(cpu.expected())
+    if len(set(expected)) > 1:
+        cpu.pin(expected)
+    mine = {"host": socket.gethostname(), "CPU": cpu.capability(), "machine": platform.machine(), **_versions(binding)}
     ranks = transport.gather_objects(mine)
     world = World(
         transport,
@@ -77,6 +91,8 @@ def connect(binding: str, capability: Callable[[], str], *arguments: Any, **keyw
             f"host{'s' if len(world.hosts) > 1 else ''} ({hosts}), transport {transport.name}, "
             f"collective {world.collective}, compression {settings.compression}"
         )
+        if len(set(expected)) > 1:
+            _say(f"hvdplus: CPUs differ ({' | '.join(sorted(set(expected)))}); this rank now uses {mine['CPU']}")
         for difference in world.differences:
             _say(f"hvdplus: ranks differ in {difference}; levels that need equal bits (lowrank) are left out")
     return world

@@ -11,7 +11,7 @@ matrix. A tensor of two or more dimensions is viewed as the most nearly square m
 Tensors for which 2 r > min(n, m), and so all vectors, travel dense in the same payload.
 
 Different from the papers: orthonormalisation by Householder QR with fixed signs (Gram-Schmidt lost orthogonality
-at scale), after scaling the matrix by its own largest magnitude, so that zero gradients are safe and tiny ones are
+at scale), after dividing the matrix by its own largest magnitude, so that zero gradients are safe and tiny ones are
 not swamped by an absolute epsilon. Only the basis is orthonormal, never the payload, which keeps ``decode`` linear.
 """
 
@@ -29,6 +29,8 @@ from hvdplus.compression.hashing import uniform
 from hvdplus.compression.ops import Array, Ops
 
 LARGEST_RANK = 1024
+SMALLEST_NORMAL = 2.0**-126
+"""Smallest normal float32: added to a divisor it changes no bit of any scale above 1e-30, and saves zeros from 0/0."""
 
 
 class Piece(NamedTuple):
@@ -106,7 +108,8 @@ class LowRank:
         state = list(ctx.state)
         for piece in self._matrices(ctx.spec, ctx.phase):
             factor = self._factor(ops, piece, ctx.phase, total)
-            scaled = factor * (1.0 / ops.guard_zero(ops.max_abs(factor)))
+            # A division, because the reciprocal of a denormal is infinite and that of a huge number is flushed to zero.
+            scaled = factor / (ops.max_abs(factor) + SMALLEST_NORMAL)
             state[2 * piece.matrix + 1 - ctx.phase] = ops.orthonormal(scaled)
         return Context(ctx.spec, 1 - ctx.phase, tuple(state))
 

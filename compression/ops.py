@@ -39,7 +39,8 @@ class Ops(Protocol):
         """Orthonormal basis of the columns of an (n, r) array, n >= r, by Householder QR with R's diagonal >= 0.
 
         The sign convention makes the result unique for full rank, so that frameworks agree. Rank-deficient and
-        zero input yields an orthonormal basis that contains the column space.
+        zero input yields an orthonormal basis that contains the column space. Scale the columns to a largest
+        magnitude of about 1 first: tiny ones, whose squares underflow, may be taken for zeros.
         """
 
     def half(self, values: Array) -> Array:

@@ -156,6 +156,7 @@ class Controller:
     def _measure_anew(self, why: str) -> Decision:
         self.chosen_before = self.level
         self.mode = Mode.DENSE
+        self.steps_at_level = 0  # also where level 0 goes on: a look at dense is never a look at a single step
         return self._change(0, why)
 
     def _try(self, level: int, why: str) -> Decision:

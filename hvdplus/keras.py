@@ -15,7 +15,7 @@ import keras
 import numpy as np
 
 from hvdplus import report as _report
-from hvdplus.adapters.connect import INSTALL_HOROVOD, connect, wants_horovod
+from hvdplus.adapters.connect import INSTALL_HOROVOD, Cpu, connect, wants_horovod
 from hvdplus.transport import NeedsHorovod, TransportError, World
 
 if keras.backend.backend() != "tensorflow":
@@ -44,7 +44,7 @@ def init(*arguments: Any, **keywords: Any) -> None:
     """
     global _world
     if _world is None:
-        world = connect(_BINDING, cpu_capability, *arguments, **keywords)
+        world = connect(_BINDING, Cpu(cpu_capability, lambda everyone: None, cpu_capability), *arguments, **keywords)
         _world = world._replace(transport=graph_transport(world.transport))
         collectives.use(_world)
 

@@ -39,7 +39,8 @@ class Pilot:
         self._level = 0
         self._phases = [0] * len(ladder.names)
         self._drain_left = 0
-        self._observed = 0
+        self.steps = 0
+        """Steps observed so far."""
         self._measured_level = 0
         self._window: list[tuple[StepTimes, float]] = []
         self._began = time.monotonic()
@@ -118,8 +119,8 @@ class Pilot:
             for key in ("step_ms", "compute_ms", "codec_ms", "exposed_comm_ms", "input_wait_ms")
         }
         seconds = time.monotonic() - self._began
-        self.log.write("end", steps=self._observed, wall_seconds=round(seconds, 3), **facts)
-        return {"level": self.ladder.names[self._level], "steps": self._observed, **figures}
+        self.log.write("end", steps=self.steps, wall_seconds=round(seconds, 3), **facts)
+        return {"level": self.ladder.names[self._level], "steps": self.steps, **figures}
 
     def _next_plan(self) -> Plan:
         release = 1.0 if self.ladder.compressors[self._level].keeps_residual else release_factor(self._drain_left)
@@ -143,7 +144,7 @@ class Pilot:
             self._drain_left -= 1
 
     def _measure(self, times: StepTimes, loss: float) -> None:
-        self._observed += 1
+        self.steps += 1
         if not times.step:  # the first step has no step before it
             return
         self._window.append((times, loss))
@@ -154,7 +155,7 @@ class Pilot:
             self._close_window()
             self.log.write(
                 "decision",
-                step=self._observed,
+                step=self.steps,
                 **{"from": self.ladder.names[self._level]},
                 to=self.ladder.names[decision.level],
                 reason=decision.reason,
@@ -169,8 +170,8 @@ class Pilot:
         losses = [loss for _, loss in self._window if math.isfinite(loss)]
         self.log.write(
             "window",
-            first_step=self._observed - len(self._window),
-            last_step=self._observed - 1,
+            first_step=self.steps - len(self._window),
+            last_step=self.steps - 1,
             steps=len(self._window),
             level=self.ladder.names[self._measured_level],
             step_ms=times.step * 1e3,

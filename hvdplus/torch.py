@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from hvdplus import report as _report
-from hvdplus.adapters.connect import INSTALL_HOROVOD, connect, wants_horovod
+from hvdplus.adapters.connect import INSTALL_HOROVOD, Cpu, connect, wants_horovod
+from hvdplus.adapters.torch import cpu
 from hvdplus.adapters.torch.collectives import Collectives
 from hvdplus.adapters.torch.optimizer import identical_on_all_ranks, wrap
 from hvdplus.transport import NeedsHorovod, TransportError, World
@@ -33,7 +34,7 @@ def init(*arguments: Any, **keywords: Any) -> None:
     """
     global _world, _collectives
     if _world is None:
-        _world = connect(_BINDING, torch.backends.cpu.get_cpu_capability, *arguments, **keywords)
+        _world = connect(_BINDING, Cpu(cpu.expected, cpu.pin, cpu.capability), *arguments, **keywords)
         if not _world.transport.name.startswith("horovod"):
             _collectives = Collectives(_world)
 

@@ -23,6 +23,12 @@ from hvdplus.transport import World
 
 _instances = itertools.count()
 
+LOSS_SCALING = (
+    "Keras' LossScaleOptimizer (which mixed_float16 brings along) looks for infinities on each rank by itself and skips "
+    "the update there, so that the other ranks would wait in their exchange for ever. Use mixed_bfloat16, which needs no "
+    "loss scaling, or compile(auto_scale_loss=False)."
+)
+
 
 def wrap(
     optimizer: keras.optimizers.Optimizer, world: World, *, compression: Any, passes: int, average: bool
@@ -39,10 +45,7 @@ def wrap(
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(f"DistributedOptimizer wraps a keras.optimizers.Optimizer. Received: {type(optimizer)}")
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise ValueError(
-            "LossScaleOptimizer looks for infinities on each rank by itself and skips the exchange there, so that the "
-            "other ranks would wait for ever. Use mixed_bfloat16, which needs no loss scaling."
-        )
+        raise ValueError(LOSS_SCALING)
     if passes < 1:
         raise ValueError(f"backward_passes_per_step must be at least 1. Received: {passes}")
     if passes > 1:
@@ -128,6 +131,13 @@ class _Distributed:
         super().build(variables)  # type: ignore[misc]
         self._hvdplus.connect(variables)
 
+    def apply(self, grads: list[Any], trainable_variables: Any = None) -> None:
+        """As in Keras. Refused where ranks could decide differently whether to call it, and so wait for ever."""
+        inside = "" if tf.executing_eagerly() else getattr(tf.compat.v1.get_default_graph(), "name", "")
+        if self._hvdplus.world.transport.size > 1 and inside.startswith("cond_"):
+            raise ValueError(LOSS_SCALING)
+        super().apply(grads, trainable_variables)  # type: ignore[misc]
+
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
         """As in Keras; every train step passes its loss through here, so the run log learns it."""
         self._hvdplus.loss = loss
@@ -165,8 +175,9 @@ class _Distributed:
 def _input_time() -> tf.Tensor | None:
     """When the input of the step that is being traced was there: its function's arguments are that input.
 
-    Everything that uses the input is made to wait for the timestamp. Left to itself, TensorFlow takes it on another
-    thread, and on a busy machine (a core for each rank) milliseconds late.
+    The forward pass is made to wait for the timestamp. Left to itself, TensorFlow takes it on another thread, and on a
+    busy machine (a core for each rank) milliseconds late. It waits where it reads variables, because operations on the
+    input itself would no longer be fused.
     """
     if tf.executing_eagerly():
         return None
@@ -182,7 +193,7 @@ def _input_time() -> tf.Tensor | None:
         return None
     with tf.control_dependencies(data):
         began = tf.timestamp()
-    for tensor in data:
-        for op in tensor.consumers():
+    for op in graph.get_operations():
+        if op.type == "ReadVariableOp":
             op._add_control_input(began.op)
     return began

@@ -339,7 +339,7 @@ class Progress:
     def say(self, text: str) -> None:
         """Print one line that stays."""
         if self._bar is not None:
-            self._bar.console.print(text, highlight=False, markup=False)
+            self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
         else:
             print(text, flush=True)
 

@@ -1,0 +1,45 @@
+"""Which vector instructions PyTorch uses, and how to make ranks agree on them.
+
+The same sum or product gives other bits with AVX2 than with AVX-512, so ranks on unequal CPUs drift apart, also where
+nothing is compressed. PyTorch reads ``ATEN_CPU_CAPABILITY`` when its first kernel runs, MKL reads ``MKL_CBWR`` then:
+before that, and only then, all ranks can be held at the least.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+_LEVELS = ("DEFAULT", "AVX2", "AVX512")
+"""PyTorch's names on x86-64, least first."""
+
+
+def expected() -> str:
+    """What PyTorch will use here, found out without making it decide."""
+    if platform.machine() != "x86_64":
+        return capability()
+    wanted = os.environ.get("ATEN_CPU_CAPABILITY", "").upper()
+    if wanted in _LEVELS:
+        return wanted
+    info = Path("/proc/cpuinfo")
+    flags = next((line for line in info.read_text().splitlines() if line.startswith("flags")), "").split()
+    if {"avx512f", "avx512dq", "avx512bw", "avx512vl", "avx2", "fma"} <= set(flags):
+        return "AVX512"
+    return "AVX2" if {"avx2", "fma"} <= set(flags) else "DEFAULT"
+
+
+def pin(everyone: Sequence[str]) -> None:
+    """Hold this rank at the least of what the ranks expect; without effect once PyTorch has decided."""
+    if set(everyone) <= set(_LEVELS):
+        least = min(everyone, key=_LEVELS.index)
+        os.environ["ATEN_CPU_CAPABILITY"] = least.lower()
+        os.environ.setdefault("MKL_CBWR", "COMPATIBLE")  # products by the same code path on every CPU
+
+
+def capability() -> str:
+    """What PyTorch uses; from now on it can no longer be changed."""
+    return str(torch.backends.cpu.get_cpu_capability())

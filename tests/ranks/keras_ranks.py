@@ -1,0 +1,441 @@
+"""hvdplus.keras on as many ranks as it was started on."""
+
+import os
+
+os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from reference import Reference
+
+import hvdplus.keras as hvd
+
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+LEVELS = ["none", "fp16", "lowrank:2"]
+SHAPES = [(24, 40), (40,), (3, 3, 3, 16), (40, 24), (7,), (1,)]
+HOROVOD = hvd._require_world().transport.name.startswith("horovod")
+several = pytest.mark.ranks(2, 4)
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch):
+    """Several buckets, even for small models."""
+    monkeypatch.setenv("HVDPLUS_BUCKET_BYTES", "6000")
+
+
+def model(seed=0):
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential(
+        [
+            keras.layers.Input((12,)),
+            keras.layers.Dense(40, activation="tanh"),
+            keras.layers.Dense(30, activation="tanh"),
+            keras.layers.Dense(3),
+        ]
+    )
+
+
+def data(rank=RANK, rows=64):
+    rng = np.random.default_rng(rank)
+    return rng.standard_normal((rows, 12)).astype(np.float32), rng.integers(0, 3, rows)
+
+
+def sgd(**keywords):
+    return keras.optimizers.SGD(**{"learning_rate": 0.1, "momentum": 0.9, **keywords})
+
+
+def fit(net, optimizer, epochs=2, callbacks=(), **keywords):
+    net.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), **keywords)
+    x, y = data()
+    return net.fit(x, y, batch_size=8, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
+
+
+def equal(a, b):
+    return all(np.array_equal(x, y) for x, y in zip(a.get_weights(), b.get_weights(), strict=True))
+
+
+def gradients(step, rank, shapes=SHAPES):
+    rng = np.random.default_rng([step, rank])
+    return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+
+
+def plain(compression, shapes=SHAPES, **keywords):
+    """Variables and an optimizer that takes away exactly what arrives."""
+    variables = [keras.Variable(np.zeros(shape, np.float32)) for shape in shapes]
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(1.0, **keywords.pop("sgd", {})), compression=compression, **keywords
+    )
+    optimizer.build(variables)
+    return variables, optimizer
+
+
+def compiled(optimizer, variables):
+    """A train step that applies the gradients it is given, compiled once."""
+
+    @tf.function
+    def step(*grads):
+        optimizer.apply(list(grads), variables)
+
+    return lambda grads: step(*(tf.constant(grad) for grad in grads))
+
+
+def raises_everywhere(kind, match, function):
+    with pytest.raises(kind, match=match):
+        function()
+    hvd._require_world().transport.barrier()
+
+
+@pytest.mark.ranks(1)
+def test_none_on_one_rank_is_the_bare_optimizer_bit_for_bit():
+    bare, ours = model(), model()
+    fit(bare, sgd())
+    fit(ours, hvd.DistributedOptimizer(sgd(), compression="none"))
+    assert equal(bare, ours)
+
+
+@several
+def test_stock_horovod_trains_its_ranks_apart_and_ours_does_not():
+    net = model()
+    fit(net, hvd.DistributedOptimizer(sgd(), compression="none"))
+    assert hvd.identical(net)
+    if HOROVOD:
+        import horovod.tensorflow.keras as stock
+
+        theirs = model()
+        try:
+            fit(theirs, stock.DistributedOptimizer(sgd()))
+        except Exception as error:  # noqa: BLE001 - a version that fails aloud would be better than the present one
+            pytest.skip(f"stock Horovod's optimizer fails here: {error}")
+        assert not hvd.identical(theirs)
+
+
+@pytest.mark.skipif(not HOROVOD, reason="compares with stock Horovod's all-reduce")
+@several
+def test_none_is_a_hand_written_horovod_step():
+    import horovod.tensorflow as stock
+
+    theirs, ours = model(), model()
+
+    class ByHand(keras.optimizers.SGD):
+        def apply(self, grads, trainable_variables=None):
+            reduced = [stock.allreduce(g, op=stock.Average, name=f"hand.{i}") for i, g in enumerate(grads)]
+            super().apply(reduced, trainable_variables)
+
+    fit(theirs, ByHand(0.1, momentum=0.9))
+    fit(ours, hvd.DistributedOptimizer(sgd(), compression="none"))
+    if SIZE <= 2:  # beyond, the order of a ring's sum depends on the layout
+        assert equal(theirs, ours)
+    for a, b in zip(theirs.get_weights(), ours.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_agrees_with_numpy(level):
+    variables, optimizer = plain(level)
+    exchange = optimizer._hvdplus.exchange
+    reference = Reference(level, exchange.buckets, SIZE)
+    if SIZE == 1 and level == "none":
+        return
+    step = compiled(optimizer, variables)
+    for number in range(6):
+        before = [np.array(v) for v in variables]
+        step(gradients(number, RANK))
+        expected = reference.step([gradients(number, rank) for rank in range(SIZE)])
+        for v, old, mean in zip(variables, before, expected, strict=True):
+            tolerance = 2e-3 if level == "fp16" else 5e-5  # fp16 sums round once a hop of the ring
+            np.testing.assert_allclose(old - np.array(v), mean, rtol=0, atol=tolerance * max(np.abs(mean).max(), 1))
+
+
+@several
+@pytest.mark.parametrize("level", [*LEVELS, "auto"])
+def test_ranks_stay_identical_in_fit(level):
+    net = model(seed=RANK)
+    optimizer = hvd.DistributedOptimizer(sgd(), compression=level)
+    history = fit(
+        net,
+        optimizer,
+        epochs=8,
+        callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()],
+    )
+    assert hvd.identical(net)
+    assert hvd.identical([np.array(history.history["loss"])])  # averaged metrics are the same everywhere
+    assert history.history["loss"][-1] < history.history["loss"][0]
+
+
+@several
+def test_nothing_is_lost_across_changes_of_level(monkeypatch):
+    monkeypatch.setenv("HVDPLUS_LADDER", "none,lowrank:1,lowrank:2")
+    monkeypatch.setenv("HVDPLUS_DENSE_STEPS", "100000")  # the test turns the dial, not the controller
+    monkeypatch.setenv("HVDPLUS_DRAIN_STEPS", "5")
+    variables, optimizer = plain("auto")
+    step = compiled(optimizer, variables)
+    total = [np.zeros(shape) for shape in SHAPES]
+    number = 0
+    for level in [0, 1, 2, 0, 2, 1, 0, 0]:
+        optimizer.hvdplus.set_level(level)
+        for _ in range(7):
+            grads = gradients(number, RANK)
+            for t, g in zip(total, grads, strict=True):
+                t += g
+            step(grads)
+            number += 1
+        assert hvd.identical(variables)
+    exchange = optimizer._hvdplus.exchange
+    left = [np.zeros(shape) for shape in SHAPES]
+    for lane in exchange._lanes:
+        residual = lane.residual.numpy().astype(np.float64)
+        for place, i in enumerate(lane.bucket.parameters):
+            left[i] += residual[lane.bucket.offsets[place] : lane.bucket.offsets[place + 1]].reshape(SHAPES[i])
+    gathered = hvd.allgather_object((total, left))
+    for i, v in enumerate(variables):
+        grads = sum(values[i] for values, _ in gathered)
+        residual = sum(values[i] for _, values in gathered)
+        np.testing.assert_allclose(-np.array(v, np.float64) * SIZE + residual, grads, atol=2e-3)
+        assert np.abs(residual).max() == 0.0  # two stretches of 7 dense steps pay out everything in 5
+    assert exchange.traces <= 3  # one for building, one for the compiled step; a level is no new trace
+
+
+@several
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("level", LEVELS)
+def test_non_finite_gradient_of_one_rank_reaches_all_and_leaves_no_trace(level, value):
+    variables, optimizer = plain(level)
+    step = compiled(optimizer, variables)
+    for number in range(4):
+        step(gradients(number, RANK))
+    exchange = optimizer._hvdplus.exchange
+
+    def memory():
+        lanes = exchange._lanes
+        held = [v.numpy() for lane in lanes for v in lane.states.values()]
+        return held + [lane.residual.numpy() for lane in lanes if lane.residual is not None]
+
+    before, plan = memory(), exchange.pilot.plan
+    kept = [np.array(v) for v in variables]
+    grads = gradients(4, RANK)
+    if RANK == SIZE - 1:
+        grads[3][2, 5] = value
+    step(grads)
+    assert not np.isfinite(np.array(variables[3])).all()
+    assert exchange.pilot.plan == plan
+    assert all(np.array_equal(a, b) for a, b in zip(before, memory(), strict=True))
+    for v, value_before in zip(variables, kept, strict=True):
+        v.assign(value_before)
+    step(gradients(5, RANK))
+    assert all(np.isfinite(np.array(v)).all() for v in variables)
+
+
+@several
+def test_contexts_that_differ_between_ranks_are_an_error_on_every_rank():
+    variables, optimizer = plain("lowrank:2")
+    optimizer.apply(gradients(0, RANK), variables)
+    if RANK == SIZE - 1:
+        for lane in optimizer._hvdplus.exchange._lanes:
+            for state in lane.states.values():
+                state.assign(state * (1 + 1e-6))
+    raises_everywhere(
+        Exception, "contexts of lowrank:2 differ", lambda: optimizer.apply(gradients(1, RANK), variables)
+    )
+
+
+def test_eager_steps_and_compiled_steps_are_the_same():
+    one, eager = plain("fp16")
+    two, optimizer = plain("fp16")
+    step = compiled(optimizer, two)
+    for number in range(3):
+        eager.apply([tf.constant(grad) for grad in gradients(number, RANK)], one)
+        step(gradients(number, RANK))
+    for a, b in zip(one, two, strict=True):
+        # Beyond two ranks the order of a ring's sum depends on which tensors Horovod happens to fuse.
+        np.testing.assert_allclose(np.array(a), np.array(b), rtol=0, atol=0 if SIZE <= 2 else 1e-2)
+
+
+def test_clipping_comes_after_the_exchange():
+    variables, optimizer = plain("none", sgd={"global_clipnorm": 1.0})
+    grads = [np.full(shape, RANK + 1.0, np.float32) for shape in SHAPES]
+    optimizer.apply(grads, variables)
+    norm = np.sqrt(sum(np.square(np.array(v)).sum() for v in variables))
+    assert norm == pytest.approx(1.0, rel=1e-4)
+
+
+def test_accumulated_steps_are_exchanged_once():
+    variables, optimizer = plain("none", backward_passes_per_step=3, average_aggregated_gradients=True)
+    step = compiled(optimizer, variables)
+    for number in range(6):
+        step([np.full(shape, number + RANK, np.float32) for shape in SHAPES])
+    assert optimizer.hvdplus.steps <= 2
+    expected = -(1 + 4 + 2 * (SIZE - 1) / 2)
+    assert all(np.allclose(np.array(v), expected, rtol=1e-5) for v in variables)
+
+
+def test_op_sum():
+    variables, optimizer = plain("none", op=hvd.Sum)
+    optimizer.apply([np.full(shape, 0.5, np.float32) for shape in SHAPES], variables)
+    assert all(np.array_equal(np.array(v), np.full(v.shape, -0.5 * SIZE)) for v in variables)
+
+
+def test_embeddings():
+    keras.utils.set_random_seed(0)
+    net = keras.Sequential([keras.layers.Input((2,), dtype="int32"), keras.layers.Embedding(10, 4)])
+    start = net.get_weights()[0]
+    net.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), compression="none"), lambda y, p: tf.reduce_sum(p))
+    net.train_on_batch(np.array([[RANK, 9]]), np.zeros((1, 2, 4)))
+    expected = start.copy()
+    for rank in range(SIZE):
+        expected[rank] -= 1.0 / SIZE
+        expected[9] -= 1.0 / SIZE
+    np.testing.assert_allclose(net.get_weights()[0], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "RMSprop", "AdamW", "Lion", "Adagrad", "Nadam"])
+def test_any_optimizer(optimizer):
+    net = model()
+    fit(net, hvd.DistributedOptimizer(getattr(keras.optimizers, optimizer)(), compression="lowrank:2"), epochs=1)
+    assert hvd.identical(net)
+
+
+def test_custom_training_loop():
+    net = model()
+    optimizer = hvd.DistributedOptimizer(sgd(), compression="lowrank:2")
+    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = loss_of(y, net(x, training=True))
+        optimizer.apply_gradients(zip(tape.gradient(loss, net.trainable_variables), net.trainable_variables))
+        return loss
+
+    x, y = data()
+    losses = [float(step(x, y)) for _ in range(12)]
+    assert hvd.identical(net) and losses[-1] < losses[0]
+
+
+def test_saved_models_load_with_and_without_hvdplus(tmp_path):
+    net = model()
+    fit(net, hvd.DistributedOptimizer(sgd(), compression="none"), epochs=1)
+    path = tmp_path / "net.keras"
+    net.save(path)
+    bare = keras.models.load_model(path)
+    assert type(bare.optimizer) is keras.optimizers.SGD
+    again = hvd.load_model(path)
+    x, y = data()
+    again.fit(x, y, batch_size=8, verbose=0)
+    assert hvd.identical(again)
+
+
+def test_warmup_and_schedule_callbacks():
+    rates = []
+
+    class Note(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            rates.append(float(self.model.optimizer.learning_rate))
+
+    warmup = hvd.callbacks.LearningRateWarmupCallback(initial_lr=0.1 * SIZE, warmup_epochs=2)
+    later = hvd.callbacks.LearningRateScheduleCallback(initial_lr=0.1 * SIZE, multiplier=0.5, start_epoch=3)
+    fit(model(), hvd.DistributedOptimizer(sgd(), compression="none"), epochs=4, callbacks=[warmup, later, Note()])
+    assert rates[15] == pytest.approx(0.1 * SIZE, rel=1e-4)
+    assert rates[0] <= rates[7] <= rates[15]
+    assert rates[-1] == pytest.approx(0.05 * SIZE, rel=1e-4)
+
+
+def test_best_model_checkpoint(tmp_path):
+    path = tmp_path / f"best-{RANK}.keras"
+    fit(
+        model(),
+        hvd.DistributedOptimizer(sgd(), compression="none"),
+        epochs=1,
+        callbacks=[hvd.callbacks.BestModelCheckpoint(str(path), monitor="loss")],
+    )
+    assert path.exists()
+
+
+def test_the_users_randomness_is_untouched():
+    keras.utils.set_random_seed(5)
+    before = np.random.get_state()[1].copy()
+    variables, optimizer = plain("lowrank:2")
+    optimizer.apply(gradients(0, RANK), variables)
+    assert np.array_equal(before, np.random.get_state()[1])
+
+
+def test_bad_input_is_a_clear_error_on_every_rank():
+    raises_everywhere(ValueError, "Unknown compression. Received: 'zip'", lambda: plain("zip"))
+    raises_everywhere(ValueError, "Received: 0", lambda: plain("lowrank:0"))
+    raises_everywhere(ValueError, "Received: 17", lambda: plain(17))
+    wrapped = hvd.DistributedOptimizer(sgd(), compression="none")
+    raises_everywhere(ValueError, "DistributedOptimizer already", lambda: hvd.DistributedOptimizer(wrapped))
+    raises_everywhere(ValueError, "keras.optimizers.Optimizer. Received", lambda: hvd.DistributedOptimizer("sgd"))
+    raises_everywhere(ValueError, "op currently", lambda: hvd.DistributedOptimizer(sgd(), op="Adasum"))
+    raises_everywhere(ValueError, "is complex64", lambda: _build_complex())
+    scaled = keras.optimizers.LossScaleOptimizer(sgd())
+    raises_everywhere(ValueError, "LossScaleOptimizer", lambda: hvd.DistributedOptimizer(scaled))
+    if SIZE > 1:
+        shapes = [(3, 3) if RANK == SIZE - 1 else (2, 2)]
+        raises_everywhere(ValueError, "model differs between ranks", lambda: plain("none", shapes))
+        raises_everywhere(
+            ValueError, f"Received: {SIZE}", lambda: hvd.broadcast_global_variables(SIZE, model())
+        )
+
+
+def _build_complex():
+    optimizer = hvd.DistributedOptimizer(sgd(), compression="none")
+    variable = keras.Variable(np.zeros(3), dtype="complex64")
+    optimizer.build([variable])
+
+
+@several
+def test_loss_scaling_is_refused_because_it_would_hang():
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        net = model()
+        raises_everywhere(
+            ValueError,
+            "LossScaleOptimizer",
+            lambda: fit(net, hvd.DistributedOptimizer(sgd(), compression="none"), epochs=1),
+        )
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+@pytest.mark.skipif(not HOROVOD, reason="the rest of Horovod's API needs Horovod")
+def test_everything_that_horovod_exports_is_here():
+    import horovod.tensorflow.keras as stock
+
+    names = [name for name in dir(stock) if not name.startswith("_")]
+    foreign = {"K", "inspect", "keras", "tf", "version", "warnings", "is_version_greater_equal_than"}
+    assert not [name for name in names if name not in foreign and not hasattr(hvd, name)]
+
+
+@pytest.mark.skipif(HOROVOD, reason="about a job without Horovod")
+def test_what_needs_horovod_says_so():
+    with pytest.raises(RuntimeError, match="hvdplus install-horovod"):
+        hvd.alltoall(np.zeros(SIZE))
+
+
+def test_collectives():
+    assert float(hvd.allreduce(np.float32(RANK))) == pytest.approx((SIZE - 1) / 2)
+    assert np.array(hvd.allgather(np.full((1, 2), RANK))).shape == (SIZE, 2)
+    assert hvd.broadcast_object({"rank": RANK}, root_rank=SIZE - 1) == {"rank": SIZE - 1}
+    net = model(seed=RANK)
+    hvd.broadcast_global_variables(0, net)
+    assert hvd.identical(net)
+
+
+def test_the_step_is_taken_apart(tmp_path):
+    net = model()
+    optimizer = hvd.DistributedOptimizer(sgd(), compression="none")
+    fit(net, optimizer, epochs=6)
+    summary = hvd.report(optimizer)
+    assert summary["step_ms"] > 0 and summary["compute_ms"] > 0
+    windows = [record for record in optimizer.hvdplus.log.records if record["kind"] == "window"]
+    assert windows and all(window["loss"] > 0 for window in windows)
+    parts = ("compute_ms", "codec_ms", "exposed_comm_ms", "input_wait_ms")
+    assert all(sum(w[part] for part in parts) == pytest.approx(w["step_ms"], rel=0.5) for w in windows)
+
+
+def test_the_launch_is_the_one_that_was_meant():
+    assert hvd._require_world().transport.name == os.environ["EXPECTED_TRANSPORT"]
+    assert SIZE == int(os.environ["EXPECTED_RANKS"])

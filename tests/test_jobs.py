@@ -1,0 +1,169 @@
+"""Whole jobs: what happens when a rank fails, differs, or is alone."""
+
+import sys
+import textwrap
+
+import pytest
+from launching import gloo, mpirun, run
+
+TRAIN = """
+    import sys, torch
+    import hvdplus.torch as hvd
+    hvd.init()
+    torch.set_num_threads(1)
+    net = torch.nn.Linear(20, 20)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.01), named_parameters=net.named_parameters(), compression=COMPRESSION
+    )
+    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+    for step in range(40):
+        if FAILS and step == 5 and hvd.rank() == hvd.size() - 1:
+            raise KeyError("this rank has had enough")
+        optimizer.zero_grad()
+        net(torch.randn(4, 20)).square().sum().backward()
+        optimizer.step()
+    print(f"rank {hvd.rank()} of {hvd.size()} done, identical: {hvd.identical(net)}, "
+          f"ladder: {','.join(optimizer.hvdplus.ladder.names)}", flush=True)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text, **constants):
+        path = tmp_path / "job.py"
+        path.write_text("\n".join([*(f"{k} = {v!r}" for k, v in constants.items()), textwrap.dedent(text)]))
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("launcher", "transport"), [(mpirun, "horovod"), (gloo, "horovod"), (mpirun, "mpi4py")], ids=["mpi", "gloo", "mpi4py"]
+)
+@pytest.mark.parametrize("level", ["none", "lowrank:2"])
+def test_an_exception_on_one_rank_ends_the_job(script, launcher, transport, level):
+    path = script(TRAIN, COMPRESSION=level, FAILS=True)
+    code, output = run(launcher(2, sys.executable, path), 90, HVDPLUS_TRANSPORT=transport)
+    assert code != 0
+    assert "this rank has had enough" in output
+    assert "done" not in output
+
+
+def test_a_keras_job_ends_too(script):
+    path = script("""
+        import keras, numpy as np
+        import hvdplus.keras as hvd
+        hvd.init()
+        net = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(4)])
+        net.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(), compression="lowrank:1"), "mse")
+
+        class Fail(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                if batch == 3 and hvd.rank() == 1:
+                    raise KeyError("this rank has had enough")
+
+        net.fit(np.zeros((80, 4)), np.zeros((80, 4)), batch_size=4, verbose=0, callbacks=[Fail()])
+        print("done", flush=True)
+    """)
+    code, output = run(mpirun(2, sys.executable, path), 90)
+    assert code != 0
+    assert "this rank has had enough" in output
+    assert "done" not in output
+
+
+def test_rank_0_says_what_the_job_is(script):
+    code, output = run(mpirun(2, sys.executable, script(TRAIN, COMPRESSION="none", FAILS=False)), 90)
+    assert code == 0, output
+    lines = [line for line in output.splitlines() if line.startswith("hvdplus:")]
+    assert len(lines) == 1
+    assert "2 ranks on 1 host" in lines[0]
+    assert "transport horovod-mpi, collective ring, compression auto" in lines[0]
+
+
+def test_ranks_on_unequal_cpus_are_held_at_the_least_of_them(script):
+    """Trap: the same product gives other bits at another CPU capability, so that shared contexts drift apart."""
+    path = script(TRAIN, COMPRESSION="lowrank:2", FAILS=False)
+    weak = ["-np", "1", "-x", "ATEN_CPU_CAPABILITY=default", sys.executable, path]
+    code, output = run([*mpirun(1, sys.executable, path), ":", *weak], 90)
+    assert code == 0, output
+    assert "CPUs differ (AVX512 | DEFAULT); this rank now uses DEFAULT" in output or "(AVX2 | DEFAULT)" in output
+    assert output.count("identical: True") == 2
+
+
+def test_ranks_on_unequal_cpus_that_cannot_be_held_leave_out_levels_that_need_equal_bits(script):
+    early = "import torch\ntorch.ones(100) + 1  # now PyTorch has decided\n"
+    path = script(early + textwrap.dedent(TRAIN), COMPRESSION="auto", FAILS=False)
+    weak = ["-np", "1", "-x", "ATEN_CPU_CAPABILITY=default", sys.executable, path]
+    code, output = run([*mpirun(1, sys.executable, path), ":", *weak], 90)
+    assert code == 0, output
+    assert "ranks differ in CPU" in output
+    assert output.count("ladder: none,fp16") == 2
+    path = script(early + textwrap.dedent(TRAIN), COMPRESSION="lowrank:2", FAILS=False)
+    code, output = run([*mpirun(1, sys.executable, path), ":", *weak], 90)
+    assert code != 0
+    assert "needs the same CPU capability" in output
+
+
+def test_a_single_process_needs_no_launcher(script):
+    path = script(TRAIN, COMPRESSION="auto", FAILS=False)
+    for transport in ("auto", "local", "mpi4py"):
+        code, output = run([sys.executable, path], 90, HVDPLUS_TRANSPORT=transport)
+        assert code == 0, output
+        assert "rank 0 of 1 done" in output
+
+
+def test_local_transport_refuses_several_ranks(script):
+    path = script(TRAIN, COMPRESSION="auto", FAILS=False)
+    code, output = run(mpirun(2, sys.executable, path), 90, HVDPLUS_TRANSPORT="local")
+    assert code != 0
+    assert "HVDPLUS_TRANSPORT=local is for one process, but the launcher started 2" in output
+
+
+def test_without_horovod_the_message_names_the_command_that_installs_it(script, tmp_path):
+    path = script(TRAIN, COMPRESSION="none", FAILS=False)
+    # A `horovod` that cannot be found: what an environment without it looks like to hvdplus.
+    hidden = tmp_path / "sitecustomize.py"
+    hidden.write_text(
+        "import importlib.util as u\n"
+        "find = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name.split('.')[0] == 'horovod' else find(name, *a)\n"
+    )
+    code, output = run(
+        mpirun(2, sys.executable, path), 90, PYTHONPATH=str(tmp_path), HVDPLUS_TRANSPORT="horovod"
+    )
+    assert code != 0
+    assert "hvdplus install-horovod" in output
+    code, output = run(mpirun(2, sys.executable, path), 90, PYTHONPATH=str(tmp_path))
+    assert code == 0, output
+    assert "transport mpi4py" in output
+
+
+def test_the_ring_is_really_a_ring(script):
+    """Ask Open MPI itself, in a running job, which all-reduce it will use (MPI_T control variables)."""
+    path = script("""
+        import ctypes
+        import torch
+        import hvdplus.torch as hvd
+        hvd.init()
+        hvd.allreduce(torch.ones(100_000))
+        mpi = ctypes.CDLL("libmpi.so.40", mode=ctypes.RTLD_GLOBAL)
+        provided = ctypes.c_int()
+        mpi.MPI_T_init_thread(0, ctypes.byref(provided))
+
+        def value(name):
+            index, handle, count = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_int()
+            assert mpi.MPI_T_cvar_get_index(name, ctypes.byref(index)) == 0, name
+            assert mpi.MPI_T_cvar_handle_alloc(index, None, ctypes.byref(handle), ctypes.byref(count)) == 0
+            number = ctypes.c_int()
+            assert mpi.MPI_T_cvar_read(handle, ctypes.byref(number)) == 0
+            return number.value
+
+        print("algorithm", value(b"coll_tuned_allreduce_algorithm"), "yield", value(b"mpi_yield_when_idle"), flush=True)
+    """)
+    code, output = run(mpirun(2, sys.executable, path), 90)
+    assert code == 0, output
+    assert output.count("algorithm 4") == 2
+    code, output = run(mpirun(2, sys.executable, path), 90, OMPI_MCA_coll_tuned_use_dynamic_rules="1",
+                       OMPI_MCA_coll_tuned_allreduce_algorithm="3")
+    assert output.count("algorithm 3") == 2, output  # the user's own choice stands
+    assert "collective recursive doubling" in output

@@ -1,0 +1,41 @@
+"""The multi-rank tests in ``ranks/``: one launch of pytest for every framework, transport and number of ranks."""
+
+import re
+import sys
+
+import pytest
+from launching import TESTS, gloo, mpirun, run
+
+LAUNCHES = [
+    # framework, launcher, ranks, transport asked for, transport expected
+    ("torch", mpirun, 1, "auto", "horovod-mpi"),
+    ("torch", mpirun, 2, "auto", "horovod-mpi"),
+    ("torch", mpirun, 4, "auto", "horovod-mpi"),
+    ("torch", gloo, 2, "auto", "horovod-gloo"),
+    ("torch", mpirun, 2, "mpi4py", "mpi4py"),
+    ("torch", mpirun, 1, "local", "local"),
+    ("keras", mpirun, 1, "auto", "horovod-mpi"),
+    ("keras", mpirun, 2, "auto", "horovod-mpi"),
+    ("keras", mpirun, 4, "auto", "horovod-mpi"),
+    ("keras", gloo, 2, "auto", "horovod-gloo"),
+    ("keras", mpirun, 2, "mpi4py", "mpi4py"),
+]
+
+
+@pytest.mark.parametrize(("framework", "launcher", "ranks", "asked", "expected"), LAUNCHES)
+def test_launch(framework, launcher, ranks, asked, expected):
+    body = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:warnings", "-q", "--color=no"]
+    code, output = run(
+        launcher(ranks, *body, f"{framework}_ranks.py"),
+        timeout_seconds=300,
+        cwd=TESTS / "ranks",
+        PYTHONPATH=str(TESTS / "ranks"),
+        HVDPLUS_TRANSPORT=asked,
+        EXPECTED_TRANSPORT=expected,
+        EXPECTED_RANKS=str(ranks),
+    )
+    print(output)
+    assert code == 0
+    passed = [int(count) for count in re.findall(r"(\d+) passed", output)]
+    assert len(passed) == ranks, "every rank has to report"
+    assert len(set(passed)) == 1 and passed[0] >= 20

@@ -1,0 +1,144 @@
+"""The stopwatch and how the ranks' figures become one, with a clock that is set by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdplus.meter import StepMeter, StepTimes, median_times, reduce_times
+
+
+class Clock:
+    """A clock that stands still between ``wait``s."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_a_step_is_cut_into_its_parts(clock: Clock) -> None:
+    meter = StepMeter(clock)
+    meter.end_step()
+    clock.wait(3)
+    meter.input_arrived()
+    clock.wait(10)  # forward
+    for _ in range(2):
+        with meter.codec():
+            clock.wait(1)
+        clock.wait(4)  # backward goes on
+    for seconds in (5, 2):
+        with meter.exposed_comm():
+            clock.wait(seconds)
+    with meter.codec():
+        clock.wait(0.5)
+    clock.wait(1)  # optimizer
+    meter.end_step()
+    assert meter.last == StepTimes(step=31.5, codec=2.5, exposed_comm=7, input_wait=3)
+    assert meter.last.compute == 10 + 2 * 4 + 1
+
+
+def test_the_next_step_starts_from_zero(clock: Clock) -> None:
+    meter = StepMeter(clock)
+    meter.end_step()
+    meter.input_arrived()
+    with meter.codec(), meter.exposed_comm():
+        clock.wait(1)
+    meter.end_step()
+    clock.wait(2)
+    meter.end_step()
+    assert meter.last == StepTimes(step=2)
+    assert meter.last.compute == 2
+
+
+def test_nothing_is_measured_before_the_first_step_has_an_end(clock: Clock) -> None:
+    """Building the model, the first trace and the first batch are no part of a step."""
+    meter = StepMeter(clock)
+    clock.wait(100)
+    meter.input_arrived()
+    with meter.codec():
+        clock.wait(50)
+    assert meter.last == StepTimes()
+    meter.end_step()
+    assert meter.last == StepTimes()
+    clock.wait(1)
+    meter.end_step()
+    assert meter.last == StepTimes(step=1)
+
+
+def test_an_exception_inside_still_counts_its_time(clock: Clock) -> None:
+    meter = StepMeter(clock)
+    meter.end_step()
+    for measure in (meter.codec, meter.exposed_comm):
+        with pytest.raises(KeyError), measure():
+            clock.wait(2)
+            raise KeyError
+    meter.end_step()
+    assert meter.last == StepTimes(step=4, codec=2, exposed_comm=2)
+
+
+def test_the_real_clock_runs() -> None:
+    meter = StepMeter()
+    meter.end_step()
+    with meter.codec():
+        sum(range(20000))
+    meter.end_step()
+    assert 0 < meter.last.codec <= meter.last.step < 60
+
+
+def test_a_slow_rank_is_blamed_as_computing_not_as_communication() -> None:
+    """Rank 1 computes for 100 ms and then waits 2 ms for the wire; the others wait for it, not for the wire."""
+    ranks = [
+        StepTimes(step=0.102, exposed_comm=0.082),
+        StepTimes(step=0.102, exposed_comm=0.002),
+        StepTimes(step=0.102, exposed_comm=0.072),
+    ]
+    job = reduce_times(ranks)
+    assert job.exposed_comm == 0.002
+    assert job.step == pytest.approx(0.102)
+    assert job.compute == pytest.approx(0.100)
+
+
+def test_the_slowest_codec_and_input_count() -> None:
+    job = reduce_times([StepTimes(10, 1, 3, 0.5), StepTimes(12, 2, 4, 0.25)])
+    assert job == StepTimes(step=11, codec=2, exposed_comm=3, input_wait=0.5)
+
+
+times = st.builds(StepTimes, *([st.floats(0, 100)] * 4))
+
+
+@given(st.lists(times, min_size=1, max_size=6), st.randoms(use_true_random=False))
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+def test_reduced_figures_lie_between_the_ranks_and_know_no_order(ranks: list[StepTimes], random: object) -> None:
+    job = reduce_times(ranks)
+    for figure in StepTimes._fields:
+        values = [getattr(rank, figure) for rank in ranks]
+        assert min(values) <= getattr(job, figure) * (1 + 1e-12) and getattr(job, figure) <= max(values) * (1 + 1e-12)
+    assert job.compute >= 0
+    shuffled = list(ranks)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert reduce_times(shuffled) == pytest.approx(job)
+    assert reduce_times(ranks[:1]) == ranks[0], "alone, nothing is reduced"
+
+
+@given(times)
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+def test_compute_is_the_rest_and_never_negative(step: StepTimes) -> None:
+    rest = step.step - step.codec - step.exposed_comm - step.input_wait
+    assert step.compute == max(0.0, rest)
+
+
+def test_medians_are_taken_figure_by_figure_and_shrug_off_a_hiccup() -> None:
+    steps = [StepTimes(1, 4, 0, 1), StepTimes(2, 5, 0, 9), StepTimes(900, 0, 0, 2)]
+    assert median_times(steps) == StepTimes(2, 4, 0, 2)
+    assert median_times(steps[:2]) == StepTimes(1.5, 4.5, 0, 5)
