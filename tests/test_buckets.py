@@ -59,7 +59,7 @@ def test_order_is_that_of_a_backward_pass(model: list[Parameter], limit: int) ->
 @given(parameters, limits)
 @thoroughly
 def test_buckets_are_as_full_as_the_limit_allows(model: list[Parameter], limit: int) -> None:
-    """None is larger unless a single parameter is, and no parameter would have fitted into the bucket before its own."""
+    """None is larger unless a single parameter is, and no parameter would have fitted into the one before its own."""
     buckets = cut(model, limit)
     for dtype in ("float32", DENSE_ONLY):
         same = [bucket for bucket in buckets if bucket.dtype == dtype]

@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from hvdplus.adapters.numpy import NumpyOps
 from hvdplus.compression import TABLE, Array, Compressor, Context, LowRank, Ops, Spec, parse
 from hvdplus.compression.hashing import uniform
 from hvdplus.compression.lowrank import most_square
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 LEVELS = ("none", "fp16", "lowrank:1", "lowrank:4")
 LOWRANK = tuple(level for level in LEVELS if level.startswith("lowrank"))
@@ -466,7 +467,7 @@ def test_what_is_not_finite_arrives_as_not_finite(level: str, framework: str, ba
         compressor.advance(ops, ctx, total)  # compiled steps compute it before they know that it is to be dropped
 
 
-# -- the operations that frameworks provide ------------------------------------------------------------------------------
+# -- the operations that frameworks provide ----------------------------------------------------------------------------
 
 
 @every_framework
@@ -482,6 +483,14 @@ def test_all_finite_is_exact(framework: str) -> None:
         ([3e38, 3e38, math.nan], False),
     ):
         assert bool(ops.all_finite(ops.from_numpy(np.array(values, np.float32)))) == finite, values
+
+
+@every_framework
+def test_the_largest_magnitude(framework: str) -> None:
+    ops = ops_of(framework)
+    for values, largest in (([], 0.0), ([0.0, -0.0], 0.0), ([1.0, -3.5, 2.0], 3.5), ([1e-30], 1e-30), ([-3e38], 3e38)):
+        answer = ops.to_numpy(ops.max_abs(ops.from_numpy(np.array(values, np.float32))))
+        assert answer.shape == () and answer.dtype == np.float32 and answer == np.float32(largest)
 
 
 @every_framework
@@ -539,7 +548,7 @@ def test_orthonormal_whatever_comes(framework: str, kind: str) -> None:
         assert (np.diag(triangle) > 0).all() and norm(np.tril(triangle, -1)) <= 1e-5 * norm(triangle)
 
 
-# -- lowrank: quality, not only identities -------------------------------------------------------------------------------
+# -- lowrank: quality, not only identities -----------------------------------------------------------------------------
 
 
 def low_rank(rng: np.random.Generator, shape: tuple[int, ...], rank: int, scale: float) -> np.ndarray:
@@ -563,22 +572,22 @@ def test_matrices_of_that_rank_are_recovered_each_of_them(level: str, framework:
     for rank in {1, compressor.rank}:
         parts = [
             rng.standard_normal(7) if len(shape) == 1 else low_rank(rng, shape, rank, scale)
-            for shape, scale in zip(shapes, (1.0, 1e-6, 1.0, 1e4, 1e-3, 1.0, 1e2), strict=True)
+            for shape, scale in zip(shapes, (1.0, 1e-25, 1.0, 1e4, 1e-3, 1.0, 1e2), strict=True)
         ]
         grad = np.concatenate(parts).astype(np.float32)
         ctx = compressor.init(ops, Spec(shapes))
-        for _ in range(4):
+        ends = np.cumsum(Spec(shapes).sizes)[:-1]
+        for step in range(6):
             arrived, payload = once(ops, compressor, ctx, grad)
             ctx = compressor.advance(ops, ctx, payload)
-        ends = np.cumsum(Spec(shapes).sizes)[:-1]
-        for x, y in zip(np.split(grad, ends), np.split(arrived, ends), strict=True):
-            assert norm(x - y) <= 1e-5 * norm(x)
+            for x, y in zip(np.split(grad, ends), np.split(arrived, ends), strict=True):
+                assert step < 4 or norm(x - y) <= 1e-5 * norm(x), "in both phases"
 
 
 @every_framework
 @every_lowrank
 def test_full_rank_matrices_come_near_the_best_that_rank_can_do(level: str, framework: str) -> None:
-    """The error after some steps is within 2 % of the truncated singular value decomposition's (singular values 2^-i)."""
+    """The error after some steps is within 2 % of the truncated singular value decomposition's."""
     ops, compressor = ops_of(framework), parse(level)
     assert isinstance(compressor, LowRank)
     rng = np.random.default_rng(12)
@@ -590,12 +599,12 @@ def test_full_rank_matrices_come_near_the_best_that_rank_can_do(level: str, fram
         matrices.append(scale * (u * spectrum) @ v.T)
     grad = np.concatenate([matrix.ravel() for matrix in matrices]).astype(np.float32)
     ctx = compressor.init(ops, spec)
-    for _ in range(10):
+    best = norm(spectrum[compressor.rank :]) / norm(spectrum)
+    for step in range(12):
         arrived, payload = once(ops, compressor, ctx, grad)
         ctx = compressor.advance(ops, ctx, payload)
-    best = norm(spectrum[compressor.rank :]) / norm(spectrum)
-    for x, y in zip(np.split(grad, 4), np.split(arrived, 4), strict=True):
-        assert best * (1 - 1e-3) <= norm(x - y) / norm(x) <= best * 1.02
+        for x, y in zip(np.split(grad, 4), np.split(arrived, 4), strict=True):
+            assert step < 10 or best * (1 - 1e-3) <= norm(x - y) / norm(x) <= best * 1.02, "in both phases"
 
 
 @every_framework
@@ -689,7 +698,7 @@ def test_most_square_is_a_view_and_none_is_squarer(shape: list[int]) -> None:
     assert rows + columns == min(map(sum, cuts))
 
 
-# -- parse ----------------------------------------------------------------------------------------------------------------
+# -- parse -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def drive(job: Callable[[int], Job], steps: int, *, limits: Limits = LIMITS, see
 
 FAST = Job(bytes_per_second=10e9)
 SLOW = Job(bytes_per_second=20e6)
-MIDDLE = Job(bytes_per_second=190e6)
+MIDDLE = Job(bytes_per_second=220e6)
 """At this speed float16 alone hides behind the computation."""
 
 
@@ -195,9 +195,10 @@ def test_a_change_that_is_not_the_wires_changes_nothing() -> None:
     assert all(step < 100 for step, _ in course.decisions)
 
 
-def test_one_bad_stretch_is_no_change_of_the_link() -> None:
-    """Two looks in a row must agree, so half a look of trouble is sat out."""
-    course = drive(lambda step: SLOW if 300 <= step < 310 else FAST, 500)
+@pytest.mark.parametrize("start", range(300, 300 + LIMITS.watch_steps, 4))
+def test_one_bad_stretch_is_no_change_of_the_link(start: int) -> None:
+    """Two looks in a row must agree, so trouble that is as long as one is sat out."""
+    course = drive(lambda step: SLOW if start <= step < start + LIMITS.watch_steps - 1 else FAST, 500)
     assert len(course.decisions) == 1
 
 
@@ -294,12 +295,14 @@ def test_every_decision_explains_itself(job: Job, seed: int) -> None:
     for _, decision in course.decisions:
         assert re.search(r"\d", decision.reason)
         assert decision.evidence
-        assert all(re.fullmatch(r"(none|fp16|lowrank:4)\.(step|exposed_comm|codec)_ms", key) for key in decision.evidence)
+        figure = re.compile(r"(none|fp16|lowrank:4)\.(step|exposed_comm|codec)_ms")
+        assert all(figure.fullmatch(key) for key in decision.evidence)
         assert all(np.isfinite(value) and value >= 0 for value in decision.evidence.values())
         assert f"{NAMES[before]}.step_ms" in decision.evidence, "the level that was left or kept has been measured"
         if course_held(decision) or "holds up" in decision.reason:
-            figures = [f"{value:.2f} ms" for key, value in decision.evidence.items() if key.endswith(".step_ms")]
-            assert any(figure in decision.reason for figure in figures), "reason and evidence are the same figures"
+            said = [float(text) for text in re.findall(r"(\d+\.\d\d) ms", decision.reason)]
+            known = np.array(list(decision.evidence.values()))
+            assert said and all(np.abs(known - value).min() < 0.0051 for value in said), "the same figures in both"
         before = decision.level
 
 

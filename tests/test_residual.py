@@ -12,6 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from hvdplus.adapters.numpy import NumpyOps
 from hvdplus.buckets import make_buckets
 from hvdplus.compression import Array, Context, Ops, Spec, parse
@@ -20,8 +23,6 @@ from hvdplus.pilot import Pilot
 from hvdplus.residual import join, release_factor, remainder
 from hvdplus.runlog import RunLog
 from hvdplus.settings import Settings
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 LADDER = ("none", "fp16", "lowrank:1", "lowrank:4")
 NONE, FP16, RANK1, RANK4 = range(4)
@@ -63,12 +64,12 @@ class Job:
             payload_bytes=[0] * len(LADDER),
             log=RunLog(None),
         )
-        self.specs = [
-            bucket.spec
-            for bucket in make_buckets(SHAPES, ["float32"] * len(SHAPES), bucket_bytes=bucket_bytes, ranks=ranks, seed=0)
-        ]
+        dtypes = ["float32"] * len(SHAPES)
+        buckets = make_buckets(SHAPES, dtypes, bucket_bytes=bucket_bytes, ranks=ranks, seed=0)
+        self.specs = [bucket.spec for bucket in buckets]
         self.contexts: list[dict[int, Context]] = [{} for _ in self.specs]
-        self.residuals = [[ops.from_numpy(np.zeros(spec.size, np.float32)) for spec in self.specs] for _ in range(ranks)]
+        zeros = [np.zeros(spec.size, np.float32) for spec in self.specs]
+        self.residuals = [[ops.from_numpy(part) for part in zeros] for _ in range(ranks)]
         self.rng = np.random.default_rng(seed)
         self.put_in = [np.zeros(spec.size) for spec in self.specs]
         """Sum of all gradients of all steps taken."""
@@ -86,7 +87,8 @@ class Job:
         pending: list[list[Array]] = [[] for _ in range(self.ranks)]
         after: list[Context] = []
         for number, spec in enumerate(self.specs):
-            ctx = self.contexts[number].setdefault(plan.level, compressor.init(self.ops, spec))._replace(phase=plan.phase)
+            first = compressor.init(self.ops, spec)
+            ctx = self.contexts[number].setdefault(plan.level, first)._replace(phase=plan.phase)
             grads = [self.rng.standard_normal(spec.size, np.float32) for _ in range(self.ranks)]
             if bad_rank is not None:
                 grads[bad_rank][0] = np.nan

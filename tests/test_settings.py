@@ -78,8 +78,8 @@ def test_describe_lists_every_setting_with_its_origin_and_a_help_text() -> None:
     described = {each.name: each for each in describe({"HVDPLUS_LADDER": "none, fp16", "HVDPLUS_SEED": "0"})}
     assert list(described) == list(VARIABLES.values())
     assert described["HVDPLUS_LADDER"].value == "none,fp16"
-    assert {name for name, each in described.items() if each.origin == "environment"} == {"HVDPLUS_LADDER", "HVDPLUS_SEED"}
-    assert {each.origin for each in described.values()} == {"environment", "default"}
+    origins = dict.fromkeys(described, "default") | dict.fromkeys(("HVDPLUS_LADDER", "HVDPLUS_SEED"), "environment")
+    assert {name: each.origin for name, each in described.items()} == origins
     assert all(each.help and each.help[0].islower() for each in described.values())
     assert described["HVDPLUS_BUCKET_BYTES"].value == str(Settings().bucket_bytes)
 

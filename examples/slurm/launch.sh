@@ -1,0 +1,36 @@
+# Sourced by the batch scripts: find the environment, then start one rank a task with the launcher of your choice.
+#
+#   sbatch examples/slurm/pytorch_digits.sbatch                                      mpirun
+#   sbatch --export=ALL,LAUNCHER=horovodrun examples/slurm/pytorch_digits.sbatch
+#   sbatch --export=ALL,LAUNCHER=srun examples/slurm/pytorch_digits.sbatch           srun --mpi=pmix
+
+# On a cluster with modules, load your compiler and Python here, e.g.:
+# module load gcc python
+
+source "${HVDPLUS_VENV:-$SLURM_SUBMIT_DIR/.venv}/bin/activate"
+
+# One rank has the cores of one task.
+export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1} TF_NUM_INTRAOP_THREADS=${SLURM_CPUS_PER_TASK:-1}
+# Rank 0 writes what was measured and decided; read it with `hvdplus report`.
+export HVDPLUS_RUN_LOG=${HVDPLUS_RUN_LOG:-$SLURM_SUBMIT_DIR/runs/$SLURM_JOB_NAME-$SLURM_JOB_ID.jsonl}
+
+launch() {
+    case ${LAUNCHER:-mpirun} in
+        # Open MPI finds hosts and numbers of ranks in Slurm's environment.
+        mpirun) mpirun -np "$SLURM_NTASKS" --bind-to none "$@" ;;
+        srun) srun --mpi=pmix "$@" ;;
+        horovodrun)
+            if [[ $SLURM_JOB_NUM_NODES == 1 ]]; then
+                horovodrun -np "$SLURM_NTASKS" "$@"
+            else # between hosts horovodrun needs ssh without a password
+                local hosts
+                hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed "s/\$/:$SLURM_NTASKS_PER_NODE/" | paste -sd,)
+                horovodrun -np "$SLURM_NTASKS" -H "$hosts" "$@"
+            fi
+            ;;
+        *)
+            echo "LAUNCHER must be mpirun, horovodrun or srun. Received: $LAUNCHER" >&2
+            return 2
+            ;;
+    esac
+}
