@@ -25,6 +25,6 @@ def uniform(stream: Iterable[int], count: int) -> np.ndarray:
     """``count`` float64 values in [0, 1) that depend on the integers of ``stream`` and on nothing else."""
     key = np.zeros(1, np.uint64)
     for number in stream:
-        key = mix(key + _GOLDEN * np.array([number + 1], np.uint64))
+        key = mix(key + _GOLDEN * np.array([(number + 1) % 2**64], np.uint64))
     counters = key + _GOLDEN * np.arange(1, count + 1, dtype=np.uint64)
     return (mix(counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53

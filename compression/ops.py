@@ -52,9 +52,6 @@ class Ops(Protocol):
     def max_abs(self, values: Array) -> Array:
         """Largest magnitude as a 0-d array; 0 for an empty array."""
 
-    def guard_zero(self, scale: Array) -> Array:
-        """A 0-d array, with 1 in place of 0: a divisor that is safe for zero gradients and exact for tiny ones."""
-
     def all_finite(self, values: Array) -> Array:
         """0-d boolean array: no element is NaN or infinite."""
 

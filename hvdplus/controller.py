@@ -116,22 +116,30 @@ class Controller:
 
     def _after_trial(self) -> Decision:
         times = self.measured[self.level] = median_times(self.window)
-        share = _share(times)
-        name = self.names[self.level]
-        if share > self.limits.bottleneck and self.level + 1 < len(self.names):
-            return self._try(
-                self.level + 1,
-                f"at {name} communication still holds up {share:.0%} of a {times.step * 1e3:.2f} ms step "
-                f"({times.exposed_comm * 1e3:.2f} ms exposed)",
-            )
         dense = self.measured[0]
-        best = min(self.measured, key=lambda level: (self.measured[level].step, level))
-        saved = 1 - self.measured[best].step / dense.step if dense.step else 0.0
+        share, name = _share(times), self.names[self.level]
+        if self.level + 1 < len(self.names):
+            if share > self.limits.bottleneck:
+                return self._try(
+                    self.level + 1,
+                    f"at {name} communication still holds up {share:.0%} of a {times.step * 1e3:.2f} ms step "
+                    f"({times.exposed_comm * 1e3:.2f} ms exposed)",
+                )
+            if times.step > (1 - self.limits.margin) * dense.step:
+                return self._try(
+                    self.level + 1,
+                    f"{name} hides communication, but its {times.step * 1e3:.2f} ms step saves less than "
+                    f"{self.limits.margin:.0%} of the dense {dense.step * 1e3:.2f} ms",
+                )
+        fastest = min(times.step for times in self.measured.values())
+        # The least compression that is as good as the fastest: a margin is the least that counts as a difference.
+        best = min(level for level, times in self.measured.items() if times.step * (1 - self.limits.margin) <= fastest)
         tried = ", ".join(f"{self.names[i]} {times.step * 1e3:.2f} ms" for i, times in sorted(self.measured.items()))
-        if saved < self.limits.margin:
+        if best == 0:
             return self._hold(
                 0, f"compression does not pay: no level saves {self.limits.margin:.0%} of the dense step ({tried})"
             )
+        saved = 1 - self.measured[best].step / dense.step
         return self._hold(best, f"{self.names[best]} saves {saved:.0%} of the dense step ({tried})")
 
     def _while_holding(self) -> Decision | None:

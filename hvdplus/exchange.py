@@ -43,10 +43,10 @@ class Ladder:
 
     def __init__(self, names: Sequence[str]) -> None:
         """Raises ValueError for an unknown or repeated name."""
-        if len(set(names)) != len(names):
-            raise ValueError(f"The ladder names a level twice. Received: {', '.join(names)}")
         self.compressors: tuple[Compressor, ...] = tuple(parse(name) for name in names)
         self.names: tuple[str, ...] = tuple(compressor.name for compressor in self.compressors)
+        if len(set(self.names)) != len(names):
+            raise ValueError(f"The ladder names a level twice. Received: {', '.join(names)}")
         self.programs: tuple[Program, ...] = tuple(
             program
             for level, compressor in enumerate(self.compressors)
@@ -78,7 +78,7 @@ class SideSlot(NamedTuple):
     """What one rank says in one step. All values travel as float32."""
 
     nonfinite: float = 0.0
-    """1 if a gradient of this rank held NaN or infinity (looked for only where a payload could hide it)."""
+    """1 if what this rank sent held NaN or infinity (looked for only where a residual or a context would keep it)."""
     checksum_high: float = 0.0
     checksum_low: float = 0.0
     """Two 16-bit halves of the checksum of the contexts this step used; float32 is exact for those."""
@@ -103,7 +103,8 @@ SLOT_FLOATS = len(SideSlot._fields)
 def side_tensor(rank: int, ranks: int, slot: SideSlot, used: np.ndarray) -> np.ndarray:
     """This rank's side tensor: float32, ``ranks * SLOT_FLOATS`` floats of slots, then ``used`` (one a parameter)."""
     slots = np.zeros((ranks, SLOT_FLOATS), np.float32)
-    slots[rank] = slot
+    with np.errstate(over="ignore"):  # a loss beyond float32 arrives as infinity
+        slots[rank] = slot
     return np.concatenate([slots.ravel(), used.astype(np.float32)])
 
 

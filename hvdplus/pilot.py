@@ -22,6 +22,10 @@ from hvdplus.settings import Settings
 from hvdplus.transport import World
 
 
+DRAINING = "draining"
+"""What the run log calls dense steps that pay out a residual: neither a level of the ladder nor plain dense."""
+
+
 class Pilot:
     """Makes the plan of every step. ``auto`` follows the controller, anything else stays at one level."""
 
@@ -42,25 +46,30 @@ class Pilot:
         self.steps = 0
         """Steps observed so far."""
         self._measured_level = 0
+        self._measured_drain = False
         self._window: list[tuple[StepTimes, float]] = []
         self._began = time.monotonic()
         self.plan = self._next_plan()
         """The coming step's plan."""
 
-    def observe(self, plan: Plan, total: np.ndarray) -> None:
+    def observe(self, plan: Plan, total: np.ndarray, healthy: bool = True) -> None:
         """Take in the summed side tensor of a step that ran ``plan``; every rank does so at the same point.
+
+        ``healthy``: all sums were finite, so that residuals and contexts were kept.
 
         Raises:
             RuntimeError: the ranks' contexts differ, so that what was reduced has no meaning.
         """
         slots, _ = read_side(total, self.ranks)
         self._check_contexts(plan, slots)
-        if not any(slot.nonfinite for slot in slots):
+        if healthy and not any(slot.nonfinite for slot in slots):
             self._commit(plan)
         self._measure(reduce_times([slot.times for slot in slots]), _mean_loss(slots))
-        if plan.level != self._measured_level:
+        drains = self._drains(plan)
+        if (plan.level, drains) != (self._measured_level, self._measured_drain):
             self._close_window()
-            self._measured_level = plan.level  # the next side tensor brings this step's times
+            # The next side tensor brings this step's times.
+            self._measured_level, self._measured_drain = plan.level, drains
 
     def advance(self) -> Plan:
         """Make the next step's plan."""
@@ -140,8 +149,11 @@ class Pilot:
         compressor = self.ladder.compressors[plan.level]
         if compressor.phases > 1:
             self._phases[plan.level] = (plan.phase + 1) % compressor.phases
-        if not compressor.keeps_residual and plan.release > 0:
+        if self._drains(plan):
             self._drain_left -= 1
+
+    def _drains(self, plan: Plan) -> bool:
+        return plan.release > 0 and not self.ladder.compressors[plan.level].keeps_residual
 
     def _measure(self, times: StepTimes, loss: float) -> None:
         self.steps += 1
@@ -150,7 +162,10 @@ class Pilot:
         self._window.append((times, loss))
         if len(self._window) >= self._window_steps:
             self._close_window()
-        decision = self._controller.observe(self._measured_level, times) if self._controller else None
+        # A step that pays out a residual is dearer than a dense one: it says nothing about dense.
+        decision = None
+        if self._controller and not self._measured_drain:
+            decision = self._controller.observe(self._measured_level, times)
         if decision:
             self._close_window()
             self.log.write(
@@ -173,7 +188,7 @@ class Pilot:
             first_step=self.steps - len(self._window),
             last_step=self.steps - 1,
             steps=len(self._window),
-            level=self.ladder.names[self._measured_level],
+            level=DRAINING if self._measured_drain else self.ladder.names[self._measured_level],
             step_ms=times.step * 1e3,
             compute_ms=times.compute * 1e3,
             codec_ms=times.codec * 1e3,

@@ -357,3 +357,23 @@ def test_a_run_that_was_too_short_to_measure_ends_in_peace() -> None:
     came_to = pilot.finish()
     assert came_to["steps"] == 1 and math.isnan(came_to["step_ms"])
     assert windows(pilot) == []
+
+
+def test_steps_that_pay_out_a_residual_are_not_taken_for_dense_ones() -> None:
+    """They are dearer than dense steps; measured as such, they would make a level look better than it is."""
+    levels = Ladder(("none", "lowrank:4"))
+    log = RunLog(None)
+    settings = Settings(dense_steps=5, drain_steps=6, window_steps=3)
+    pilot = Pilot(levels, settings, auto=False, ranks=1, payload_bytes=(8, 4), log=log)
+    pilot.set_level(1)
+    for step in range(24):
+        if step == 6:
+            pilot.set_level(0)
+        plan = pilot.advance()
+        slot = SideSlot(step=0.001 * (step + 1))
+        pilot.observe(plan, side_tensor(0, 1, slot, np.zeros(0)))
+    pilot.finish()
+    windows = [record for record in log.records if record["kind"] == "window"]
+    drained = [window for window in windows if window["level"] == "draining"]
+    assert sum(window["steps"] for window in drained) == 6
+    assert {window["level"] for window in windows} == {"none", "lowrank:4", "draining"}

@@ -104,17 +104,18 @@ class TensorFlowExchange:
             ready = tf.timestamp()
         program, release = self._program.read_value(), self._release.read_value()
         sums, kept = [], []
-        finite = tf.constant(True)
+        finite = sums_finite = tf.constant(True)
         checksum = tf.constant(0, tf.int64)
         for lane in self._lanes:
             flat = self._pack(lane, dense)
-            total, *keep, lane_finite, lane_checksum = tf.switch_case(
+            total, *keep, lane_finite, sum_finite, lane_checksum = tf.switch_case(
                 program, [self._branch(lane, number, flat, release) for number in range(len(self._ladder.programs))]
             )
             total.set_shape([lane.bucket.spec.size])
             sums.append(total)
             kept.append(keep)
             finite = tf.logical_and(finite, lane_finite)
+            sums_finite = tf.logical_and(sums_finite, sum_finite)
             checksum += lane_checksum
         with tf.control_dependencies(sums):
             done = tf.timestamp()
@@ -123,7 +124,7 @@ class TensorFlowExchange:
         )
         answer = tf.numpy_function(
             self._between_steps,
-            [side_total, program, release, ready if data_time is None else data_time, ready, done],
+            [side_total, sums_finite, program, release, ready if data_time is None else data_time, ready, done],
             tf.float64,
         )
         answer.set_shape([_PLAN_VALUES + len(StepTimes._fields)])
@@ -185,7 +186,7 @@ class TensorFlowExchange:
     def _branch(
         self, lane: _Lane, number: int, flat: tf.Tensor, release: tf.Tensor
     ) -> Callable[[], tuple[tf.Tensor, ...]]:
-        """One program for one bucket: (sum of gradients, next residual, next context, finite, checksum).
+        """One program for one bucket: (sum of gradients, next residual, next context, payload finite, sum finite, checksum).
 
         Variables are read outside, so that no branch is stateful: TensorFlow would run stateful ones one by one.
         """
@@ -204,13 +205,14 @@ class TensorFlowExchange:
             total = self.transport.wait(self.transport.start(payload, name))
             summed = compressor.decode(self.ops, ctx, total)
             if residual is None:
-                return summed, tf.zeros(0), tf.zeros(0), tf.constant(True), tf.constant(0, tf.int64)
+                return summed, tf.zeros(0), tf.zeros(0), tf.constant(True), tf.constant(True), tf.constant(0, tf.int64)
             left = remainder(self.ops, compressor, ctx, sent, payload, residual, release)
             after = compressor.advance(self.ops, ctx, total)
             packed = [tf.reshape(array, [-1]) for array in after.state]
             checksum = self.ops.checksum(state) if state is not None else tf.constant(0, tf.int64)
             next_state = tf.concat(packed, axis=0) if packed else tf.zeros(0)
-            return summed, left, next_state, self.ops.all_finite(sent), checksum
+            # Finite payloads can still have a sum beyond float32; it is the same on every rank.
+            return summed, left, next_state, self.ops.all_finite(payload), self.ops.all_finite(total), checksum
 
         return run
 
@@ -231,14 +233,14 @@ class TensorFlowExchange:
         return tf.concat([before, tf.stack(list(known)), after], axis=0)
 
     def _between_steps(
-        self, total: np.ndarray, program: Any, release: Any, data: Any, ready: Any, done: Any
+        self, total: np.ndarray, sums_finite: Any, program: Any, release: Any, data: Any, ready: Any, done: Any
     ) -> np.ndarray:
         """On the host, once a step: (next program, its release, 1 if all was finite, this step's times)."""
         used = self._ladder.programs[int(program)]
         plan = Plan(used.level, used.phase, float(release))
-        self.pilot.observe(plan, total)
         slots, _ = read_side(total, self.transport.size)
-        healthy = not any(slot.nonfinite for slot in slots)
+        healthy = bool(sums_finite) and not any(slot.nonfinite for slot in slots)
+        self.pilot.observe(plan, total, healthy)
         times = StepTimes()
         if self._last_done:
             # Within the compiled step the codec cannot be told from the wire; its speed was measured beforehand.

@@ -43,9 +43,6 @@ class TensorFlowOps:
     def max_abs(self, values: Array) -> Array:
         return tf.maximum(tf.reduce_max(tf.abs(values)), 0)  # the maximum of nothing is minus infinity
 
-    def guard_zero(self, scale: Array) -> Array:
-        return tf.where(scale == 0, tf.ones_like(scale), scale)
-
     def all_finite(self, values: Array) -> Array:
         return tf.reduce_all(tf.math.is_finite(values))
 

@@ -41,9 +41,6 @@ class NumpyOps:
     def max_abs(self, values: Array) -> Array:
         return np.max(np.abs(values), initial=np.float32(0))
 
-    def guard_zero(self, scale: Array) -> Array:
-        return np.where(scale == 0, np.ones_like(scale), scale)
-
     def all_finite(self, values: Array) -> Array:
         return np.isfinite(values).all()
 

@@ -147,18 +147,19 @@ class TorchExchange:
             with self.meter.codec():
                 self._decode(lane)
         awaited = self._ladder.touches_residual(self.plan) and not self._idle
-        users = used
+        users, healthy = used, True
         if awaited or not used.all():  # whether anybody used it is only of interest to those who did not
             with self.meter.exposed_comm():
                 slots, users = read_side(side.total(), self.transport.size)
-            healthy = not any(slot.nonfinite for slot in slots)
             if awaited:
                 with self.meter.codec():
+                    # Finite payloads can still have a sum beyond float32; it is the same on every rank.
+                    healthy = not any(slot.nonfinite for slot in slots) and self._sums_are_finite()
                     self._settle(healthy)
         with self.meter.codec():
             self._deliver(used, users)
         if awaited:
-            self.pilot.observe(self.plan, side.total())
+            self.pilot.observe(self.plan, side.total(), healthy)
             self._late = None
         else:
             self._late = (self.plan, side)
@@ -260,7 +261,7 @@ class TorchExchange:
             touches_residual = self._ladder.touches_residual(self.plan) and lane.bucket.dtype != DENSE_ONLY
             if touches_residual:
                 # Before the sum begins, because it may be made in place, on the very buffer that was encoded.
-                lane.nonfinite = not bool(self.ops.all_finite(lane.flat))
+                lane.nonfinite = not bool(self.ops.all_finite(lane.payload))
                 if compressor.keeps_residual or lane.residual is not None:
                     residual = lane.flat if lane.residual is None else lane.residual
                     lane.pending = remainder(
@@ -308,6 +309,9 @@ class TorchExchange:
     def _decode(self, lane: _Lane) -> None:
         """Sum of payloads -> sum of gradients, in ``lane.sum``."""
         lane.sum = self._compressor(lane).decode(self.ops, self._context(lane), lane.total)
+
+    def _sums_are_finite(self) -> bool:
+        return all(bool(self.ops.all_finite(lane.total)) for lane in self._lanes if lane.bucket.dtype != DENSE_ONLY)
 
     def _settle(self, healthy: bool) -> None:
         """Advance contexts, or undo the step where a rank's gradient was not finite."""

@@ -46,9 +46,6 @@ class TorchOps:
     def max_abs(self, values: Array) -> Array:
         return values.abs().amax() if values.numel() else values.new_zeros(())
 
-    def guard_zero(self, scale: Array) -> Array:
-        return torch.where(scale == 0, torch.ones_like(scale), scale)
-
     def all_finite(self, values: Array) -> Array:
         # One pass and no temporary of the gradient's size: a norm is finite unless an element is not or it overflows,
         # and only then is it worth looking closely.

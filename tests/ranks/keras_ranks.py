@@ -229,6 +229,17 @@ def test_non_finite_gradient_of_one_rank_reaches_all_and_leaves_no_trace(level, 
 
 
 @several
+@pytest.mark.parametrize("level", LEVELS[1:])
+def test_a_gradient_too_large_for_the_payload_does_not_stay_for_ever(level):
+    variables, optimizer = plain(level)
+    for size in [1.0, 3e38, 1.0, 1.0]:
+        for v in variables:
+            v.assign(np.zeros(v.shape))
+        optimizer.apply([np.full(shape, size, np.float32) for shape in SHAPES], variables)
+        assert all(np.isfinite(np.array(v)).all() for v in variables) == (size == 1.0)
+
+
+@several
 def test_contexts_that_differ_between_ranks_are_an_error_on_every_rank():
     variables, optimizer = plain("lowrank:2")
     optimizer.apply(gradients(0, RANK), variables)

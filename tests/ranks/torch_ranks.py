@@ -541,3 +541,15 @@ def test_the_launch_is_the_one_that_was_meant():
     world = hvd._require_world()
     assert world.transport.name == os.environ["EXPECTED_TRANSPORT"]
     assert SIZE == int(os.environ["EXPECTED_RANKS"])
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("level", LEVELS[1:])
+def test_a_gradient_too_large_for_the_payload_does_not_stay_for_ever(level):
+    params = parameters()
+    optimizer = plain(params, level)
+    for step, size in enumerate([1.0, 3e38, 1.0, 1.0]):
+        optimizer.zero_grad()
+        backward(params, [np.full(shape, size) for shape in SHAPES])
+        optimizer.synchronize()
+        assert all(torch.isfinite(p.grad).all() for p in params) == (size == 1.0), step
