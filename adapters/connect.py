@@ -15,6 +15,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdplus.adapters import openmpi
@@ -22,7 +23,9 @@ from hvdplus.adapters.local import Local
 from hvdplus.settings import Settings
 from hvdplus.transport import Transport, TransportError, World
 
-INSTALL_HOROVOD = "Install Horovod with `hvdplus install-horovod` (its package does not build on today's stack by itself)"
+INSTALL_HOROVOD = (
+    "Install Horovod with `hvdplus install-horovod` (its package does not build on today's stack by itself)"
+)
 INSTALL_MPI4PY = "or use mpi4py, with nothing to compile: `pip install 'hvdplus[mpi]'`"
 
 LAUNCHED_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -100,17 +103,16 @@ def horovod_missing(binding: str) -> bool:
     library = {"horovod.torch": "mpi_lib_v2", "horovod.tensorflow": "mpi_lib"}[binding]
     package = importlib.util.find_spec(binding)
     folders = package.submodule_search_locations or [] if package else []
-    return not any(
-        name.startswith(library + ".") and name.endswith(".so") for folder in folders for name in os.listdir(folder)
-    )
+    files = [path.name for folder in folders for path in Path(folder).iterdir()]
+    return not any(name.startswith(library + ".") and name.endswith(".so") for name in files)
 
 
 def _check_srun(environ: Mapping[str, str]) -> None:
-    """Refuse tasks of srun that do not know of each other: they would train apart, or fail with words of MPI's own."""
+    """Refuse tasks of srun that do not know of each other: they would train apart, or fail inside MPI."""
     tasks = int(environ.get("SLURM_STEP_NUM_TASKS", 1))
     if tasks > 1 and not any(name in environ for name in (*LAUNCHED_SIZES, "PMIX_RANK", "HOROVOD_RANK")):
         raise TransportError(
-            f"srun started {tasks} tasks without telling them of each other, so they would train apart. Start them with "
+            f"srun started {tasks} tasks without telling them of each other: they would train apart. Start them with "
             "`srun --mpi=pmix`, or with mpirun or horovodrun inside the batch script."
         )
 
@@ -152,7 +154,10 @@ def _start(binding: str, wanted: str, arguments: tuple[Any, ...], keywords: dict
         )
     from hvdplus.adapters import horovod
 
-    kinds = {"horovod.torch": horovod.HorovodTorch, "horovod.tensorflow": horovod.HorovodTensorFlow}
+    kinds: dict[str, Callable[..., Transport]] = {
+        "horovod.torch": horovod.HorovodTorch,
+        "horovod.tensorflow": horovod.HorovodTensorFlow,
+    }
     return kinds[binding](importlib.import_module(binding), *arguments, **keywords)
 
 

@@ -70,7 +70,7 @@ class Mpi4py:
         return array
 
 
-def _sum_halves(incoming: MPI.buffer, inout: MPI.buffer, datatype: MPI.Datatype) -> None:
+def _sum_halves(incoming: Any, inout: Any, datatype: MPI.Datatype) -> None:
     """MPI reduction of float16, by way of float32: NumPy's own float16 addition is several times slower."""
     a, b = np.frombuffer(incoming, np.float16), np.frombuffer(inout, np.float16)
     with np.errstate(over="ignore", invalid="ignore"):

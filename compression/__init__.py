@@ -1,9 +1,9 @@
 """Compressors whose payloads ring all-reduce can add up: one algorithm, one file, one table row.
 
-    name       class             sent (d elements)     paper
-    none       NoCompression     4 d bytes             -
-    fp16       Half              2 d bytes             arXiv 1710.03740
-    lowrank:r  LowRank           4 r n or 4 r m bytes  arXiv 1905.13727, 2306.08881
+name       class             sent (d elements)     paper
+none       NoCompression     4 d bytes             -
+fp16       Half              2 d bytes             arXiv 1710.03740
+lowrank:r  LowRank           4 r n or 4 r m bytes  arXiv 1905.13727, 2306.08881
 """
 
 from __future__ import annotations

@@ -40,9 +40,7 @@ model = torch.nn.Sequential(
     torch.nn.Linear(128, 10),
 )
 optimizer = torch.optim.SGD(model.parameters(), lr=args.learning_rate * hvd.size(), momentum=0.9)
-optimizer = hvd.DistributedOptimizer(
-    optimizer, named_parameters=model.named_parameters(), compression=args.compression
-)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=args.compression)
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 

@@ -20,7 +20,7 @@ DENSE_ONLY = "float64"
 class Bucket(NamedTuple):
     """Parameters that travel together; the same on every rank."""
 
-    index: int
+    number: int
     parameters: tuple[int, ...]
     """Positions in the model's list of parameters, in the order in which they stand in the bucket."""
     dtype: str
@@ -38,7 +38,7 @@ def make_buckets(
 ) -> tuple[Bucket, ...]:
     """Cut the parameters (given first to last) into buckets of at most ``bucket_bytes``.
 
-    A parameter larger than that has a bucket of its own. Depends on nothing but the arguments, so every rank cuts alike.
+    A larger parameter has a bucket of its own. All depends on the arguments alone, so every rank cuts alike.
     """
     buckets: list[Bucket] = []
     open_parameters: dict[str, list[int]] = {}

@@ -115,9 +115,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             "Keras averages over accumulated passes; pass average_aggregated_gradients=True to say that you know.",
             stacklevel=2,
         )
-    return wrap(
-        optimizer, world, compression=compression, passes=backward_passes_per_step, average=op == average
-    )
+    return wrap(optimizer, world, compression=compression, passes=backward_passes_per_step, average=op == average)
 
 
 def broadcast_global_variables(root_rank: int, model: keras.Model | None = None) -> None:

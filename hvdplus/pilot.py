@@ -21,7 +21,6 @@ from hvdplus.runlog import RunLog
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 
-
 DRAINING = "draining"
 """What the run log calls dense steps that pay out a residual: neither a level of the ladder nor plain dense."""
 

@@ -310,7 +310,7 @@ def _rows(spans: Sequence[Span], gradient_bytes: float) -> str:
     """``gradient_bytes``: what an uncompressed step sends."""
     if not spans:
         return ""
-    head = "steps level step compute codec exposed_comm input_wait MB_sent ratio loss".split()
+    head = ["steps", "level", "step", "compute", "codec", "exposed_comm", "input_wait", "MB_sent", "ratio", "loss"]
     units = ["", "", *["ms"] * 5, "a step", "to fp32", "at end"]
     rows = [[word.replace("_", " ") for word in head], units]
     for span in spans:
@@ -338,9 +338,7 @@ def _rows(spans: Sequence[Span], gradient_bytes: float) -> str:
 
 def _decision_list(decisions: Sequence[Record]) -> str:
     lines = [
-        textwrap.fill(
-            _decision(record, " -> "), 100, initial_indent=f"{number:3}. ", subsequent_indent=" " * 5
-        )
+        textwrap.fill(_decision(record, " -> "), 100, initial_indent=f"{number:3}. ", subsequent_indent=" " * 5)
         for number, record in enumerate(decisions, start=1)
     ]
     return "\n".join(["Decisions", *lines]) if lines else ""
@@ -400,7 +398,9 @@ def picture(records: Sequence[Record], path: str | os.PathLike[str]) -> Path:
         figure = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI)
         FigureCanvasAgg(figure)
         top = HEIGHT - 0.22
-        for text, size, weight in [(line, 14, "bold") for line in headline] + [(line, 11.5, "normal") for line in subline]:
+        for text, size, weight in [(line, 14, "bold") for line in headline] + [
+            (line, 11.5, "normal") for line in subline
+        ]:
             figure.text(0.25 / WIDTH, top / HEIGHT, text, size=size, weight=weight, va="top")
             top -= size * 1.65 / 72
         bottom = 0.62 + (0.12 + LINE * len(notes) if notes else 0)
@@ -539,7 +539,9 @@ def _mark_decisions(axes: Sequence[Axes], decisions: Sequence[Record], width: in
     groups: list[list[int]] = []
     for number, record in enumerate(decisions, start=1):
         for axis in axes:
-            axis.axvline(record["step"], color=INK, linewidth=0.8, linestyle=":", alpha=0.7 if len(decisions) <= 12 else 0.3)
+            axis.axvline(
+                record["step"], color=INK, linewidth=0.8, linestyle=":", alpha=0.7 if len(decisions) <= 12 else 0.3
+            )
         if groups and record["step"] - decisions[groups[-1][0] - 1]["step"] < 0.025 * width:
             groups[-1].append(number)
         else:

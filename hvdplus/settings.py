@@ -55,7 +55,9 @@ def _setting(default: Any, convert: Callable[[str], Any], explanation: str) -> A
 class Settings:
     """What can be set. ``Settings.from_environment()`` reads and checks the environment."""
 
-    compression: str = _setting("auto", _text, "level of compression: auto, or a fixed one such as none, fp16, lowrank:4")
+    compression: str = _setting(
+        "auto", _text, "level of compression: auto, or a fixed one such as none, fp16, lowrank:4"
+    )
     transport: str = _setting(
         "auto", _one_of("auto", "horovod", "mpi4py", "local"), "what carries the bytes: auto, horovod, mpi4py or local"
     )
@@ -108,6 +110,4 @@ def describe(environ: Mapping[str, str] | None = None) -> Iterable[Described]:
         variable = PREFIX + entry.name.upper()
         value = getattr(settings, entry.name)
         text = ",".join(value) if isinstance(value, tuple) else str(value)
-        yield Described(
-            variable, text, "environment" if variable in environ else "default", entry.metadata["help"]
-        )
+        yield Described(variable, text, "environment" if variable in environ else "default", entry.metadata["help"])

@@ -63,7 +63,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     groups: Any = None,
     sparse_as_dense: bool = False,
     process_set: Any = None,
-) -> torch.optim.Optimizer:
+) -> Any:
     """Wrap ``optimizer`` so that ``step`` first averages gradients over all ranks.
 
     Args:
@@ -131,33 +131,35 @@ def _require_world() -> World:
     return _world
 
 
-def _horovods_own(
-    optimizer: Any, named_parameters: Any, passes: int, op: Any, process_set: Any, special: bool
-) -> torch.optim.Optimizer:
+def _horovods_own(optimizer: Any, named_parameters: Any, passes: int, op: Any, process_set: Any, special: bool) -> Any:
     """What does not add up in a ring of all ranks is Horovod's business, uncompressed."""
-    horovod = __getattr__("DistributedOptimizer", own=True)
+    if not _with_horovod():
+        raise NeedsHorovod(f"Process sets and ops other than Average and Sum need Horovod. {INSTALL_HOROVOD}.")
+    import horovod.torch
+
     what = "a process set" if special else "this op"
     warnings.warn(f"hvdplus does not compress with {what}: Horovod's own DistributedOptimizer is used.", stacklevel=3)
     extra = {"process_set": process_set} if process_set is not None else {}
-    return horovod(optimizer, named_parameters, backward_passes_per_step=passes, op=op, **extra)
+    return horovod.torch.DistributedOptimizer(
+        optimizer, named_parameters, backward_passes_per_step=passes, op=op, **extra
+    )
 
 
-def __getattr__(name: str, own: bool = False) -> Any:
+def _with_horovod() -> bool:
+    return _world.transport.name.startswith("horovod") if _world else wants_horovod(_BINDING)
+
+
+def __getattr__(name: str) -> Any:
     """Everything else is Horovod's, or, in a job without Horovod, ours."""
     if name.startswith("__"):
         raise AttributeError(name)
-    with_horovod = _world.transport.name.startswith("horovod") if _world else wants_horovod(_BINDING)
-    if with_horovod:
+    if _with_horovod():
         import horovod.torch
 
         return getattr(horovod.torch, name)
-    from hvdplus.adapters.torch import collectives
-
-    if not own:
-        if _collectives is not None and hasattr(_collectives, name):
-            return getattr(_collectives, name)
-        if name in ("Average", "Sum"):
-            return getattr(collectives, name)
-        if hasattr(Collectives, name):
-            raise TransportError("hvdplus has not been initialized; call hvd.init() first.")
+    if name in ("Average", "Sum"):
+        return name
+    if hasattr(Collectives, name):
+        _require_world()
+        return getattr(_collectives, name)
     raise NeedsHorovod(f"hvd.{name} needs Horovod, and this job runs without it. {INSTALL_HOROVOD}.")

@@ -63,5 +63,7 @@ def run(command, timeout_seconds, cwd=TESTS, **extra):
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             output, _ = process.communicate()
-        raise TimeoutError(f"{' '.join(map(str, command))} did not end in {timeout_seconds} s. It printed:\n{output}") from None
+        raise TimeoutError(
+            f"{' '.join(map(str, command))} did not end in {timeout_seconds} s. It printed:\n{output}"
+        ) from None
     return process.returncode, output

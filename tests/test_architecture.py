@@ -1,6 +1,6 @@
 """Who may know whom, and what an installation puts where.
 
-    cli, examples ─► front doors ─► adapters ─► core ─► compression          no arrow goes back
+cli, examples ─► front doors ─► adapters ─► core ─► compression          no arrow goes back
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def test_order_is_that_of_a_backward_pass(model: list[Parameter], limit: int) ->
     for dtype in ("float32", DENSE_ONLY):
         order = [i for bucket in buckets if bucket.dtype == dtype for i in bucket.parameters]
         assert order == sorted(order, reverse=True)
-    assert [bucket.index for bucket in buckets] == list(range(len(buckets)))
+    assert [bucket.number for bucket in buckets] == list(range(len(buckets)))
 
 
 @given(parameters, limits)
@@ -85,7 +85,7 @@ def test_the_spec_tells_what_the_bucket_holds(model: list[Parameter], limit: int
     buckets = cut(model, limit, ranks, seed)
     for bucket in buckets:
         assert bucket.spec.shapes == tuple(model[i][0] for i in bucket.parameters)
-        assert (bucket.spec.position, bucket.spec.ranks, bucket.spec.seed) == (bucket.index, ranks, seed)
+        assert (bucket.spec.position, bucket.spec.ranks, bucket.spec.seed) == (bucket.number, ranks, seed)
         assert len(bucket.offsets) == len(bucket.parameters) + 1
         assert bucket.offsets[0] == 0 and bucket.offsets[-1] == bucket.spec.size
         widths = [end - start for start, end in zip(bucket.offsets, bucket.offsets[1:], strict=False)]

@@ -647,9 +647,7 @@ def test_bases_stay_orthonormal_through_changing_and_degenerate_gradients(framew
         (4, (5, 5, 5), True),
     ],
 )
-def test_vectors_and_tiny_matrices_travel_dense(
-    framework: str, rank: int, shape: tuple[int, ...], dense: bool
-) -> None:
+def test_vectors_and_tiny_matrices_travel_dense(framework: str, rank: int, shape: tuple[int, ...], dense: bool) -> None:
     ops, compressor = ops_of(framework), LowRank(rank)
     spec = Spec((shape, (3,)))
     size = spec.sizes[0]

@@ -162,9 +162,7 @@ def test_a_failed_download_says_why_and_what_to_do(runner: ih.Runner, tmp_path: 
     assert str(ih.cache_root()) in str(caught.value)
 
 
-def test_the_archive_is_fetched_once(
-    runner: ih.Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_archive_is_fetched_once(runner: ih.Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ih, "SDIST_SHA256", hashlib.sha256(b"archive").hexdigest())
     pip = FakePip(runner, b"archive")
     for _ in range(2):
@@ -265,8 +263,8 @@ def test_a_hanging_child_is_ended(runner: ih.Runner) -> None:
     [
         ("import os; os._exit(1)", "failed"),
         ("raise ImportError('undefined symbol')", "undefined symbol"),
-        ("print('hvdplus saw {\"ranks\": 1, \"total\": 1.0, \"mpi\": true}')", "does not belong to the MPI"),
-        ("print('hvdplus saw {\"ranks\": 2, \"total\": 3.0, \"mpi\": false}')", "built without MPI"),
+        ('print(\'hvdplus saw {"ranks": 1, "total": 1.0, "mpi": true}\')', "does not belong to the MPI"),
+        ('print(\'hvdplus saw {"ranks": 2, "total": 3.0, "mpi": false}\')', "built without MPI"),
     ],
 )
 def test_a_check_that_fails_says_what_it_saw(

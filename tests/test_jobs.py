@@ -38,7 +38,9 @@ def script(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("launcher", "transport"), [(mpirun, "horovod"), (gloo, "horovod"), (mpirun, "mpi4py")], ids=["mpi", "gloo", "mpi4py"]
+    ("launcher", "transport"),
+    [(mpirun, "horovod"), (gloo, "horovod"), (mpirun, "mpi4py")],
+    ids=["mpi", "gloo", "mpi4py"],
 )
 @pytest.mark.parametrize("level", ["none", "lowrank:2"])
 def test_an_exception_on_one_rank_ends_the_job(script, launcher, transport, level):
@@ -128,9 +130,7 @@ def test_without_horovod_the_message_names_the_command_that_installs_it(script, 
         "find = u.find_spec\n"
         "u.find_spec = lambda name, *a: None if name.split('.')[0] == 'horovod' else find(name, *a)\n"
     )
-    code, output = run(
-        mpirun(2, sys.executable, path), 90, PYTHONPATH=str(tmp_path), HVDPLUS_TRANSPORT="horovod"
-    )
+    code, output = run(mpirun(2, sys.executable, path), 90, PYTHONPATH=str(tmp_path), HVDPLUS_TRANSPORT="horovod")
     assert code != 0
     assert "hvdplus install-horovod" in output
     code, output = run(mpirun(2, sys.executable, path), 90, PYTHONPATH=str(tmp_path))
@@ -163,7 +163,11 @@ def test_the_ring_is_really_a_ring(script):
     code, output = run(mpirun(2, sys.executable, path), 90)
     assert code == 0, output
     assert output.count("algorithm 4") == 2
-    code, output = run(mpirun(2, sys.executable, path), 90, OMPI_MCA_coll_tuned_use_dynamic_rules="1",
-                       OMPI_MCA_coll_tuned_allreduce_algorithm="3")
+    code, output = run(
+        mpirun(2, sys.executable, path),
+        90,
+        OMPI_MCA_coll_tuned_use_dynamic_rules="1",
+        OMPI_MCA_coll_tuned_allreduce_algorithm="3",
+    )
     assert output.count("algorithm 3") == 2, output  # the user's own choice stands
     assert "collective recursive doubling" in output

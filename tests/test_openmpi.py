@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from hvdplus.adapters.openmpi import (
     ALLREDUCE_ALGORITHM,
     DYNAMIC_RULES,
@@ -14,8 +17,6 @@ from hvdplus.adapters.openmpi import (
     allreduce_algorithm,
     apply_settings,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 @pytest.fixture

@@ -23,9 +23,7 @@ NONE, FP16, LOWRANK = range(3)
 PAYLOAD_BYTES = (4000, 2000, 300)
 
 
-def make(
-    *names: str, auto: bool = False, ranks: int = 2, log: RunLog | None = None, **settings: int
-) -> Pilot:
+def make(*names: str, auto: bool = False, ranks: int = 2, log: RunLog | None = None, **settings: int) -> Pilot:
     """A pilot over ``names`` (default: the whole ladder)."""
     ladder = Ladder(names or LADDER)
     return Pilot(

@@ -15,7 +15,11 @@ def why_not():
     if not shutil.which("sbatch"):
         return "Slurm is not installed (sbatch not found): `make slurm-up` as root"
     answer = subprocess.run(["sinfo", "--noheader"], capture_output=True, text=True, timeout=20, check=False)
-    return "" if answer.returncode == 0 else f"Slurm is not running: `make slurm-up` as root ({answer.stderr.strip()[:80]})"
+    return (
+        ""
+        if answer.returncode == 0
+        else f"Slurm is not running: `make slurm-up` as root ({answer.stderr.strip()[:80]})"
+    )
 
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")
@@ -23,7 +27,13 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")
 
 @pytest.mark.parametrize(
     ("framework", "launcher"),
-    [("pytorch", "mpirun"), ("pytorch", "horovodrun"), ("pytorch", "srun"), ("keras", "mpirun"), ("keras", "horovodrun")],
+    [
+        ("pytorch", "mpirun"),
+        ("pytorch", "horovodrun"),
+        ("pytorch", "srun"),
+        ("keras", "mpirun"),
+        ("keras", "horovodrun"),
+    ],
 )
 def test_batch_script(framework, launcher, tmp_path):
     output = tmp_path / "job.out"

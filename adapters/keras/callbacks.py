@@ -5,7 +5,6 @@ Stock Horovod's fail here: they look for methods that Keras 3 variables and opti
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -64,7 +63,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         multiplier: a factor, or a function from the epoch (a fraction, if not ``staircase``) to one.
         start_epoch, end_epoch: first epoch, and the one after the last (None: no end).
         staircase: change once an epoch; else every batch, for which ``steps_per_epoch`` is needed.
-        momentum_correction: scale the momentum with the learning rate while it changes (Goyal et al., arXiv 1706.02677).
+        momentum_correction: accepted, without effect: a compiled Keras step holds momentum as a constant, so that
+            a correction (Goyal et al., arXiv 1706.02677) during its first batch would stay for ever.
         steps_per_epoch: batches an epoch; found out from Keras if None.
     """
 
@@ -85,10 +85,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.start_epoch = start_epoch
         self.end_epoch = end_epoch
         self.staircase = staircase if callable(multiplier) else True
-        self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
         self._multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier
-        self._momentum: float | None = None
         self._epoch = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -109,11 +107,6 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if not self.staircase and self._active():
             self._adjust(self._epoch + batch / (self.steps_per_epoch or 1))
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        if self._momentum is not None:
-            self.model.optimizer.momentum = self._momentum
-            self._momentum = None
-
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs is not None:
             logs["lr"] = float(self.model.optimizer.learning_rate)
@@ -122,15 +115,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         return self.start_epoch <= self._epoch and (self.end_epoch is None or self._epoch < self.end_epoch)
 
     def _adjust(self, epoch: float) -> None:
-        optimizer = self.model.optimizer
-        before = float(optimizer.learning_rate)
-        after = self.initial_lr * self._multiplier(epoch)
-        optimizer.learning_rate = after
-        # A compiled train step holds momentum as a constant: the correction only reaches eager steps.
-        if self.momentum_correction and isinstance(getattr(optimizer, "momentum", None), float) and before:
-            if optimizer.momentum and not math.isclose(before, after):
-                self._momentum = optimizer.momentum
-                optimizer.momentum = self._momentum * after / before
+        self.model.optimizer.learning_rate = self.initial_lr * self._multiplier(epoch)
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):

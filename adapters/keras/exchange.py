@@ -157,9 +157,9 @@ class TensorFlowExchange:
             if state:
                 shapes[level] = [tuple(array.shape) for array in state]
                 flat = tf.concat([tf.reshape(array, [-1]) for array in state], axis=0)
-                states[level] = tf.Variable(flat, trainable=False, name=f"hvdplus_context_{bucket.index}_{level}")
+                states[level] = tf.Variable(flat, trainable=False, name=f"hvdplus_context_{bucket.number}_{level}")
         residual = (
-            tf.Variable(tf.zeros(bucket.spec.size), trainable=False, name=f"hvdplus_residual_{bucket.index}")
+            tf.Variable(tf.zeros(bucket.spec.size), trainable=False, name=f"hvdplus_residual_{bucket.number}")
             if loses
             else None
         )
@@ -179,14 +179,12 @@ class TensorFlowExchange:
 
     def _pack(self, lane: _Lane, dense: Sequence[tf.Tensor]) -> tf.Tensor:
         dtype = tf.float64 if lane.bucket.dtype == DENSE_ONLY else tf.float32
-        return tf.concat(
-            [tf.reshape(tf.cast(dense[i], dtype), [-1]) for i in lane.bucket.parameters], axis=0
-        )
+        return tf.concat([tf.reshape(tf.cast(dense[i], dtype), [-1]) for i in lane.bucket.parameters], axis=0)
 
     def _branch(
         self, lane: _Lane, number: int, flat: tf.Tensor, release: tf.Tensor
     ) -> Callable[[], tuple[tf.Tensor, ...]]:
-        """One program for one bucket: (sum of gradients, next residual, next context, payload finite, sum finite, checksum).
+        """One program for one bucket: sum of gradients, next residual, next context, payload finite, sum finite, checksum.
 
         Variables are read outside, so that no branch is stateful: TensorFlow would run stateful ones one by one.
         """
@@ -196,7 +194,7 @@ class TensorFlowExchange:
         residual = lane.residual.read_value() if touches and lane.residual is not None else None
         state = lane.states[program.level].read_value() if program.level in lane.states else None
         # The name does not depend on release, so any plan of this program will do.
-        name = self._ladder.tensor_name(self._prefix, lane.bucket.index, Plan(program.level, program.phase))
+        name = self._ladder.tensor_name(self._prefix, lane.bucket.number, Plan(program.level, program.phase))
 
         def run() -> tuple[tf.Tensor, ...]:
             ctx = self._context(lane, program, state)
@@ -219,12 +217,15 @@ class TensorFlowExchange:
     def _side(self, finite: tf.Tensor, checksum: tf.Tensor, loss: tf.Tensor | None) -> tf.Tensor:
         """This rank's side tensor, laid out as ``hvdplus.exchange.side_tensor`` does, with no parameters to count."""
         bits = tf.bitwise.bitwise_and(checksum, 0xFFFFFFFF)
-        times = tf.unstack(self._times.read_value())
+        step, codec, exposed_comm, input_wait = tf.unstack(self._times.read_value())
         known = SideSlot(
-            tf.where(finite, 0.0, 1.0),
-            tf.cast(tf.bitwise.right_shift(bits, tf.constant(16, tf.int64)), tf.float32),
-            tf.cast(tf.bitwise.bitwise_and(bits, 0xFFFF), tf.float32),
-            *times,
+            nonfinite=tf.where(finite, 0.0, 1.0),
+            checksum_high=tf.cast(tf.bitwise.right_shift(bits, tf.constant(16, tf.int64)), tf.float32),
+            checksum_low=tf.cast(tf.bitwise.bitwise_and(bits, 0xFFFF), tf.float32),
+            step=step,
+            codec=codec,
+            exposed_comm=exposed_comm,
+            input_wait=input_wait,
             loss=tf.constant(0.0) if loss is None else tf.cast(tf.reshape(loss, []), tf.float32),
             has_loss=tf.constant(0.0 if loss is None else 1.0),
         )
@@ -252,9 +253,7 @@ class TensorFlowExchange:
             times = StepTimes(step, codec, exposed, min(input_wait, step))
         self._last_done = float(done)
         following = self.pilot.advance()
-        return np.array(
-            [self._ladder.program(following), following.release, float(healthy), *times], dtype=np.float64
-        )
+        return np.array([self._ladder.program(following), following.release, float(healthy), *times], dtype=np.float64)
 
     def _note_end(self, now: Any) -> None:
         self._last_end = float(now)
@@ -291,7 +290,9 @@ class TensorFlowExchange:
         reduced = list(dense)
         for lane, total in zip(self._lanes, sums, strict=True):
             if lane.bucket.dtype != DENSE_ONLY and any(lossy):
-                total = tf.cond(hidden, lambda total=total: tf.fill(tf.shape(total), math.nan), lambda total=total: total)
+                total = tf.cond(
+                    hidden, lambda total=total: tf.fill(tf.shape(total), math.nan), lambda total=total: total
+                )
             offsets = lane.bucket.offsets
             for place, i in enumerate(lane.bucket.parameters):
                 part = tf.reshape(total[offsets[place] : offsets[place + 1]], lane.bucket.spec.shapes[place])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-Array = tf.Tensor
+Array = Any
 
 
 class TensorFlowOps:

@@ -24,9 +24,9 @@ from hvdplus.transport import World
 _instances = itertools.count()
 
 LOSS_SCALING = (
-    "Keras' LossScaleOptimizer (which mixed_float16 brings along) looks for infinities on each rank by itself and skips "
-    "the update there, so that the other ranks would wait in their exchange for ever. Use mixed_bfloat16, which needs no "
-    "loss scaling, or compile(auto_scale_loss=False)."
+    "Keras' LossScaleOptimizer (which mixed_float16 brings along) looks for infinities on each rank by itself and "
+    "skips the update there, so that the other ranks would wait in their exchange for ever. Use mixed_bfloat16, which "
+    "needs no loss scaling, or compile(auto_scale_loss=False)."
 )
 
 
@@ -59,7 +59,7 @@ def wrap(
     # The class keeps name and module of the user's, so that a saved model loads without hvdplus.
     base = optimizer.__class__
     kind = type(base.__name__, (_Distributed, base), {"__module__": base.__module__})
-    wrapped = kind.__new__(kind)
+    wrapped: Any = kind.__new__(kind)  # type: ignore[call-overload]
     wrapped.__dict__.update(optimizer.__dict__)
     wrapped.__dict__["_hvdplus"] = _Setup(world, ladder, auto, average, next(_instances))
     if optimizer.built:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ from hvdplus.transport import Transport
 
 def cpu_capability() -> str:
     """The vector instructions that this CPU offers to TensorFlow."""
-    flags = next((line for line in open("/proc/cpuinfo") if line.startswith("flags")), "")  # noqa: SIM115
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    flags = next((line for line in lines if line.startswith("flags")), "")
     return next((name for name in ("avx512f", "avx2", "avx") if name in flags.split()), "baseline")
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-Array = np.ndarray
+Array = Any
 
 
 class NumpyOps:

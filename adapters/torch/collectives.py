@@ -59,7 +59,7 @@ class Collectives:
         handle = self._transport.start(tensor.detach(), name or f"allreduce.noname.{self._count}")
         return handle, tensor, (op or (Sum if average is False else Average)) == Average
 
-    def synchronize(self, handle: Any) -> torch.Tensor:
+    def synchronize(self, handle: Any) -> Any:
         """Wait for ``allreduce_async`` and give its result."""
         started, tensor, average = handle
         self._transport.wait(started)
@@ -75,7 +75,7 @@ class Collectives:
         started = handle[0]
         return started.done() if isinstance(started, Future) else True
 
-    def allreduce_(self, tensor: torch.Tensor, average: Any = None, name: Any = None, op: Any = None) -> torch.Tensor:
+    def allreduce_(self, tensor: torch.Tensor, average: Any = None, name: Any = None, op: Any = None) -> Any:
         return self.synchronize(self.allreduce_async_(tensor, average, name, op))
 
     def allreduce_async(self, tensor: torch.Tensor, average: Any = None, name: Any = None, op: Any = None) -> Any:
@@ -83,7 +83,7 @@ class Collectives:
 
     def allreduce(
         self, tensor: torch.Tensor, average: Any = None, name: Any = None, compression: Any = None, op: Any = None
-    ) -> torch.Tensor:
+    ) -> Any:
         """Mean (or sum) over ranks, as a new tensor."""
         return self.synchronize(self.allreduce_async(tensor, average, name, op))
 

@@ -59,9 +59,9 @@ class _Lane:
     """Parameters whose gradient of this step is not here yet."""
     payload: torch.Tensor | None = None
     handle: Any = None
-    total: torch.Tensor | None = None
+    total: Any = None
     """Sum of all ranks' payloads."""
-    sum: torch.Tensor | None = None
+    sum: Any = None
     """Sum of all ranks' gradients, decoded."""
     nonfinite: bool = False
 
@@ -116,7 +116,7 @@ class TorchExchange:
         self._side_count = 0
         if not self._idle:
             for i, parameter in enumerate(self.parameters):
-                parameter.register_post_accumulate_grad_hook(self._make_hook(i))
+                parameter.register_post_accumulate_grad_hook(self._make_hook(i))  # type: ignore[no-untyped-call]
 
     @property
     def in_flight(self) -> bool:
@@ -236,8 +236,9 @@ class TorchExchange:
         target = lane.flat[part].view(shape)
         lane.pending = None  # of a step that was never taken
         residual = lane.residual[part].view(shape) if lane.residual is not None and self.plan.release else None
-        if grad is not None and grad.is_sparse:
-            grad = grad.to_dense()
+        if grad is not None:
+            self._versions[i] = grad._version
+            grad = grad.to_dense() if grad.is_sparse else grad
         if grad is None:
             target.zero_()
         elif residual is not None and grad.dtype == target.dtype:
@@ -248,8 +249,6 @@ class TorchExchange:
         if residual is not None:
             target.add_(residual, alpha=self.plan.release)
         lane.waiting.discard(i)
-        if grad is not None:
-            self._versions[i] = self.parameters[i].grad._version
 
     def _send_ready(self) -> None:
         """Send full buckets in their order: without negotiation that order has to be the same on every rank."""
@@ -267,7 +266,7 @@ class TorchExchange:
                     lane.pending = remainder(
                         self.ops, compressor, ctx, lane.flat, lane.payload, residual, self.plan.release
                     )
-            name = self._ladder.tensor_name(self._prefix, lane.bucket.index, self.plan)
+            name = self._ladder.tensor_name(self._prefix, lane.bucket.number, self.plan)
             lane.handle = self.transport.start(lane.payload, name)
 
     def _send_rest(self) -> np.ndarray:

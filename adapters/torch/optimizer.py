@@ -51,7 +51,7 @@ def wrap(
     settings = Settings.from_environment()
     ladder, auto = choose_ladder(compression, settings, world)
     kind = type(optimizer.__class__.__name__, (_Distributed, optimizer.__class__), {"__module__": __name__})
-    wrapped = kind.__new__(kind)
+    wrapped: Any = kind.__new__(kind)  # type: ignore[call-overload]
     wrapped.__dict__.update(optimizer.__dict__)
     # A learning-rate scheduler patches `step` on the instance; ours has to come first. It still sees our groups.
     wrapped.__dict__.pop("step", None)
@@ -71,7 +71,7 @@ def wrap(
     wrapped._synchronized = False
     wrapped._should_synchronize = True
     wrapped._exchange.pilot.describe_run(world, "torch", sum(p.numel() for p in parameters))
-    return wrapped
+    return wrapped  # type: ignore[no-any-return]
 
 
 class _Distributed(torch.optim.Optimizer):
@@ -101,7 +101,7 @@ class _Distributed(torch.optim.Optimizer):
         A closure is evaluated by the optimizer itself; its gradients are exchanged every time.
         """
         if closure is not None:
-            result = super().step(self._exchanging(closure))
+            result: Any = super().step(self._exchanging(closure))
         else:
             if self._should_synchronize:
                 if self._synchronized:
@@ -182,9 +182,7 @@ def _names(
         )
     repeated = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
     if repeated:
-        raise ValueError(
-            f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(repeated)}"
-        )
+        raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(repeated)}")
     names = {id(parameter): name for name, parameter in named}
     unnamed = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
     if unnamed:
@@ -210,9 +208,7 @@ def _check_same_model(parameters: list[torch.nn.Parameter], names: dict[int, str
     mine = [(names[id(p)], tuple(p.shape), str(p.dtype)) for p in parameters]
     for rank, theirs in enumerate(world.transport.gather_objects(mine)):
         if theirs != mine:
-            first = next(
-                (pair for pair in itertools.zip_longest(mine, theirs) if pair[0] != pair[1]), (None, None)
-            )
+            first = next((pair for pair in itertools.zip_longest(mine, theirs) if pair[0] != pair[1]), (None, None))
             raise ValueError(
                 f"The model differs between ranks {world.transport.rank} and {rank}: {first[0]} against {first[1]}. "
                 "All ranks must optimise the same parameters in the same order."
@@ -225,4 +221,3 @@ def identical_on_all_ranks(values: Iterable[torch.Tensor], world: World) -> bool
     for value in values:
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return len(set(world.transport.gather_objects(digest.hexdigest()))) == 1
-

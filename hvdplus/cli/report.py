@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"\nPicture: {picture(records, target)}")
     except (ImportError, OSError, ValueError) as error:
         sys.stdout.flush()  # the table comes first, also where both streams go into one file
-        reason = f"cannot write {target}: {error.strerror}" if isinstance(error, OSError) else error
-        print(f"hvdplus report: no picture: {reason}", file=sys.stderr)
+        why = f"cannot write {target}: {error.strerror}" if isinstance(error, OSError) else error
+        print(f"hvdplus report: no picture: {why}", file=sys.stderr)
         return 2 if args.png else 0
     return 0
