@@ -145,8 +145,9 @@ def _plain(value: Any, name: str) -> Any:
         return {str(key): _plain(inner, f"{name}.{key}") for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(inner, name) for inner in value]
-    if hasattr(value, "item"):  # a scalar of NumPy, torch or TensorFlow, none of which is imported here
-        return _plain(value.item(), name)
+    for convert in ("tolist", "numpy"):  # values of NumPy and torch, of TensorFlow: none of them is imported here
+        if hasattr(value, convert):
+            return _plain(getattr(value, convert)(), name)
     raise TypeError(
         f"The run log holds numbers, text, and lists and dicts of them. Received: {name}={value!r} "
         f"({type(value).__name__})"

@@ -184,7 +184,7 @@ class TensorFlowExchange:
     def _branch(
         self, lane: _Lane, number: int, flat: tf.Tensor, release: tf.Tensor
     ) -> Callable[[], tuple[tf.Tensor, ...]]:
-        """One program for one bucket: sum of gradients, next residual, next context, payload finite, sum finite, checksum.
+        """One program for one bucket: sum, next residual, next context, payload finite, sum finite, checksum.
 
         Variables are read outside, so that no branch is stateful: TensorFlow would run stateful ones one by one.
         """

@@ -1,0 +1,203 @@
+"""The run log: what goes in comes out, a crash costs one line at most, and a damaged log says where."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdplus import __version__
+from hvdplus.runlog import FORMAT, RunLog, read
+
+WINDOW = {"first_step": 0, "last_step": 9, "level": "none", "step_ms": 12.5}
+DECISION = {"step": 10, "from": "none", "to": "fp16", "reason": "communication holds up 40% of a 20.00 ms step"}
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4), max_leaves=12
+)
+FIELDS = st.dictionaries(st.text().filter(lambda name: name not in ("self", "kind")), VALUES, max_size=6)
+
+
+def strict(value: Any) -> Any:
+    """What strict JSON can hold of a value."""
+    if isinstance(value, dict):
+        return {key: strict(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [strict(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def written(path: Path, *records: tuple[str, dict[str, Any]]) -> RunLog:
+    log = RunLog(path)
+    for kind, fields in records:
+        log.write(kind, **fields)
+    log.close()
+    return log
+
+
+@given(st.lists(FIELDS, max_size=4))
+def test_any_json_value_survives_and_memory_equals_file(fields: list[dict[str, Any]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.jsonl"
+        log = written(path, *(("end", entry) for entry in fields))
+        assert read(path) == log.records == [{"kind": "end", **strict(entry)} for entry in fields]
+        assert path.read_bytes().count(b"\n") == len(fields)
+
+
+def test_non_finite_figures_become_null(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    log = written(path, ("end", {"loss": math.nan, "evidence": {"up": math.inf, "down": [-math.inf, 1.5]}}))
+    assert log.records == [{"kind": "end", "loss": None, "evidence": {"up": None, "down": [None, 1.5]}}]
+    assert path.read_text() == '{"kind": "end", "loss": null, "evidence": {"up": null, "down": [null, 1.5]}}\n'
+
+
+def test_values_of_array_libraries_are_plain_figures(tmp_path: Path) -> None:
+    class Eager:
+        """As TensorFlow's eager tensors: ``numpy()`` is the way to the figure."""
+
+        def numpy(self) -> np.float32:
+            return np.float32(0.25)
+
+    values = {"a": np.float32(0.5), "b": np.int64(3), "c": np.bool_(True), "d": np.arange(3), "e": Eager(), "f": (1, 2)}
+    plain = {"a": 0.5, "b": 3, "c": True, "d": [0, 1, 2], "e": 0.25, "f": [1, 2]}
+    log = written(tmp_path / "run.jsonl", ("end", values), ("end", {"nan": np.float32("nan")}))
+    assert log.records == read(tmp_path / "run.jsonl") == [{"kind": "end", **plain}, {"kind": "end", "nan": None}]
+
+
+def test_what_is_no_figure_is_named(tmp_path: Path) -> None:
+    log = RunLog(None)
+    with pytest.raises(TypeError, match=r"Received: evidence\.model=<object object at .*> \(object\)"):
+        log.write("decision", evidence={"model": object()})
+    assert log.records == []
+
+
+def test_a_run_says_which_format_version_and_when() -> None:
+    log = RunLog(None)
+    log.write("run", framework="torch", ranks=2)
+    record = log.records[0]
+    assert (record["format"], record["hvdplus"], record["framework"]) == (FORMAT, __version__, "torch")
+    assert record["started_at"].endswith("+00:00") and "T" in record["started_at"]
+
+
+@pytest.mark.parametrize("path", [None, ""])
+def test_without_a_path_records_stay_here(path: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    log = RunLog(path)
+    log.write("window", **WINDOW)
+    log.close()
+    assert log.path is None and log.records == [{"kind": "window", **WINDOW}] and not list(tmp_path.iterdir())
+
+
+def test_folders_are_made_and_the_path_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    log = RunLog("runs/today/run.jsonl")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    log.write("window", **WINDOW)
+    assert log.path == tmp_path / "runs/today/run.jsonl" and read(log.path) == log.records
+
+
+def test_every_record_is_readable_at_once(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "run.jsonl")
+    for count in range(1, 4):
+        log.write("window", **WINDOW)
+        assert len(read(tmp_path / "run.jsonl")) == count
+
+
+def test_a_killed_job_leaves_a_readable_log(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    script = (
+        "import os, signal, sys; from hvdplus.runlog import RunLog; log = RunLog(sys.argv[1]); "
+        "log.write('end', steps=1); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", script, str(path)], cwd=tmp_path).returncode == -9
+    assert read(path) == [{"kind": "end", "steps": 1}]
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"), [("file/run.jsonl", "Not a directory|File exists"), ("folder", "Is a directory")]
+)
+def test_a_file_that_cannot_be_written_is_named_with_the_reason(path: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match=rf"Cannot write the run log {tmp_path / path}: ({reason}).*HVDPLUS_RUN_LOG"):
+        RunLog(tmp_path / path)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_full_disk_ends_the_log_and_not_the_training() -> None:
+    log = RunLog("/dev/full")
+    with pytest.warns(RuntimeWarning, match="The run log /dev/full ends here: No space left on device"):
+        log.write("window", **WINDOW)
+    log.write("window", **WINDOW)  # once warned is enough
+    assert len(log.records) == 2
+
+
+def test_a_log_cut_off_anywhere_yields_its_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    log = written(path, ("run", {"hosts": {"knöten": 2}}), ("window", WINDOW), ("decision", DECISION), ("end", {}))
+    whole = path.read_bytes()
+    first = whole.index(b"\n")
+    for length in range(first, len(whole)):
+        path.write_bytes(whole[:length])
+        found = read(path)
+        assert found == log.records[: len(found)]
+        # A line that lacks nothing but its newline is whole.
+        assert len(found) == whole[: length + 1].count(b"\n")
+
+
+def test_an_empty_log_has_no_records(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    RunLog(path).close()
+    assert read(path) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('{"kind": "window", "first_', "one JSON object"),
+        ("loss went up", "one JSON object"),
+        ("[1, 2]", 'a JSON object with a text field "kind"'),
+        ('{"step": 3}', 'a JSON object with a text field "kind"'),
+        ('{"kind": 7}', 'a JSON object with a text field "kind"'),
+        ('{"kind": "window", "first_step": 0, "last_step": 9}', 'a window record with "level" of type str'),
+        ('{"kind": "decision", "step": "ten"}', 'a decision record with "step" of type int'),
+        ('{"kind": "run", "format": 2}', f"format {FORMAT} "),
+    ],
+)
+def test_a_damaged_line_is_named_with_what_was_expected(line: str, expected: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    good = json.dumps({"kind": "window", **WINDOW})
+    path.write_text(f"{good}\n{good}\n{line}\n{good}\n")
+    with pytest.raises(ValueError) as caught:
+        read(path)
+    assert str(caught.value).startswith(f"{path}, line 3: expected {expected}")
+    assert line[:60] in str(caught.value)
+
+
+def test_bytes_that_are_no_text_are_no_log(tmp_path: Path) -> None:
+    path = tmp_path / "picture.png"
+    path.write_bytes(b"\x89PNG\r\n\x1a\n\x00\x00")
+    with pytest.raises(ValueError, match="picture.png, line 1: expected one JSON object"):
+        read(path)
+
+
+def test_kinds_and_fields_of_a_later_version_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"kind": "weather", "sky": "blue"}\n\n{"kind": "end", "steps": 3, "new": NaN}\n')
+    assert read(path) == [{"kind": "weather", "sky": "blue"}, {"kind": "end", "steps": 3, "new": None}]
+
+
+def test_a_missing_file_is_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        read(tmp_path / "nothing.jsonl")
