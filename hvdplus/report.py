@@ -18,7 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hvdplus.pilot import Pilot
+from hvdplus.pilot import DRAINING, Pilot
 from hvdplus.runlog import Record
 from hvdplus.transport import World
 
@@ -175,9 +175,12 @@ def _decisions(records: Iterable[Record]) -> list[Record]:
 def closing(records: Sequence[Record]) -> str:
     """One sentence: what hvdplus did for this run, as far as the records show it."""
     run_record, windows = _run(records), _windows(records)
-    by_level = {level: [window for window in windows if _level(window) == level] for level in map(_level, windows)}
-    levels = {level: _span(group, run_record) for level, group in by_level.items()}
-    steps = sum(span.steps for span in levels.values())
+    by_level: dict[str, list[Record]] = {}
+    for window in windows:
+        by_level.setdefault(_level(window), []).append(window)
+    steps = sum(map(_steps, windows))
+    # Steps that pay out a residual on the way back to dense were chosen by nobody.
+    levels = {level: _span(group, run_record) for level, group in by_level.items() if level != DRAINING}
     if not levels:
         return "No steps were recorded: there is nothing to compare."
     main = max(levels.values(), key=lambda span: span.steps)
@@ -310,9 +313,10 @@ def _rows(spans: Sequence[Span], gradient_bytes: float) -> str:
     """``gradient_bytes``: what an uncompressed step sends."""
     if not spans:
         return ""
-    head = ["steps", "level", "step", "compute", "codec", "exposed_comm", "input_wait", "MB_sent", "ratio", "loss"]
-    units = ["", "", *["ms"] * 5, "a step", "to fp32", "at end"]
-    rows = [[word.replace("_", " ") for word in head], units]
+    rows = [
+        ["steps", "level", "step", "compute", "codec", "exposed comm", "input wait", "MB sent", "ratio", "loss"],
+        ["", "", *["ms"] * 5, "a step", "to fp32", "at end"],
+    ]
     for span in spans:
         ratio = gradient_bytes / span.payload_bytes if span.payload_bytes else math.nan
         times = (getattr(span, field) for field in ("step_ms", *(field for field, _, _ in PARTS)))
@@ -388,7 +392,7 @@ def picture(records: Sequence[Record], path: str | os.PathLike[str]) -> Path:
 
     columns, a_column = _columns(windows, run_record)
     decisions = _decisions(records)
-    levels = list(dict.fromkeys([*(run_record.get("ladder") or []), *(span.level for span in columns)]))
+    levels = _levels(run_record, columns)
     with_loss = any(not math.isnan(span.loss) for span in columns)
     notes = _notes(decisions)
     headline, subline = _headline(run_record), textwrap.wrap(closing(records), 150)
@@ -398,9 +402,8 @@ def picture(records: Sequence[Record], path: str | os.PathLike[str]) -> Path:
         figure = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI)
         FigureCanvasAgg(figure)
         top = HEIGHT - 0.22
-        for text, size, weight in [(line, 14, "bold") for line in headline] + [
-            (line, 11.5, "normal") for line in subline
-        ]:
+        titles = [(line, 14.0, "bold") for line in headline] + [(line, 11.5, "normal") for line in subline]
+        for text, size, weight in titles:
             figure.text(0.25 / WIDTH, top / HEIGHT, text, size=size, weight=weight, va="top")
             top -= size * 1.65 / 72
         bottom = 0.62 + (0.12 + LINE * len(notes) if notes else 0)
@@ -446,6 +449,12 @@ def _columns(windows: Sequence[Record], run_record: Record) -> tuple[list[Span],
     return columns, together
 
 
+def _levels(run_record: Record, columns: Sequence[Span]) -> list[str]:
+    """Names on the level axis, lowest first; draining lies below dense, since it is the way back there."""
+    names = dict.fromkeys([*(run_record.get("ladder") or []), *(span.level for span in columns)])
+    return sorted(names, key=lambda name: name != DRAINING)
+
+
 def _headline(run_record: Record) -> list[str]:
     framework, transport = str(run_record.get("framework", "?")), str(run_record.get("transport", "?"))
     text = (
@@ -459,7 +468,7 @@ def _notes(decisions: Sequence[Record]) -> list[str]:
     """The decisions as lines under the picture; what does not fit is counted."""
     lines: list[str] = []
     for number, record in enumerate(decisions, start=1):
-        new = textwrap.wrap(f"{number}   {_decision(record, ' → ')}", 175, subsequent_indent=" " * 6)
+        new = textwrap.wrap(f"{number}   {_decision(record, ' → ')}", 185, subsequent_indent=" " * 6)
         room = MOST_DECISION_LINES - len(lines) - (number < len(decisions))
         if len(new) > room:
             return [*lines, f"+{len(decisions) - number + 1} more in the log"]
@@ -530,29 +539,58 @@ def _draw_loss(axis: Axes, columns: Sequence[Span]) -> None:
               markersize=3)  # fmt: skip
     if min(known) > 0 and max(known) > 30 * min(known):
         axis.set_yscale("log")
+        axis.yaxis.set_major_formatter("{x:g}")  # the usual 10^-1 would need formulas
+        axis.yaxis.set_minor_formatter("")
     axis.set_ylabel("loss")
     axis.grid(axis="y", color="#e6e6e6")
 
 
 def _mark_decisions(axes: Sequence[Axes], decisions: Sequence[Record], width: int) -> None:
     """Thin lines through all panels, numbers over the level's; neighbours too close for two numbers share one."""
-    groups: list[list[int]] = []
-    for number, record in enumerate(decisions, start=1):
+    steps = [record["step"] for record in decisions]
+    for step in steps:
         for axis in axes:
-            axis.axvline(
-                record["step"], color=INK, linewidth=0.8, linestyle=":", alpha=0.7 if len(decisions) <= 12 else 0.3
-            )
-        if groups and record["step"] - decisions[groups[-1][0] - 1]["step"] < 0.025 * width:
-            groups[-1].append(number)
-        else:
-            groups.append([number])
-    for group in groups:
-        middle = (decisions[group[0] - 1]["step"] + decisions[group[-1] - 1]["step"]) / 2
+            axis.axvline(step, color=INK, linewidth=0.8, linestyle=":", alpha=0.7 if len(steps) <= 12 else 0.3)
+    for label in _labels(steps, letter=0.0075 * width):
         axes[1].annotate(
-            str(group[0]) if len(group) == 1 else f"{group[0]}–{group[-1]}", (middle, 1),
-            xycoords=("data", "axes fraction"), ha="center", va="center", size=8, color="white", weight="bold",
-            bbox={"boxstyle": "round,pad=0.25", "facecolor": INK, "edgecolor": "none"}, annotation_clip=False,
+            label.text, (label.middle, 1), xycoords=("data", "axes fraction"), ha="center", va="center", size=8,
+            color="white", weight="bold", annotation_clip=False,
+            bbox={"boxstyle": "round,pad=0.25", "facecolor": INK, "edgecolor": "none"},
         )  # fmt: skip
+
+
+class _Label(NamedTuple):
+    """The number of a decision, or of several in a row, on the axis of steps."""
+
+    numbers: tuple[int, int]
+    steps: tuple[float, float]
+    letter: float
+    """Width of a letter, in steps."""
+
+    @property
+    def text(self) -> str:
+        first, last = self.numbers
+        return str(first) if first == last else f"{first}–{last}"
+
+    @property
+    def middle(self) -> float:
+        return sum(self.steps) / 2
+
+    @property
+    def half(self) -> float:
+        """Half of the width, with room for the frame."""
+        return (len(self.text) + 1.5) / 2 * self.letter
+
+
+def _labels(steps: Sequence[float], letter: float) -> list[_Label]:
+    """A label for each decision; those that would overlap are joined."""
+    labels: list[_Label] = []
+    for number, step in enumerate(steps, start=1):
+        labels.append(_Label((number, number), (step, step), letter))
+        while len(labels) > 1 and labels[-1].middle - labels[-1].half < labels[-2].middle + labels[-2].half:
+            last, before = labels.pop(), labels.pop()
+            labels.append(_Label((before.numbers[0], last.numbers[1]), (before.steps[0], last.steps[1]), letter))
+    return labels
 
 
 def _zero(value: float) -> float:

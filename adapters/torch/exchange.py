@@ -92,8 +92,8 @@ class TorchExchange:
         self._prefix = prefix
         self._ladder = ladder
         self._scale = 1.0 / transport.size if average else 1.0
-        # Alone there is nobody to exchange with: gradients stay untouched unless a level is asked for by name.
-        self._idle = transport.size == 1 and (auto or ladder.names == ("none",))
+        self.idle = transport.size == 1 and (auto or ladder.names == ("none",))
+        """Alone there is nobody to exchange with: gradients stay untouched unless a level is asked for by name."""
         self._device = self.parameters[0].device if self.parameters else torch.device("cpu")
         self.ops = TorchOps(self._device)
         self.buckets = make_buckets(
@@ -107,14 +107,14 @@ class TorchExchange:
             ladder, settings, auto=auto, ranks=transport.size, payload_bytes=self._payload_bytes(), log=log
         )
         self.plan = self.pilot.plan
-        self._lanes = [] if self._idle else [self._make_lane(bucket) for bucket in self.buckets]
+        self._lanes = [] if self.idle else [self._make_lane(bucket) for bucket in self.buckets]
         self._lane_of = {i: lane for lane in self._lanes for i in lane.bucket.parameters}
         self._passes_left = [passes] * len(self.parameters)
         self._versions: dict[int, int] = {}
         self._next_lane = 0
         self._late: tuple[Plan, _Side] | None = None
         self._side_count = 0
-        if not self._idle:
+        if not self.idle:
             for i, parameter in enumerate(self.parameters):
                 parameter.register_post_accumulate_grad_hook(self._make_hook(i))  # type: ignore[no-untyped-call]
 
@@ -146,7 +146,7 @@ class TorchExchange:
                 lane.total = self.transport.wait(lane.handle)
             with self.meter.codec():
                 self._decode(lane)
-        awaited = self._ladder.touches_residual(self.plan) and not self._idle
+        awaited = self._ladder.touches_residual(self.plan) and not self.idle
         users, healthy = used, True
         if awaited or not used.all():  # whether anybody used it is only of interest to those who did not
             with self.meter.exposed_comm():
@@ -272,7 +272,7 @@ class TorchExchange:
     def _send_rest(self) -> np.ndarray:
         """Fill in what the backward pass did not deliver, and send; returns which parameters have a gradient here."""
         used = np.array([parameter.grad is not None for parameter in self.parameters])
-        if self._idle:
+        if self.idle:
             return np.ones_like(used)
         for i, version in self._versions.items():
             grad = self.parameters[i].grad
@@ -291,7 +291,7 @@ class TorchExchange:
 
     def _slot(self) -> SideSlot:
         checksum = 0
-        if not self._idle:
+        if not self.idle:
             for lane in self._lanes:
                 if lane.bucket.dtype != DENSE_ONLY:
                     checksum += sum(int(self.ops.checksum(array)) for array in self._context(lane).state)

@@ -80,6 +80,9 @@ class _Distributed(torch.optim.Optimizer):
     _exchange: TorchExchange
     _synchronized: bool
     _should_synchronize: bool
+    # Tells GradScaler to leave gradients alone and to say what it knows (see _scaler_says_skip): by itself it would
+    # unscale this rank's gradients while they are on their way.
+    _step_supports_amp_scaling = True
 
     def synchronize(self) -> None:
         """Exchange the gradients now, so that they can be clipped or inspected before ``step``."""
@@ -100,18 +103,26 @@ class _Distributed(torch.optim.Optimizer):
 
         A closure is evaluated by the optimizer itself; its gradients are exchanged every time.
         """
+        if self._scaler_says_skip():
+            self._synchronized = False
+            self._exchange.meter.end_step()
+            return None
         if closure is not None:
-            result: Any = super().step(self._exchanging(closure))
-        else:
-            if self._should_synchronize:
-                if self._synchronized:
-                    warnings.warn(
-                        "optimizer.step() called without optimizer.skip_synchronize() context after "
-                        "optimizer.synchronize(). This exchanges the gradients twice.",
-                        stacklevel=2,
-                    )
-                self.synchronize()
-            result = super().step()
+            closure = self._exchanging(closure)
+        elif self._should_synchronize:
+            if self._synchronized:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(). This exchanges the gradients twice.",
+                    stacklevel=2,
+                )
+            self.synchronize()
+        # What the scaler said has been heard; the user's optimizer may not expect to be told.
+        said = {name: self.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in self.__dict__}
+        try:
+            result = super().step(closure) if closure is not None else super().step()
+        finally:
+            self.__dict__.update(said)
         self._synchronized = False
         self._exchange.commit()
         self._watch_input()
@@ -156,6 +167,29 @@ class _Distributed(torch.optim.Optimizer):
             return loss
 
         return exchanged
+
+    def _scaler_says_skip(self) -> bool:
+        """Whether ``torch.amp.GradScaler`` found infinities; it must have looked after the exchange, not before.
+
+        Raises:
+            RuntimeError: it looked at this rank's own gradients, so that ranks would decide and scale differently.
+        """
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is None:
+            return False
+        grad_scale = getattr(self, "grad_scale", None)
+        if not self._exchange.idle and (grad_scale is not None or not self._synchronized):
+            raise RuntimeError(
+                "GradScaler has to look at gradients after their exchange. Call optimizer.synchronize() first, then "
+                "scaler.unscale_(optimizer), then `with optimizer.skip_synchronize(): scaler.step(optimizer)`."
+            )
+        if grad_scale is not None:
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        if parameter.grad is not None:
+                            parameter.grad.div_(grad_scale)
+        return bool(found_inf)
 
     def _watch_input(self) -> None:
         """From now until any module's next forward pass, this rank waits for input."""

@@ -551,3 +551,54 @@ def test_a_gradient_too_large_for_the_payload_does_not_stay_for_ever(level):
         backward(params, [np.full(shape, size) for shape in SHAPES])
         optimizer.synchronize()
         assert all(torch.isfinite(p.grad).all() for p in params) == (size == 1.0), step
+
+
+@pytest.mark.ranks(2, 4)
+def test_grad_scaler_in_horovods_sequence():
+    net = model()
+    optimizer = wrapped(net, "fp16")
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(6):
+        x, y = batch(step)
+        if step == 3 and RANK == SIZE - 1:
+            x = x * float("inf")  # one rank overflows: all skip together, and all halve their scale
+        before = [p.detach().clone() for p in net.parameters()]
+        optimizer.zero_grad()
+        scaler.scale(torch.nn.functional.cross_entropy(net(x), y)).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+        moved = not all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+        assert moved == (step != 3)
+        assert hvd.identical(net)
+    assert scaler.get_scale() == 4.0
+
+
+@pytest.mark.ranks(1)
+def test_grad_scaler_on_one_rank_is_the_bare_one():
+    def scaled(optimizer, net):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(4):
+            x, y = batch(step)
+            optimizer.zero_grad()
+            scaler.scale(torch.nn.functional.cross_entropy(net(x * (float("inf") if step == 2 else 1)), y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return net
+
+    bare, ours = model(), model()
+    scaled(torch.optim.SGD(bare.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3), bare)
+    assert equal(bare, scaled(wrapped(ours), ours))
+
+
+@pytest.mark.ranks(2, 4)
+def test_grad_scaler_that_unscales_too_early_is_refused():
+    net = model()
+    optimizer = wrapped(net, "fp16")
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    x, y = batch(0)
+    scaler.scale(torch.nn.functional.cross_entropy(net(x), y)).backward()
+    raises_everywhere(RuntimeError, "Call optimizer.synchronize\\(\\) first", lambda: scaler.step(optimizer))

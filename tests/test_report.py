@@ -1,0 +1,441 @@
+"""The report: figures and sentences follow from the records, and the picture shows them legibly."""
+
+from __future__ import annotations
+
+import random
+import re
+import struct
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdplus.cli import main
+from hvdplus.pilot import DRAINING
+from hvdplus.report import closing, picture, stretches, table
+from hvdplus.runlog import Record, RunLog
+
+SENT = {"none": 493824, "fp16": 246912, "lowrank:4": 23456}
+TIMES = {"none": (11.0, 0.4, 8.0, 0.4), "fp16": (11.0, 0.6, 0.1, 0.4), "lowrank:4": (11.0, 1.6, 0.0, 0.4)}
+"""Level -> compute, codec, exposed communication, input wait in ms."""
+
+
+class Job:
+    """Writes a run log step by step, as a job would."""
+
+    def __init__(self, path: Path | None = None, **facts: Any) -> None:
+        self.log = RunLog(path)
+        self.step = 0
+        self.level = "none"
+        given = {"framework": "torch", "ranks": 2, "hosts": {"node1": 2}, "transport": "horovod-mpi"}
+        given |= {"collective": "ring", "compression": "auto", "ladder": list(SENT), "parameters": 123456}
+        self.log.write("run", **given | {"gradient_bytes": 493824, "payload_bytes": SENT} | facts)
+
+    def run(self, level: str, steps: int, times: tuple[float, ...] = (), loss: float | None = None) -> Job:
+        """Windows of 10 steps at most; ``times`` default to those of the level."""
+        times = times or TIMES[level]
+        while steps:
+            count = min(steps, 10)
+            names = ("compute_ms", "codec_ms", "exposed_comm_ms", "input_wait_ms")
+            self.log.write(
+                "window", first_step=self.step, last_step=self.step + count - 1, level=level, steps=count,
+                step_ms=sum(times), loss=loss, **dict(zip(names, times, strict=True)),
+            )  # fmt: skip
+            self.step, steps = self.step + count, steps - count
+        self.level = level
+        return self
+
+    def decide(self, to: str, reason: str) -> Job:
+        self.log.write("decision", step=self.step, **{"from": self.level}, to=to, reason=reason, evidence={})
+        return self
+
+    def end(self, **facts: Any) -> Job:
+        self.log.write("end", steps=self.step, wall_seconds=12.3, **facts)
+        self.log.close()
+        return self
+
+    @property
+    def records(self) -> list[Record]:
+        return self.log.records
+
+
+def demo(path: Path | None = None) -> Job:
+    """A job whose communication fp16 hides."""
+    job = Job(path).run("none", 15, loss=2.0)
+    job.decide("fp16", "communication holds up 40% of a 19.80 ms step (8.00 ms exposed, limit 5%)")
+    job.run("fp16", 12, loss=1.5).decide("fp16", "fp16 saves 39% of the dense step (none 19.80 ms, fp16 12.10 ms)")
+    return job.run("fp16", 273, loss=0.112).end(accuracy=0.98615, identical_ranks="yes")
+
+
+# ---------------------------------------------------------------------------------------------------- table
+
+
+def test_the_table_of_a_designed_log() -> None:
+    lines = table(demo().records).splitlines()
+    assert lines[0] == "hvdplus run"
+    facts = {key: rest for key, rest in (re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in lines[1:7])}
+    assert facts["framework"] == "PyTorch"
+    assert facts["ranks"] == "2 ranks on 1 host (node1: 2)"
+    assert facts["transport"] == "Horovod over MPI, collective ring"
+    assert facts["compression"] == "auto: none -> fp16 -> lowrank:4"
+    assert facts["gradient"] == "123,456 parameters, 0.494 MB in fp32"
+    cells = [re.split(r"\s{2,}", line) for line in lines[8:12]]
+    assert cells[0] == [
+        *("steps", "level", "step", "compute", "codec", "exposed comm", "input wait", "MB sent", "ratio", "loss")
+    ]
+    assert cells[2] == ["0-14", "none", "19.80", "11.00", "0.40", "8.00", "0.40", "0.494", "1.0 x", "2.00"]
+    assert cells[3] == ["15-299", "fp16", "12.10", "11.00", "0.60", "0.10", "0.40", "0.247", "2.0 x", "0.112"]
+    text = "\n".join(lines)
+    assert "  1. step 15, none -> fp16: communication holds up 40% of a 19.80 ms step" in text
+    assert "  2. step 27, stays at fp16: fp16 saves 39% of the dense step" in text
+    assert lines[-2] == "End: 300 steps in 12.3 s; accuracy 0.986; identical_ranks yes"
+    assert lines[-1] == closing(demo().records)
+    assert max(map(len, lines)) <= 100
+
+
+def test_columns_are_aligned() -> None:
+    job = Job().run("none", 20, loss=123.0).run("lowrank:4", 20000, loss=0.5)
+    head, units, *rows = table(job.records).splitlines()[8:12]
+    assert len({len(line) for line in (head, *rows)}) == 1 and len(units) <= len(head)
+    assert all(row.startswith(f"{steps:<8}  {level:<9}  ") for row, steps, level in zip(
+        rows, ("0-19", "20-20019"), ("none", "lowrank:4"), strict=True
+    ))  # fmt: skip
+
+
+def test_stretches_weigh_windows_by_their_steps() -> None:
+    job = Job().run("none", 3, (480.0, 0.0, 0.0, 0.0)).run("none", 20).run("fp16", 5).run("none", 10)
+    first, second, third = stretches(job.records)
+    assert (first.level, first.first_step, first.last_step, first.steps) == ("none", 0, 22, 23)
+    assert first.step_ms == pytest.approx(19.8)  # the compilation is 3 of 23 steps
+    assert (second.level, second.steps, third.level, third.first_step) == ("fp16", 5, "none", 28)
+    assert first.exposed_share == pytest.approx(8 / 19.8)
+
+
+def test_what_the_records_do_not_hold_is_a_dash() -> None:
+    log = RunLog(None)
+    log.write("window", first_step=0, last_step=9, level="none")
+    lines = table(log.records).splitlines()
+    assert lines[0] == "hvdplus run: the log has no record of who ran."
+    assert re.split(r"\s{2,}", lines[4]) == ["0-9", "none", *["-"] * 8]
+    assert lines[-2] == "The log has no end: the job is still running, or was stopped."
+    assert lines[-1] == "Too little was measured (10 steps) to say what hvdplus did."
+
+
+def test_many_hosts_are_counted() -> None:
+    job = Job(ranks=16, hosts={f"node{i}": 2 for i in range(8)})
+    assert "16 ranks on 8 hosts (node0: 2, node1: 2, node2: 2, node3: 2, +4 more)" in table(job.records)
+
+
+# ------------------------------------------------------------------------------------------ closing sentence
+
+DENSE_BOUND, DENSE_FREE = TIMES["none"], (19.0, 0.2, 0.4, 0.2)
+
+CASES: dict[str, tuple[Callable[[], Job], str]] = {
+    "hidden": (
+        demo,
+        "Communication was hidden at level fp16: 12.1 ms a step against 19.8 ms dense (1.64 x).",
+    ),
+    "shorter, not hidden": (
+        lambda: Job().run("none", 15).run("fp16", 100, (11.0, 0.6, 4.0, 0.4)),
+        "Level fp16 made the step shorter: 16.0 ms a step against 19.8 ms dense (1.24 x); communication still held up "
+        "25% of the step.",
+    ),
+    "no shorter": (
+        lambda: Job().run("none", 15).run("lowrank:4", 100, (11.0, 8.4, 0.2, 0.4)),
+        "Level lowrank:4 made the step no shorter: 20.0 ms a step against 19.8 ms dense (0.99 x).",
+    ),
+    "fixed level": (
+        lambda: Job(compression="fp16").run("fp16", 100),
+        "100 of 100 steps ran at level fp16, as asked for (12.1 ms, communication 1% of the step); too few ran dense "
+        "to compare with.",
+    ),
+    "too few dense steps": (
+        lambda: Job().run("none", 4).run("fp16", 96),
+        "96 of 100 steps ran at level fp16 (12.1 ms, communication 1% of the step); too few ran dense to compare with.",
+    ),
+    "fixed dense": (
+        lambda: Job(compression="none").run("none", 100),
+        "Gradients were sent uncompressed, as asked for: communication held up 40% of the step (19.8 ms).",
+    ),
+    "no bottleneck": (
+        lambda: Job().run("none", 100, DENSE_FREE),
+        "Communication was never the bottleneck (2% of the step): gradients were sent uncompressed.",
+    ),
+    "does not pay": (
+        lambda: Job().run("none", 15).run("fp16", 12, (19.0, 0.6, 0.1, 0.0)).run("none", 100),
+        "Compression did not pay: the best level tried, fp16, took 19.7 ms a step against 19.8 ms dense, so gradients "
+        "were sent uncompressed.",
+    ),
+    "ended in a trial": (
+        lambda: Job().run("none", 15).run("fp16", 7),
+        "fp16 took 12.1 ms a step against 19.8 ms dense (1.64 x), but ran for only 7 of 22 steps.",
+    ),
+    "ended before a trial": (
+        lambda: Job().run("none", 15).run("fp16", 3),
+        "Communication held up 40% of the step, but no other level ran long enough to compare (18 steps).",
+    ),
+    "one rank": (
+        lambda: Job(ranks=1, transport="local").run("none", 100, (20.0, 0.0, 0.0, 1.0)),
+        "One rank has nobody to talk to: 21.0 ms a step, and no communication to shorten.",
+    ),
+    "draining is no level": (
+        lambda: (
+            Job()
+            .run("none", 15)
+            .run("fp16", 12, (19.0, 0.6, 0.1, 0.0))
+            .run(DRAINING, 10, (9.0, 0.0, 0.0, 0.0))
+            .run("none", 100)
+        ),
+        "Compression did not pay: the best level tried, fp16, took 19.7 ms a step against 19.8 ms dense, so gradients "
+        "were sent uncompressed.",
+    ),
+    "nearly nothing": (
+        lambda: Job().run("none", 3),
+        "Too little was measured (3 steps) to say what hvdplus did.",
+    ),
+    "nothing": (Job, "No steps were recorded: there is nothing to compare."),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_closing_sentence(case: str) -> None:
+    job, sentence = CASES[case]
+    assert closing(job().records) == sentence
+
+
+def test_a_job_of_days_is_summed_up_in_a_moment() -> None:
+    job = Job().run("none", 20).run("fp16", 500_000)
+    began = time.perf_counter()
+    closing(job.records)
+    assert time.perf_counter() - began < 5  # takes half a second; every window against every other took minutes
+
+
+# -------------------------------------------------------------------------------------------------- picture
+
+
+@pytest.fixture
+def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Job], Any]:
+    """Draws a job's picture, checks the file, and returns the figure behind it."""
+    figure_module = pytest.importorskip("matplotlib.figure")
+    figures: list[Any] = []
+    save = figure_module.Figure.savefig
+
+    def savefig(figure: Any, *args: Any, **kwargs: Any) -> None:
+        figures.append(figure)
+        save(figure, *args, **kwargs)
+
+    monkeypatch.setattr(figure_module.Figure, "savefig", savefig)
+
+    def draw(job: Job) -> Any:
+        path = picture(job.records, tmp_path / "deep" / "run.png")
+        blank = tmp_path / "blank.png"
+        save(figure_module.Figure(figsize=(14, 10), dpi=100), blank)
+        data = path.read_bytes()
+        assert data.startswith(b"\x89PNG") and struct.unpack(">II", data[16:24]) == (1400, 1000)
+        assert len(data) > 3 * blank.stat().st_size
+        assert_legible(figures[-1])
+        return figures[-1]
+
+    return draw
+
+
+def assert_legible(figure: Any) -> None:
+    """Everything lies on the page, and no text is a formula that was not set."""
+    from matplotlib.text import Text
+
+    box = figure.get_tightbbox()  # in inches
+    assert box.x0 >= 0 and box.x1 <= 14 and box.y0 >= 0 and box.y1 <= 10
+    assert not [text for text in figure.findobj(Text) if text.get_visible() and "$" in text.get_text()]
+
+
+def texts(figure: Any) -> str:
+    return "\n".join(text.get_text() for text in figure.texts)
+
+
+def remark(figure: Any) -> str:
+    """What stands over the right end of the first panel."""
+    return str(figure.axes[0].texts[0].get_text())
+
+
+def test_a_picture_has_times_levels_and_loss(drawn: Callable[[Job], Any]) -> None:
+    figure = drawn(demo())
+    times, levels, loss = figure.axes
+    assert [axis.get_ylabel() for axis in figure.axes] == ["ms a step", "level", "loss"]
+    assert times.get_xlim() == levels.get_xlim() == loss.get_xlim() == (0, 300)
+    assert [label.get_text() for label in levels.get_yticklabels()] == list(SENT)
+    names = [text.get_text() for text in times.get_legend().get_texts()]
+    assert names == ["compute", "codec", "exposed communication", "input wait"]
+    assert {text.get_text() for text in levels.texts} == {"1", "2"}
+    headline, sentence, first, second = texts(figure).split("\n")
+    assert headline == (
+        "PyTorch on 2 ranks on 1 host, Horovod over MPI (ring), compression auto: none → fp16 → lowrank:4"
+    )
+    assert sentence == closing(demo().records)
+    assert first.startswith("1   step 15, none → fp16: communication holds up 40%")
+    assert second.startswith("2   step 27, stays at fp16: fp16 saves 39%")
+    assert remark(figure) == ""
+
+
+def test_a_loss_over_decades_has_plain_figures(drawn: Callable[[Job], Any]) -> None:
+    job = Job()
+    for exponent in range(4):
+        job.run("none", 10, loss=3 * 10.0**-exponent)
+    axis = drawn(job).axes[2]
+    assert axis.get_yscale() == "log"
+    assert {"1", "0.1", "0.01"} <= {label.get_text() for label in axis.get_yticklabels()}
+
+
+def test_draining_lies_below_dense(drawn: Callable[[Job], Any]) -> None:
+    job = Job().run("none", 15).run("lowrank:4", 12).decide("none", "does not pay").run(DRAINING, 10, DENSE_BOUND)
+    figure = drawn(job.run("none", 100))
+    assert [label.get_text() for label in figure.axes[1].get_yticklabels()] == [DRAINING, *SENT]
+
+
+def test_numbers_of_decisions_do_not_overlap(drawn: Callable[[Job], Any]) -> None:
+    job, lengths = Job(), random.Random(3)
+    for _ in range(150):
+        job.run("none", lengths.choice((5, 12, 40, 900))).decide("none", "still the best")
+    labels = drawn(job).axes[1].texts
+    boxes = [label.get_bbox_patch().get_window_extent() for label in labels]
+    assert all(left.x1 <= right.x0 for left, right in zip(boxes[:-1], boxes[1:], strict=True))
+    numbers = [[int(number) for number in label.get_text().split("–")] for label in labels]
+    assert [first for first, *_ in numbers] == [1, *(last + 1 for *_, last in numbers[:-1])] and numbers[-1][-1] == 150
+
+
+def test_one_window_without_loss(drawn: Callable[[Job], Any]) -> None:
+    figure = drawn(Job(framework="keras").run("none", 10))
+    assert [axis.get_ylabel() for axis in figure.axes] == ["ms a step", "level"]
+    assert texts(figure).startswith("Keras on 2 ranks")
+
+
+def test_a_first_window_with_a_compilation_is_cut_off_aloud(drawn: Callable[[Job], Any]) -> None:
+    job = Job().run("none", 10, (480.0, 0.4, 8.0, 0.4)).run("none", 10).run("fp16", 100)
+    figure = drawn(job)
+    assert remark(figure) == "cut off: 1 window, up to 489 ms"
+    assert 19.8 < figure.axes[0].get_ylim()[1] < 60
+
+
+def test_a_slow_level_is_no_outlier(drawn: Callable[[Job], Any]) -> None:
+    figure = drawn(Job().run("none", 20, (11.0, 0.4, 200.0, 0.4)).run("fp16", 2000))
+    assert remark(figure) == "" and figure.axes[0].get_ylim()[1] > 211
+
+
+def test_times_of_nothing_at_all(drawn: Callable[[Job], Any]) -> None:
+    drawn(Job().run("none", 30, (0.0, 0.0, 0.0, 0.0)))
+
+
+def test_a_very_long_run_takes_windows_together(drawn: Callable[[Job], Any]) -> None:
+    figure = drawn(Job().run("none", 20).run("fp16", 100_000, loss=0.5))
+    assert remark(figure) == "one column: median of 26 windows"
+    assert len(figure.axes[2].lines[0].get_xdata()) <= 500
+
+
+def test_decisions_that_do_not_fit_are_counted(drawn: Callable[[Job], Any]) -> None:
+    job = Job(ladder=[*SENT, "topk:0.01+int8", "lowrank:1+fp16", "int2"], hosts={f"node{i}": 8 for i in range(40)})
+    for number in range(120):
+        level = list(SENT)[number % 3]
+        job.decide(level, "the step changed by +34%, with more exposed communication than before " * 3)
+        job.run(level, random.Random(number).randint(1, 900), loss=1.0)
+    figure = drawn(job)
+    listed = texts(figure).split("\n")
+    more = re.fullmatch(r"\+(\d+) more in the log", listed[-1])
+    assert more and int(more[1]) == 120 - sum(bool(re.match(r"\d+   step ", line)) for line in listed)
+
+
+def test_names_are_no_formulas(drawn: Callable[[Job], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "assert_legible", lambda figure: None)  # dollars are right here
+    figure = drawn(Job().run("none", 10, loss=1.0).decide("fp16", "costs $1_000^2 and \\frac{"))
+    assert "costs $1_000^2 and \\frac{" in texts(figure)
+
+
+def test_no_windows_no_picture(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no window"):
+        picture(Job().records, tmp_path / "run.png")
+    assert not list(tmp_path.iterdir())
+
+
+def test_drawing_leaves_the_scripts_own_matplotlib_alone(tmp_path: Path) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.rcParams["lines.linewidth"] = 7.5
+    before = dict(matplotlib.rcParams)
+    try:
+        picture(demo().records, tmp_path / "run.png")
+        assert dict(matplotlib.rcParams) == before
+    finally:
+        matplotlib.rcdefaults()
+
+
+# ------------------------------------------------------------------------------------------------------ CLI
+
+
+@pytest.fixture
+def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+
+def test_report_prints_the_table_and_draws_beside_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    job = demo(tmp_path / "run.jsonl")
+    assert main(["report", str(tmp_path / "run.jsonl")]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{table(job.records)}\n\nPicture: {tmp_path / 'run.png'}\n" and err == ""
+    assert (tmp_path / "run.png").stat().st_size > 10_000
+
+
+def test_report_draws_where_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    demo(tmp_path / "run.jsonl")
+    assert main(["report", str(tmp_path / "run.jsonl"), "--png", str(tmp_path / "a/b.png")]) == 0
+    assert (tmp_path / "a/b.png").exists() and not (tmp_path / "run.png").exists()
+
+
+@pytest.mark.usefixtures("without_matplotlib")
+def test_without_matplotlib_the_table_still_comes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    demo(tmp_path / "run.jsonl")
+    log = str(tmp_path / "run.jsonl")
+    hint = "hvdplus report: no picture: the picture needs matplotlib: pip install 'hvdplus[viz]'\n"
+    assert main(["report", log]) == 0
+    out, err = capsys.readouterr()
+    assert "Communication was hidden" in out and err == hint
+    assert main(["report", log, "--png", str(tmp_path / "asked.png")]) == 2  # this one was asked for
+    assert capsys.readouterr().err == hint
+    assert main(["report", log, "--no-png"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    demo(tmp_path / "run.jsonl")
+    (tmp_path / "folder.png").mkdir()
+    assert main(["report", str(tmp_path / "run.jsonl"), "--png", str(tmp_path / "folder.png")]) == 2
+    assert f"no picture: cannot write {tmp_path / 'folder.png'}: Is a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot read .*run.jsonl: No such file or directory"),
+        ("", ".*run.jsonl: the log is empty; the job wrote nothing"),
+        ("loss went up\n", ".*run.jsonl, line 1: expected one JSON object"),
+    ],
+)
+def test_a_log_that_cannot_be_read_is_code_2(
+    content: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.jsonl"
+    if content is not None:
+        path.write_text(content)
+    assert main(["report", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and re.match(f"hvdplus report: {message}", err)
+
+
+def test_a_place_for_no_picture_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["report", "run.jsonl", "--png", "a.png", "--no-png"])
+    assert caught.value.code == 2
