@@ -1,7 +1,9 @@
 """What the two digits examples share, because it has nothing to do with a framework: data, progress, the last line."""
 
+import os
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 from sklearn.datasets import load_digits
@@ -21,6 +23,16 @@ def load_digits_shard(rank, ranks, channels_last):
     return train_x[mine].copy(), train_y[mine], test_x.copy(), test_y
 
 
+def on_a_terminal():
+    """Whether somebody watches. mpirun gives every rank a terminal of its own: what counts is where mpirun writes."""
+    if "OMPI_COMM_WORLD_SIZE" not in os.environ:
+        return sys.stdout.isatty()
+    try:
+        return str(Path(f"/proc/{os.getppid()}/fd/1").readlink()).startswith(("/dev/pts/", "/dev/tty"))
+    except OSError:
+        return False
+
+
 class Progress:
     """A live bar on a terminal (with rich), plain lines now and then elsewhere."""
 
@@ -28,11 +40,12 @@ class Progress:
         self.name, self.epochs, self.show = name, epochs, show
         self.said = 0.0
         self.bar = None
-        if show and sys.stdout.isatty():
+        if show and on_a_terminal():
             try:
+                from rich.progress import BarColumn, TextColumn
                 from rich.progress import Progress as Bar
 
-                self.bar = Bar()
+                self.bar = Bar(BarColumn(20), TextColumn("{task.description}"))
                 self.bar.start()
                 self.task = self.bar.add_task(name, total=epochs)
             except ImportError:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from hvdplus.compression import Spec
+from hvdplus.compression import Compressor, NoCompression, Spec
 
 DENSE_ONLY = "float64"
 """Buckets of this type are never compressed; everything narrower travels through float32."""
@@ -59,3 +59,18 @@ def make_buckets(
     for dtype in list(open_parameters):
         close(dtype)
     return tuple(buckets)
+
+
+def compressor_for(bucket: Bucket, compressor: Compressor) -> Compressor:
+    """The level's compressor, or none where the bucket's type must stay dense."""
+    return NoCompression() if bucket.dtype == DENSE_ONLY else compressor
+
+
+def bytes_per_step(buckets: Sequence[Bucket], compressor: Compressor) -> int:
+    """Bytes that one rank sends a step at a level; of levels whose phases differ, the larger."""
+    total = 0
+    for bucket in buckets:
+        own = compressor_for(bucket, compressor)
+        widths = 2 if bucket.dtype == DENSE_ONLY else 1  # payload_bytes counts float32
+        total += widths * max(own.payload_bytes(bucket.spec, phase) for phase in range(own.phases))
+    return total

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from hvdplus.compression import TABLE, parse
@@ -41,6 +43,27 @@ def choose_ladder(compression: Any, settings: Settings, world: World) -> tuple[L
             f"drift apart. The ranks differ in {'; '.join(world.differences)}. Use fp16 or none, or make them equal."
         )
     return Ladder([compressor.name]), False
+
+
+def check_same_model(mine: Sequence[Any], world: World) -> None:
+    """All ranks must exchange the same tensors, or they would wait for each other for ever. Every rank calls it.
+
+    Args:
+        mine: one comparable, picklable description a parameter, in order.
+
+    Raises:
+        ValueError: another rank has other parameters; on every rank, with the first that differs.
+    """
+    mine = list(mine)
+    everyone = world.transport.gather_objects(mine)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            pairs = itertools.zip_longest(everyone[0], theirs)
+            first = next(pair for pair in pairs if pair[0] != pair[1])
+            raise ValueError(
+                f"The model differs between ranks 0 and {rank}: {first[0]} against {first[1]}. All ranks must optimise "
+                "the same parameters in the same order."
+            )
 
 
 def open_log(settings: Settings, world: World, instance: int) -> RunLog:

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdplus.adapters.keras.ops import TensorFlowOps
-from hvdplus.buckets import DENSE_ONLY, Bucket, make_buckets
+from hvdplus.buckets import DENSE_ONLY, Bucket, bytes_per_step, compressor_for, make_buckets
 from hvdplus.compression import Compressor, Context, NoCompression
 from hvdplus.exchange import SLOT_FLOATS, Ladder, Plan, Program, SideSlot, read_side
 from hvdplus.meter import StepTimes
@@ -71,15 +71,7 @@ class TensorFlowExchange:
         self.buckets = make_buckets(
             shapes, dtypes, bucket_bytes=settings.bucket_bytes, ranks=transport.size, seed=settings.seed
         )
-        payload_bytes = [
-            sum(
-                2 * NoCompression().payload_bytes(bucket.spec)
-                if bucket.dtype == DENSE_ONLY
-                else max(compressor.payload_bytes(bucket.spec, phase) for phase in range(compressor.phases))
-                for bucket in self.buckets
-            )
-            for compressor in ladder.compressors
-        ]
+        payload_bytes = [bytes_per_step(self.buckets, compressor) for compressor in ladder.compressors]
         self.pilot = Pilot(ladder, settings, auto=auto, ranks=transport.size, payload_bytes=payload_bytes, log=log)
         self._last_done = self._last_end = 0.0
         with tf.init_scope():  # also when the first step is being traced: variables belong to no trace
@@ -175,7 +167,7 @@ class TensorFlowExchange:
         return Context(lane.bucket.spec, program.phase, tuple(state))
 
     def _compressor(self, lane: _Lane, program: Program) -> Compressor:
-        return NoCompression() if lane.bucket.dtype == DENSE_ONLY else self._ladder.compressors[program.level]
+        return compressor_for(lane.bucket, self._ladder.compressors[program.level])
 
     def _pack(self, lane: _Lane, dense: Sequence[tf.Tensor]) -> tf.Tensor:
         dtype = tf.float64 if lane.bucket.dtype == DENSE_ONLY else tf.float32

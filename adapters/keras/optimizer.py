@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from hvdplus.adapters.keras.exchange import TensorFlowExchange
-from hvdplus.launch import choose_ladder, open_log
+from hvdplus.launch import check_same_model, choose_ladder, open_log
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 
@@ -95,16 +95,9 @@ class _Setup:
             )
         shapes = [tuple(v.shape) for v in variables]
         dtypes = [str(v.dtype) for v in variables]
-        mine = list(zip(shapes, dtypes, strict=True))  # not the names: `dense_7` depends on what was made before
         with tf.init_scope():
-            everyone = self.world.transport.gather_objects(mine)
-        for rank, theirs in enumerate(everyone):
-            if theirs != mine:
-                first = next(pair for pair in itertools.zip_longest(mine, theirs) if pair[0] != pair[1])
-                raise ValueError(
-                    f"The model differs between ranks {self.world.transport.rank} and {rank}: {first[0]} against "
-                    f"{first[1]}. All ranks must optimise the same variables in the same order."
-                )
+            # Not the names: `dense_7` depends on what was made before.
+            check_same_model(list(zip(shapes, dtypes, strict=True)), self.world)
         settings = Settings.from_environment()
         self.positions = {id(v.value): i for i, v in enumerate(variables)}
         self.exchange = TensorFlowExchange(

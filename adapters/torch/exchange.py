@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from hvdplus.adapters.torch.ops import TorchOps
-from hvdplus.buckets import DENSE_ONLY, Bucket, make_buckets
-from hvdplus.compression import Compressor, Context, NoCompression
+from hvdplus.buckets import DENSE_ONLY, Bucket, bytes_per_step, compressor_for, make_buckets
+from hvdplus.compression import Compressor, Context
 from hvdplus.exchange import Ladder, Plan, SideSlot, read_side, side_tensor, split_checksum
 from hvdplus.meter import StepMeter
 from hvdplus.pilot import Pilot
@@ -104,7 +104,12 @@ class TorchExchange:
             seed=settings.seed,
         )
         self.pilot = Pilot(
-            ladder, settings, auto=auto, ranks=transport.size, payload_bytes=self._payload_bytes(), log=log
+            ladder,
+            settings,
+            auto=auto,
+            ranks=transport.size,
+            payload_bytes=[bytes_per_step(self.buckets, compressor) for compressor in ladder.compressors],
+            log=log,
         )
         self.plan = self.pilot.plan
         self._lanes = [] if self.idle else [self._make_lane(bucket) for bucket in self.buckets]
@@ -183,19 +188,8 @@ class TorchExchange:
         flat = torch.zeros(bucket.spec.size, dtype=dtype, device=self._device)
         return _Lane(bucket, flat, waiting=set(bucket.parameters))
 
-    def _payload_bytes(self) -> list[int]:
-        return [
-            sum(
-                2 * NoCompression().payload_bytes(bucket.spec)
-                if bucket.dtype == DENSE_ONLY
-                else max(compressor.payload_bytes(bucket.spec, phase) for phase in range(compressor.phases))
-                for bucket in self.buckets
-            )
-            for compressor in self._ladder.compressors
-        ]
-
     def _compressor(self, lane: _Lane) -> Compressor:
-        return NoCompression() if lane.bucket.dtype == DENSE_ONLY else self._ladder.compressors[self.plan.level]
+        return compressor_for(lane.bucket, self._ladder.compressors[self.plan.level])
 
     def _context(self, lane: _Lane) -> Context:
         level = self.plan.level

@@ -14,7 +14,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from hvdplus.adapters.torch.exchange import TorchExchange
-from hvdplus.launch import choose_ladder, open_log
+from hvdplus.launch import check_same_model, choose_ladder, open_log
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 
@@ -47,7 +47,7 @@ def wrap(
     names = _names(optimizer, named_parameters)
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     _check_types(parameters, names)
-    _check_same_model(parameters, names, world)
+    check_same_model([(names[id(p)], tuple(p.shape), str(p.dtype)) for p in parameters], world)
     settings = Settings.from_environment()
     ladder, auto = choose_ladder(compression, settings, world)
     kind = type(optimizer.__class__.__name__, (_Distributed, optimizer.__class__), {"__module__": __name__})
@@ -118,7 +118,9 @@ class _Distributed(torch.optim.Optimizer):
                 )
             self.synchronize()
         # What the scaler said has been heard; the user's optimizer may not expect to be told.
-        said = {name: self.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in self.__dict__}
+        said: dict[str, Any] = {
+            name: self.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in self.__dict__
+        }
         try:
             result = super().step(closure) if closure is not None else super().step()
         finally:
@@ -235,18 +237,6 @@ def _check_types(parameters: list[torch.nn.Parameter], names: dict[int, str]) ->
             f"hvdplus exchanges float16, bfloat16, float32 and float64 gradients. Received: {', '.join(odd)}. Keep "
             "such parameters out of this optimizer, or reduce them with hvd.allreduce."
         )
-
-
-def _check_same_model(parameters: list[torch.nn.Parameter], names: dict[int, str], world: World) -> None:
-    """All ranks must exchange the same tensors, or they would wait for each other for ever."""
-    mine = [(names[id(p)], tuple(p.shape), str(p.dtype)) for p in parameters]
-    for rank, theirs in enumerate(world.transport.gather_objects(mine)):
-        if theirs != mine:
-            first = next((pair for pair in itertools.zip_longest(mine, theirs) if pair[0] != pair[1]), (None, None))
-            raise ValueError(
-                f"The model differs between ranks {world.transport.rank} and {rank}: {first[0]} against {first[1]}. "
-                "All ranks must optimise the same parameters in the same order."
-            )
 
 
 def identical_on_all_ranks(values: Iterable[torch.Tensor], world: World) -> bool:
