@@ -7,7 +7,12 @@
 # On a cluster with modules, load your compiler and Python here, e.g.:
 # module load gcc python
 
-source "${HVDPLUS_VENV:-$SLURM_SUBMIT_DIR/.venv}/bin/activate"
+venv=${HVDPLUS_VENV:-$SLURM_SUBMIT_DIR/.venv}
+[[ -r $venv/bin/activate ]] || {
+    echo "No environment in $venv: make install there, or name another with HVDPLUS_VENV" >&2
+    exit 2
+}
+source "$venv/bin/activate"
 
 # One rank has the cores of one task.
 export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1} TF_NUM_INTRAOP_THREADS=${SLURM_CPUS_PER_TASK:-1}
@@ -18,7 +23,8 @@ launch() {
     case ${LAUNCHER:-mpirun} in
         # Open MPI finds hosts and numbers of ranks in Slurm's environment.
         mpirun) mpirun -np "$SLURM_NTASKS" --bind-to none "$@" ;;
-        srun) srun --mpi=pmix "$@" ;;
+        # Since 22.05 srun does not take the batch script's --cpus-per-task by itself: each rank would be held to one core.
+        srun) srun --mpi=pmix --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "$@" ;;
         horovodrun)
             if [[ $SLURM_JOB_NUM_NODES == 1 ]]; then
                 horovodrun -np "$SLURM_NTASKS" "$@"

@@ -18,9 +18,15 @@ fail() {
     exit 1
 }
 
-running() { [[ -s $STATE/$1.pid ]] && kill -0 "$(<"$STATE/$1.pid")" 2>/dev/null; }
+ours() { grep -qsF "$MARK" "$CONF"; }
 
-node_is_ready() { timeout 5 sinfo --noheader --format=%T 2>/dev/null | grep -qxE 'idle|mixed|allocated'; }
+# By name too: after a reboot the number may belong to somebody else's process, which `down` must not end.
+running() { [[ -s $STATE/$1.pid && $(cat "/proc/$(<"$STATE/$1.pid")/comm" 2>/dev/null) == "$1" ]]; }
+
+# slurmd is asked for apart, because Slurm calls a node idle for half a minute after its slurmd died.
+node_is_ready() {
+    timeout 5 sinfo --noheader --format=%T 2>/dev/null | grep -qxE 'idle|mixed|allocated' && { ! ours || running slurmd; }
+}
 
 install_packages() {
     # libpmix-dev only for the link libpmix.so, by which Slurm's plugin loads the library.
@@ -37,7 +43,7 @@ install_packages() {
 }
 
 write_conf() {
-    if [[ -e $CONF ]] && ! grep -qF "$MARK" "$CONF"; then
+    if [[ -e $CONF ]] && ! ours; then
         fail "$CONF exists and is not ours: this machine has a Slurm of its own, which is left alone"
     fi
     mkdir -p "$STATE/ctld" "$STATE/d" "$LOGS" /etc/slurm
@@ -83,13 +89,20 @@ start_munge() {
     munge -n >/dev/null || fail "munged does not answer; see /var/log/munge/munged.log"
 }
 
+start() {
+    running "$1" && return
+    "$1" && return
+    tail -n 15 "$LOGS/$1.log" >&2 || true
+    fail "$1 did not start; its log is $LOGS/$1.log"
+}
+
 up() {
     node_is_ready && { echo "one-node-slurm: runs already"; return; }
     install_packages
     write_conf
     start_munge
-    running slurmctld || slurmctld
-    running slurmd || slurmd
+    start slurmctld
+    start slurmd
     local deadline=$((SECONDS + 60))
     until node_is_ready; do
         if ((SECONDS > deadline)); then
