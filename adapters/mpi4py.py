@@ -43,7 +43,7 @@ class Mpi4py:
         _end_job_on_exception(self._main)
 
     def start(self, array: Array, name: str) -> Future[Array]:
-        return self._thread.submit(self._sum, array)
+        return self._thread.submit(self._sum, array, self._sums)
 
     def wait(self, handle: Future[Array]) -> Array:
         return handle.result()
@@ -51,9 +51,9 @@ class Mpi4py:
     def gather_objects(self, value: Any) -> list[Any]:
         return self._main.allgather(value)
 
-    def broadcast_object(self, value: Any, root: int) -> Any:
-        """Rank ``root``'s picklable ``value`` on every rank."""
-        return self._main.bcast(value, root)
+    def sum_now(self, array: Array) -> Array:
+        """Sum over ranks in place, apart from the sums that ``start`` began: for the script's own calls."""
+        return self._sum(array, self._main)
 
     def barrier(self) -> None:
         self._main.Barrier()
@@ -61,12 +61,12 @@ class Mpi4py:
     def shutdown(self) -> None:
         self._thread.shutdown()
 
-    def _sum(self, array: Array) -> Array:
+    def _sum(self, array: Array, comm: MPI.Comm) -> Array:
         buffer = np.asarray(array)
         if buffer.dtype == np.float16:  # MPI knows no half precision: sum raw pairs of bytes with our own operation
-            self._sums.Allreduce(MPI.IN_PLACE, [buffer.view(np.uint16), MPI.UINT16_T], self._half_sum)
+            comm.Allreduce(MPI.IN_PLACE, [buffer.view(np.uint16), MPI.UINT16_T], self._half_sum)
         else:
-            self._sums.Allreduce(MPI.IN_PLACE, buffer, MPI.SUM)
+            comm.Allreduce(MPI.IN_PLACE, buffer, MPI.SUM)
         return array
 
 

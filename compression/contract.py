@@ -70,6 +70,10 @@ class Compressor(Protocol):
         """Whether what encoding loses is kept and added to the next gradient (error feedback)."""
 
     @property
+    def narrow(self) -> bool:
+        """Whether finite gradients can become infinite on the wire. All ranks see it in the sum, and send again."""
+
+    @property
     def uses_products(self) -> bool:
         """Whether contexts come from floating-point matrix products or factorisations, whose bits depend on the
         CPU's capability. Such a level needs equal CPUs and libraries on all ranks."""

@@ -2,9 +2,9 @@
 
 A projection up to rounding: 2 d bytes sent, one pass over memory each way. Every rank divides by the number of
 ranks before the cast and the sum is multiplied back afterwards, so that the *mean* has to fit into float16 and a
-sum of N values near the limit does not overflow on the way. Magnitudes of the mean above 65504 arrive as infinity,
-as they do from a plain float16 all-reduce; below 6e-8 N they arrive as zero. What rounding loses (relative 2^-11)
-is not kept as a residual.
+sum of N values near the limit does not overflow on the way. Magnitudes of the mean above 65504 become infinite; every
+rank sees that in the sum, and the exchange sends the bucket again in float32. Below 6e-8 N values arrive as zero. What
+rounding loses (relative 2^-11) is not kept as a residual.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ class Half:
     name: str = "fp16"
     phases: int = 1
     keeps_residual: bool = False
+    narrow: bool = True
     uses_products: bool = False
 
     def init(self, ops: Ops, spec: Spec) -> Context:

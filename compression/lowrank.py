@@ -56,6 +56,7 @@ class LowRank:
     """r: columns of the basis; smaller compresses more. 1 to 8 is usual."""
     phases: int = 2
     keeps_residual: bool = True
+    narrow: bool = False
     uses_products: bool = True
 
     def __post_init__(self) -> None:

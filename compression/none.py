@@ -19,6 +19,7 @@ class NoCompression:
     name: str = "none"
     phases: int = 1
     keeps_residual: bool = False
+    narrow: bool = False
     uses_products: bool = False
 
     def init(self, ops: Ops, spec: Spec) -> Context:

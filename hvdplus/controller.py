@@ -80,6 +80,14 @@ class Controller:
     def __post_init__(self) -> None:
         self.probe_after = self.limits.probe_steps
 
+    def forbid(self, level: int) -> None:
+        """Never again run ``level`` or one above it (1 or more)."""
+        if len(self.names) > level:
+            self.names = self.names[:level]
+            if self.level >= level:
+                self.measured.clear()
+                self._measure_anew("")
+
     def observe(self, level: int, times: StepTimes) -> Decision | None:
         """Take in one step that ran at ``level``; times are reduced over ranks. Returns a decision, if one is due."""
         if level != self.level:  # a step that was under way when the level changed

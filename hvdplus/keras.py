@@ -153,9 +153,12 @@ def load_model(
 
 
 def identical(values: keras.Model | Iterable[Any]) -> bool:
-    """Whether a model's variables (or the given arrays) are equal on all ranks, bit for bit. Every rank calls it."""
+    """Whether a model's variables (or the given arrays) are equal on all ranks, bit for bit. Every rank calls it.
+
+    The states of random generators (dropout) do not count: they differ on purpose.
+    """
     if isinstance(values, keras.Model):
-        values = values.variables
+        values = collectives.shared_variables(values)
     return collectives.identical([np.asarray(value) for value in values], _require_world())
 
 

@@ -26,7 +26,8 @@ def choose_ladder(compression: Any, settings: Settings, world: World) -> tuple[L
         ValueError: unknown compression; or a fixed level that needs equal CPUs and libraries where ranks differ.
     """
     name = _spelling(compression)
-    if name == AUTO:
+    # Scripts written for Horovod name its classes because they have to name something: the environment may turn that.
+    if name == AUTO or (not isinstance(compression, str) and settings.compression != AUTO):
         name = settings.compression
     if name == AUTO:
         compressors = [parse(level) for level in settings.ladder]

@@ -114,6 +114,24 @@ class Pilot:
             payload_bytes=dict(zip(self.ladder.names, self.payload_bytes, strict=True)),
         )
 
+    def leave_out_residuals(self) -> None:
+        """From now on, run only levels that keep no residual; all ranks call it at the same step.
+
+        Raises:
+            ValueError: a level that keeps one was asked for by name.
+        """
+        lossy = [level for level, compressor in enumerate(self.ladder.compressors) if compressor.keeps_residual]
+        if not lossy:
+            return
+        if self._controller is None:
+            raise ValueError(
+                f"{self.ladder.names[0]} keeps a residual, which loss scaling would mix units in. Use fp16 or none, or "
+                "train in bfloat16, which needs no loss scaling."
+            )
+        self._controller.forbid(lossy[0])
+        if self._level >= lossy[0]:
+            self.set_level(0)
+
     def finish(self, **facts: Any) -> dict[str, Any]:
         """Close the run log with ``facts`` of the user's (accuracy, ...); returns what the run came to.
 

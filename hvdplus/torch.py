@@ -14,7 +14,7 @@ import torch
 
 from hvdplus import report as _report
 from hvdplus.adapters.connect import INSTALL_HOROVOD, Cpu, connect, wants_horovod
-from hvdplus.adapters.torch import cpu
+from hvdplus.adapters.torch import collectives, cpu
 from hvdplus.adapters.torch.collectives import Collectives
 from hvdplus.adapters.torch.optimizer import identical_on_all_ranks, wrap
 from hvdplus.transport import NeedsHorovod, TransportError, World
@@ -85,9 +85,19 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     world = _require_world()
     average, sum_ = __getattr__("Average"), __getattr__("Sum")
     op = average if op is None else op
-    special = process_set is not None and getattr(process_set, "process_set_id", 0) != 0
-    if special or op not in (average, sum_):
-        return _horovods_own(optimizer, named_parameters, backward_passes_per_step, op, process_set, special)
+    own_set = process_set is not None and getattr(process_set, "process_set_id", 0) != 0
+    if own_set or op not in (average, sum_):
+        return _horovods_own(
+            optimizer,
+            named_parameters,
+            "a process set" if own_set else "this op",
+            backward_passes_per_step=backward_passes_per_step,
+            op=op,
+            gradient_predivide_factor=gradient_predivide_factor,
+            groups=groups,
+            sparse_as_dense=sparse_as_dense,
+            process_set=process_set,
+        )
     if gradient_predivide_factor != 1.0 and op != average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     return wrap(
@@ -98,6 +108,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         passes=backward_passes_per_step,
         average=op == average,
     )
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
+    """Load rank ``root_rank``'s optimizer state on every rank.
+
+    Horovod's own function takes steps with optimizers that have no state yet, which would exchange gradients.
+    """
+    Collectives(_require_world()).broadcast_optimizer_state(optimizer, root_rank)
 
 
 def identical(values: torch.nn.Module | Iterable[torch.Tensor]) -> bool:
@@ -131,18 +149,15 @@ def _require_world() -> World:
     return _world
 
 
-def _horovods_own(optimizer: Any, named_parameters: Any, passes: int, op: Any, process_set: Any, special: bool) -> Any:
+def _horovods_own(optimizer: Any, named_parameters: Any, what: str, **keywords: Any) -> Any:
     """What does not add up in a ring of all ranks is Horovod's business, uncompressed."""
     if not _with_horovod():
         raise NeedsHorovod(f"Process sets and ops other than Average and Sum need Horovod. {INSTALL_HOROVOD}.")
     import horovod.torch
 
-    what = "a process set" if special else "this op"
     warnings.warn(f"hvdplus does not compress with {what}: Horovod's own DistributedOptimizer is used.", stacklevel=3)
-    extra = {"process_set": process_set} if process_set is not None else {}
-    return horovod.torch.DistributedOptimizer(
-        optimizer, named_parameters, backward_passes_per_step=passes, op=op, **extra
-    )
+    given = {name: value for name, value in keywords.items() if value is not None}
+    return horovod.torch.DistributedOptimizer(optimizer, named_parameters, **given)
 
 
 def _with_horovod() -> bool:
@@ -157,8 +172,8 @@ def __getattr__(name: str) -> Any:
         import horovod.torch
 
         return getattr(horovod.torch, name)
-    if name in ("Average", "Sum"):
-        return name
+    if name in ("Average", "Sum", "Compression"):
+        return getattr(collectives, name)
     if hasattr(Collectives, name):
         _require_world()
         return getattr(_collectives, name)

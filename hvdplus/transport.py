@@ -19,7 +19,7 @@ class NeedsHorovod(TransportError, AttributeError):
 
 
 class Transport(Protocol):
-    """Every rank makes the same calls; ``start`` in any order where ``negotiates``, else in one agreed order."""
+    """Every rank makes the same calls in the same order; only Horovod, which negotiates, forgives another order."""
 
     name: str
     """For people: ``horovod-mpi``, ``horovod-gloo``, ``mpi4py``, ``local``."""
@@ -56,5 +56,7 @@ class World(NamedTuple):
     """Host name -> number of ranks there."""
     collective: str
     """Algorithm of large all-reduces: ``ring``, ..."""
+    cross_rank: int
+    """Index of this rank's host among ``hosts``."""
     differences: tuple[str, ...]
     """In what the ranks' CPUs or libraries differ; empty where bits can be expected to agree."""

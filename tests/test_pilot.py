@@ -329,7 +329,7 @@ def test_decisions_are_written_with_reason_and_evidence(tmp_path: Path) -> None:
 def test_the_log_opens_with_what_the_job_is_and_closes_with_what_it_came_to(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     pilot = make(auto=True, log=RunLog(path))
-    pilot.describe_run(World(Local(), {"a": 1, "b": 1}, "ring", ()), "torch", parameters=1000)
+    pilot.describe_run(World(Local(), {"a": 1, "b": 1}, "ring", 0, ()), "torch", parameters=1000)
     run = Run(pilot, milliseconds=MIDDLE)
     run.steps(120)
     assert pilot.status.startswith("level fp16  step 12.00 ms, of which 0.10 ms")

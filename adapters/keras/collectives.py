@@ -67,12 +67,15 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
             variable.assign(value)
 
 
+def shared_variables(model: keras.Model) -> list[Any]:
+    """A model's variables but the states of its random generators: every rank draws its own dropout masks."""
+    return [v for v in model.variables if v.path.rsplit("/", 1)[-1] != "seed_generator_state"]
+
+
 def broadcast_model(model: keras.Model, root_rank: int) -> None:
     """Overwrite a model's variables, and its optimizer's, with rank ``root_rank``'s."""
     optimizer = getattr(model, "optimizer", None)
-    # Random seeds stay apart: every rank draws its own dropout masks.
-    seeds = {id(v) for v in model.variables if "seed" in v.path}
-    variables = [v for v in model.variables if id(v) not in seeds]
+    variables = shared_variables(model)
     known = {id(v) for v in model.variables}
     if optimizer is not None:
         variables += [v for v in optimizer.variables if id(v) not in known]
@@ -109,7 +112,7 @@ class WithoutHorovod:
         return self._world.transport.local_size
 
     def cross_rank(self) -> int:
-        return self._world.transport.rank // self._world.transport.local_size
+        return self._world.cross_rank
 
     def cross_size(self) -> int:
         return len(self._world.hosts)

@@ -7,6 +7,7 @@ the host sees one small call a step, in which the pilot reads the summed side te
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -111,9 +112,7 @@ class TensorFlowExchange:
             checksum += lane_checksum
         with tf.control_dependencies(sums):
             done = tf.timestamp()
-        side_total = self.transport.wait(
-            self.transport.start(self._side(finite, checksum, loss), f"{self._prefix}.side")
-        )
+        side_total = self._sum(self._side(finite, checksum, loss), f"{self._prefix}.side")
         answer = tf.numpy_function(
             self._between_steps,
             [side_total, sums_finite, program, release, ready if data_time is None else data_time, ready, done],
@@ -192,8 +191,12 @@ class TensorFlowExchange:
             ctx = self._context(lane, program, state)
             sent = flat if residual is None else join(flat, residual, release)
             payload = compressor.encode(self.ops, ctx, sent)
-            total = self.transport.wait(self.transport.start(payload, name))
+            total = self._sum(payload, name)
             summed = compressor.decode(self.ops, ctx, total)
+            if compressor.narrow:
+                # Every rank holds this same sum, so every rank sends the bucket again, in full width.
+                again = functools.partial(self._sum, sent, name + ".again")
+                total = summed = tf.cond(self.ops.all_finite(total), lambda: summed, again)
             if residual is None:
                 return summed, tf.zeros(0), tf.zeros(0), tf.constant(True), tf.constant(True), tf.constant(0, tf.int64)
             left = remainder(self.ops, compressor, ctx, sent, payload, residual, release)
@@ -202,9 +205,13 @@ class TensorFlowExchange:
             checksum = self.ops.checksum(state) if state is not None else tf.constant(0, tf.int64)
             next_state = tf.concat(packed, axis=0) if packed else tf.zeros(0)
             # Finite payloads can still have a sum beyond float32; it is the same on every rank.
-            return summed, left, next_state, self.ops.all_finite(payload), self.ops.all_finite(total), checksum
+            sane = tf.constant(True) if compressor.narrow else self.ops.all_finite(payload)
+            return summed, left, next_state, sane, self.ops.all_finite(total), checksum
 
         return run
+
+    def _sum(self, array: tf.Tensor, name: str) -> tf.Tensor:
+        return self.transport.wait(self.transport.start(array, name))
 
     def _side(self, finite: tf.Tensor, checksum: tf.Tensor, loss: tf.Tensor | None) -> tf.Tensor:
         """This rank's side tensor, laid out as ``hvdplus.exchange.side_tensor`` does, with no parameters to count."""

@@ -24,9 +24,9 @@ from hvdplus.transport import World
 _instances = itertools.count()
 
 LOSS_SCALING = (
-    "Keras' LossScaleOptimizer (which mixed_float16 brings along) looks for infinities on each rank by itself and "
-    "skips the update there, so that the other ranks would wait in their exchange for ever. Use mixed_bfloat16, which "
-    "needs no loss scaling, or compile(auto_scale_loss=False)."
+    "apply() stands inside a condition that ranks could decide differently, and so wait for each other for ever. "
+    "Keras' LossScaleOptimizer (which mixed_float16 brings along) looks for infinities on each rank by itself. Use "
+    "mixed_bfloat16, which needs no loss scaling, or compile(auto_scale_loss=False)."
 )
 
 
@@ -127,7 +127,8 @@ class _Distributed:
     def apply(self, grads: list[Any], trainable_variables: Any = None) -> None:
         """As in Keras. Refused where ranks could decide differently whether to call it, and so wait for ever."""
         inside = "" if tf.executing_eagerly() else getattr(tf.compat.v1.get_default_graph(), "name", "")
-        if self._hvdplus.world.transport.size > 1 and inside.startswith("cond_"):
+        scaled = tf.executing_eagerly() and keras.config.dtype_policy().compute_dtype == "float16"
+        if self._hvdplus.world.transport.size > 1 and (inside.startswith("cond_") or scaled):
             raise ValueError(LOSS_SCALING)
         super().apply(grads, trainable_variables)  # type: ignore[misc]
 

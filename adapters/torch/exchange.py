@@ -113,7 +113,11 @@ class TorchExchange:
         )
         self.plan = self.pilot.plan
         self._lanes = [] if self.idle else [self._make_lane(bucket) for bucket in self.buckets]
-        self._lane_of = {i: lane for lane in self._lanes for i in lane.bucket.parameters}
+        self._place_of = {
+            i: (lane, slice(*lane.bucket.offsets[place : place + 2]), lane.bucket.spec.shapes[place])
+            for lane in self._lanes
+            for place, i in enumerate(lane.bucket.parameters)
+        }
         self._passes_left = [passes] * len(self.parameters)
         self._versions: dict[int, int] = {}
         self._next_lane = 0
@@ -170,6 +174,7 @@ class TorchExchange:
             self._late = (self.plan, side)
         for lane in self._lanes:
             lane.waiting = set(lane.bucket.parameters)
+            lane.payload = lane.handle = lane.total = lane.sum = None  # memory that the forward pass can have
         self._versions.clear()
         self._next_lane = 0
         self.restart()
@@ -180,7 +185,8 @@ class TorchExchange:
         """The optimizer has taken the step: pending residuals become residuals."""
         for lane in self._lanes:
             if lane.pending is not None:
-                lane.residual, lane.pending = lane.pending, None
+                # No release in the coming plan: this step has paid out the last of it.
+                lane.residual, lane.pending = (lane.pending if self.plan.release else None), None
         self.meter.end_step()
 
     def _make_lane(self, bucket: Bucket) -> _Lane:
@@ -216,17 +222,13 @@ class TorchExchange:
                 f"{self.passes}. Increase it to accumulate gradients locally."
             )
         if self._passes_left[i] == 0:
-            lane = self._lane_of[i]
             with self.meter.codec(), torch.no_grad():
-                self._pack(lane, i, parameter.grad)
-                if not lane.waiting:
-                    self._send_ready()
+                self._pack(i, parameter.grad)
+                self._send_ready()
 
-    def _pack(self, lane: _Lane, i: int, grad: torch.Tensor | None) -> None:
+    def _pack(self, i: int, grad: torch.Tensor | None) -> None:
         """Copy one gradient into its bucket, together with its share of the residual."""
-        place = lane.bucket.parameters.index(i)
-        part = slice(*lane.bucket.offsets[place : place + 2])
-        shape = self.parameters[i].shape
+        lane, part, shape = self._place_of[i]
         target = lane.flat[part].view(shape)
         lane.pending = None  # of a step that was never taken
         residual = lane.residual[part].view(shape) if lane.residual is not None and self.plan.release else None
@@ -254,7 +256,8 @@ class TorchExchange:
             touches_residual = self._ladder.touches_residual(self.plan) and lane.bucket.dtype != DENSE_ONLY
             if touches_residual:
                 # Before the sum begins, because it may be made in place, on the very buffer that was encoded.
-                lane.nonfinite = not bool(self.ops.all_finite(lane.payload))
+                # A narrow payload may overflow: it is sent again, and the sum tells.
+                lane.nonfinite = not compressor.narrow and not bool(self.ops.all_finite(lane.payload))
                 if compressor.keeps_residual or lane.residual is not None:
                     residual = lane.flat if lane.residual is None else lane.residual
                     lane.pending = remainder(
@@ -279,7 +282,7 @@ class TorchExchange:
         with self.meter.codec(), torch.no_grad():
             for lane in self._lanes:
                 for i in tuple(lane.waiting):
-                    self._pack(lane, i, self.parameters[i].grad)
+                    self._pack(i, self.parameters[i].grad)
             self._send_ready()
         return used
 
@@ -301,7 +304,13 @@ class TorchExchange:
 
     def _decode(self, lane: _Lane) -> None:
         """Sum of payloads -> sum of gradients, in ``lane.sum``."""
-        lane.sum = self._compressor(lane).decode(self.ops, self._context(lane), lane.total)
+        compressor = self._compressor(lane)
+        if compressor.narrow and not bool(self.ops.all_finite(lane.total)):
+            # Every rank holds this same sum, so every rank sends the bucket again, in full width.
+            name = self._ladder.tensor_name(self._prefix, lane.bucket.number, self.plan) + ".again"
+            lane.total = lane.sum = self.transport.wait(self.transport.start(lane.flat, name))
+            return
+        lane.sum = compressor.decode(self.ops, self._context(lane), lane.total)
 
     def _sums_are_finite(self) -> bool:
         return all(bool(self.ops.all_finite(lane.total)) for lane in self._lanes if lane.bucket.dtype != DENSE_ONLY)
@@ -324,19 +333,17 @@ class TorchExchange:
     def _deliver(self, used: np.ndarray, users: np.ndarray) -> None:
         """Write means to ``.grad``; a parameter that nobody used keeps ``grad=None``."""
         with torch.no_grad():
-            for lane in self._lanes:
-                offsets = lane.bucket.offsets
-                for place, i in enumerate(lane.bucket.parameters):
-                    parameter = self.parameters[i]
-                    if not users[i]:
-                        continue
-                    mean = lane.sum[offsets[place] : offsets[place + 1]].view(parameter.shape)
-                    grad = parameter.grad
-                    if grad is None:
-                        parameter.grad = (mean * self._scale).to(parameter.dtype)
-                    elif grad.is_sparse:
-                        parameter.grad = (mean * self._scale).to(grad.dtype).to_sparse(grad.sparse_dim())
-                    elif grad.dtype == mean.dtype:
-                        torch.mul(mean, self._scale, out=grad)
-                    else:
-                        grad.copy_(mean * self._scale)
+            for i, (lane, part, shape) in self._place_of.items():
+                if not users[i]:
+                    continue
+                parameter = self.parameters[i]
+                mean = lane.sum[part].view(shape)
+                grad = parameter.grad
+                if grad is None:
+                    parameter.grad = (mean * self._scale).to(parameter.dtype)
+                elif grad.is_sparse:
+                    parameter.grad = (mean * self._scale).to(grad.dtype).to_sparse(grad.sparse_dim())
+                elif grad.dtype == mean.dtype:
+                    torch.mul(mean, self._scale, out=grad)
+                else:
+                    grad.copy_(mean * self._scale)

@@ -68,6 +68,7 @@ def wrap(
         average=average,
         passes=passes,
     )
+    wrapped._known = frozenset(id(p) for p in parameters)
     wrapped._synchronized = False
     wrapped._should_synchronize = True
     wrapped._exchange.pilot.describe_run(world, "torch", sum(p.numel() for p in parameters))
@@ -78,14 +79,27 @@ class _Distributed(torch.optim.Optimizer):
     """What is put before the user's optimizer class."""
 
     _exchange: TorchExchange
+    _known: frozenset[int]
     _synchronized: bool
     _should_synchronize: bool
+    _input_hook: Any = None
     # Tells GradScaler to leave gradients alone and to say what it knows (see _scaler_says_skip): by itself it would
     # unscale this rank's gradients while they are on their way.
     _step_supports_amp_scaling = True
 
     def synchronize(self) -> None:
-        """Exchange the gradients now, so that they can be clipped or inspected before ``step``."""
+        """Exchange the gradients now, so that they can be clipped or inspected before ``step``.
+
+        Raises:
+            RuntimeError: a gradient was changed before its exchange, or a parameter was unfrozen or added later.
+        """
+        if not self._exchange.idle:
+            known = self._known
+            if any(p.grad is not None and id(p) not in known for group in self.param_groups for p in group["params"]):
+                raise RuntimeError(
+                    "A parameter that was unfrozen or added after DistributedOptimizer was made has a gradient that "
+                    "nobody exchanges. Wrap a new optimizer after the change."
+                )
         self._exchange.finish()
         self._synchronized = True
 
@@ -110,13 +124,14 @@ class _Distributed(torch.optim.Optimizer):
         if closure is not None:
             closure = self._exchanging(closure)
         elif self._should_synchronize:
-            if self._synchronized:
+            if self._synchronized:  # the mean of equal means is the same again: Horovod sends it for nothing
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
-                    "optimizer.synchronize(). This exchanges the gradients twice.",
+                    "optimizer.synchronize(). The gradients are not exchanged a second time.",
                     stacklevel=2,
                 )
-            self.synchronize()
+            else:
+                self.synchronize()
         # What the scaler said has been heard; the user's optimizer may not expect to be told.
         said: dict[str, Any] = {
             name: self.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in self.__dict__
@@ -185,6 +200,8 @@ class _Distributed(torch.optim.Optimizer):
                 "GradScaler has to look at gradients after their exchange. Call optimizer.synchronize() first, then "
                 "scaler.unscale_(optimizer), then `with optimizer.skip_synchronize(): scaler.step(optimizer)`."
             )
+        # Gradients arrive scaled, and the scale changes: a residual would mix units.
+        self._exchange.pilot.leave_out_residuals()
         if grad_scale is not None:
             with torch.no_grad():
                 for group in self.param_groups:
@@ -200,7 +217,9 @@ class _Distributed(torch.optim.Optimizer):
             handle.remove()
             self._exchange.meter.input_arrived()
 
-        handle = register_module_forward_pre_hook(began)
+        if self._input_hook is not None:
+            self._input_hook.remove()  # no module ran since the last step
+        handle = self._input_hook = register_module_forward_pre_hook(began)
 
 
 def _names(

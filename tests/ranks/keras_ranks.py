@@ -240,6 +240,32 @@ def test_a_gradient_too_large_for_the_payload_does_not_stay_for_ever(level):
 
 
 @several
+def test_fp16_that_overflows_is_sent_again_in_full_width():
+    variables, optimizer = plain("fp16")
+    step = compiled(optimizer, variables)
+    for number, size in enumerate([1.0, 1e6, 1.0]):
+        for v in variables:
+            v.assign(np.zeros(v.shape))
+        step([grad * np.float32(size) for grad in gradients(number, RANK)])
+        for i, v in enumerate(variables):
+            mean = np.mean([gradients(number, rank)[i].astype(np.float64) * size for rank in range(SIZE)], axis=0)
+            np.testing.assert_allclose(-np.array(v), mean, rtol=0, atol=2e-3 * size)
+
+
+@several
+def test_random_generators_stay_apart_and_nothing_else_does():
+    keras.utils.set_random_seed(RANK)
+    net = keras.Sequential(
+        [keras.layers.Input((12,)), keras.layers.Dense(8, name="seedling"), keras.layers.Dropout(0.5)]
+        + [keras.layers.Dense(3)]
+    )
+    fit(net, hvd.DistributedOptimizer(sgd()), callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    assert hvd.identical(net)
+    seeds = [np.array(v) for v in net.variables if v.path.endswith("seed_generator_state")]
+    assert seeds and not hvd.identical(seeds)
+
+
+@several
 def test_contexts_that_differ_between_ranks_are_an_error_on_every_rank():
     variables, optimizer = plain("lowrank:2")
     optimizer.apply(gradients(0, RANK), variables)

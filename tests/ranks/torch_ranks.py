@@ -162,17 +162,18 @@ def walk(optimizer, params, levels, steps_each):
 
 
 @pytest.mark.ranks(2, 4)
-def test_nothing_is_lost_across_changes_of_level(monkeypatch):
+@pytest.mark.parametrize("levels", [[0, 1, 2, 0, 2, 1, 0, 0], [1, 0, 2, 1]], ids=["back to dense", "compressed"])
+def test_nothing_is_lost_across_changes_of_level(monkeypatch, levels):
     monkeypatch.setenv("HVDPLUS_LADDER", "none,lowrank:1,lowrank:2")
     monkeypatch.setenv("HVDPLUS_DENSE_STEPS", "100000")  # the test turns the dial, not the controller
     monkeypatch.setenv("HVDPLUS_DRAIN_STEPS", "5")
     params = parameters()
     optimizer = plain(params, "auto")
-    mine = walk(optimizer, params, [0, 1, 2, 0, 2, 1, 0, 0], steps_each=7)
+    mine = walk(optimizer, params, levels, steps_each=7)
     lanes = optimizer._exchange._lanes
     left = [np.zeros(p.shape) for p in params]
     for lane in lanes:
-        for place, i in enumerate(lane.bucket.parameters):
+        for place, i in enumerate(lane.bucket.parameters if lane.residual is not None else ()):
             part = lane.residual[lane.bucket.offsets[place] : lane.bucket.offsets[place + 1]]
             left[i] += part.double().numpy().reshape(left[i].shape)
     gathered = hvd.allgather_object((mine, left))
@@ -181,7 +182,9 @@ def test_nothing_is_lost_across_changes_of_level(monkeypatch):
         residual = sum(residuals[i] for _, residuals in gathered)
         sent = -p.detach().double().numpy() * SIZE  # learning rate 1: a parameter is minus the sum of what arrived
         np.testing.assert_allclose(sent + residual, total, atol=2e-3)
-        assert np.abs(residual).max() == 0.0  # two stretches of 7 dense steps pay out everything in 5
+        if levels[-1] == 0:
+            assert np.abs(residual).max() == 0.0  # two stretches of 7 dense steps pay out everything in 5
+    assert (levels[-1] == 0) == all(lane.residual is None for lane in lanes)
 
 
 def damage(grads, value, rank):
@@ -295,6 +298,63 @@ def test_backward_passes_per_step_is_stock_horovods():
     )
     accumulate(ours, wrapped(ours, backward_passes_per_step=2))
     assert equal(theirs, ours)
+
+
+@pytest.mark.ranks(2, 4)
+def test_fp16_that_overflows_is_sent_again_in_full_width():
+    params = parameters()
+    optimizer = plain(params, "fp16")
+    for step, size in enumerate([1.0, 1e6, 1.0]):
+        grads = [g * np.float32(size) for g in gradients(step, RANK)]
+        optimizer.zero_grad()
+        backward(params, grads)
+        optimizer.synchronize()
+        for i, p in enumerate(params):
+            mean = np.mean([gradients(step, rank)[i].astype(np.float64) * size for rank in range(SIZE)], axis=0)
+            np.testing.assert_allclose(p.grad.numpy(), mean, rtol=0, atol=2e-3 * size)
+    assert hvd.identical(p.grad for p in params)
+
+
+@pytest.mark.ranks(2, 4)
+def test_optimizer_state_that_only_rank_0_has_is_broadcast():
+    """Horovod's recipe for checkpoints; its own function would step, and so exchange, on the other ranks only."""
+    net = model()
+    bare = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    if RANK == 0:
+        train(net, bare, 2)
+    optimizer = hvd.DistributedOptimizer(bare, named_parameters=net.named_parameters(), compression="lowrank:2")
+    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert hvd.identical(state["momentum_buffer"] for state in optimizer.state.values())
+    train(net, optimizer, 3)
+    assert hvd.identical(net)
+
+
+@pytest.mark.ranks(2, 4)
+def test_parameters_that_nobody_exchanges_are_an_error():
+    net = model()
+    net[0].weight.requires_grad_(False)
+    optimizer = wrapped(net)
+    train(net, optimizer, 1)
+    net[0].weight.requires_grad_(True)
+    raises_everywhere(RuntimeError, "unfrozen or added", lambda: train(net, optimizer, 1))
+
+
+@pytest.mark.ranks(2, 4)
+def test_synchronize_and_step_exchange_once():
+    params = parameters()
+    optimizer = plain(params, "lowrank:2")
+    reference = Reference("lowrank:2", optimizer._exchange.buckets, SIZE)
+    for step in range(3):
+        before = [p.detach().clone() for p in params]
+        optimizer.zero_grad()
+        backward(params, gradients(step, RANK))
+        optimizer.synchronize()
+        with pytest.warns(UserWarning, match="not exchanged a second time"):
+            optimizer.step()
+        expected = reference.step([gradients(step, rank) for rank in range(SIZE)])
+        for p, old, mean in zip(params, before, expected, strict=True):
+            np.testing.assert_allclose((old - p.detach()).numpy(), mean, rtol=0, atol=1e-4)
 
 
 def test_more_passes_than_agreed_is_an_error():
@@ -575,6 +635,34 @@ def test_grad_scaler_in_horovods_sequence():
         assert moved == (step != 3)
         assert hvd.identical(net)
     assert scaler.get_scale() == 4.0
+
+
+@pytest.mark.ranks(2, 4)
+def test_loss_scaling_leaves_out_levels_with_residuals():
+    """Trap: a changed loss scale must not rescale history."""
+    net = model()
+    optimizer = wrapped(net, "auto")
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(60):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        scaler.scale(torch.nn.functional.cross_entropy(net(x), y)).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+        assert optimizer.hvdplus.ladder.names[optimizer.hvdplus.plan.level] != "lowrank:4"
+    assert hvd.identical(net)
+    params = parameters()
+    optimizer = plain(params, "lowrank:2")
+    backward(params, gradients(0, RANK))
+    optimizer.synchronize()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(optimizer)
+    with optimizer.skip_synchronize():
+        raises_everywhere(ValueError, "loss scaling would mix units", lambda: scaler.step(optimizer))
 
 
 @pytest.mark.ranks(1)
