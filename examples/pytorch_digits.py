@@ -3,7 +3,7 @@
     horovodrun -np 2 python examples/pytorch_digits.py
     mpirun -np 2 python examples/pytorch_digits.py
 
-Apart from the import, every line that has to do with hvdplus is Horovod's own.
+Change the import back and what is left is a script for Horovod, but for the lines that watch and report.
 """
 
 import argparse
