@@ -14,6 +14,16 @@ from hvdplus.transport import World
 
 AUTO = "auto"
 
+HOROVODS_NAMES = {"NoneCompressor": "none", "FP16Compressor": "fp16"}
+"""Horovod spells its two compressors as classes."""
+
+
+class Compression:
+    """Horovod's ``Compression`` in a job without Horovod, for scripts that name it."""
+
+    none = type("NoneCompressor", (), {})
+    fp16 = type("FP16Compressor", (), {})
+
 
 def choose_ladder(compression: Any, settings: Settings, world: World) -> tuple[Ladder, bool]:
     """The ladder to run, and whether a controller chooses from it.
@@ -78,8 +88,7 @@ def _spelling(compression: Any) -> str:
         return compression
     if isinstance(getattr(compression, "name", None), str) and hasattr(compression, "payload_bytes"):
         return str(compression.name)
-    # Horovod spells its compressors as classes: NoneCompressor, FP16Compressor.
-    horovod = {"NoneCompressor": "none", "FP16Compressor": "fp16"}.get(getattr(compression, "__name__", ""))
+    horovod = HOROVODS_NAMES.get(getattr(compression, "__name__", ""))
     if horovod:
         return horovod
     raise ValueError(

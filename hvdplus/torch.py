@@ -14,9 +14,10 @@ import torch
 
 from hvdplus import report as _report
 from hvdplus.adapters.connect import INSTALL_HOROVOD, Cpu, connect, wants_horovod
-from hvdplus.adapters.torch import collectives, cpu
+from hvdplus.adapters.torch import cpu
 from hvdplus.adapters.torch.collectives import Collectives
 from hvdplus.adapters.torch.optimizer import identical_on_all_ranks, wrap
+from hvdplus.launch import Compression
 from hvdplus.transport import NeedsHorovod, TransportError, World
 
 _BINDING = "horovod.torch"
@@ -172,8 +173,10 @@ def __getattr__(name: str) -> Any:
         import horovod.torch
 
         return getattr(horovod.torch, name)
-    if name in ("Average", "Sum", "Compression"):
-        return getattr(collectives, name)
+    if name in ("Average", "Sum"):
+        return name
+    if name == "Compression":
+        return Compression
     if hasattr(Collectives, name):
         _require_world()
         return getattr(_collectives, name)

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvdplus.launch import Compression
 from hvdplus.transport import TransportError, World
 
 _world: World | None = None
@@ -95,6 +96,7 @@ class WithoutHorovod:
 
     Average = "Average"
     Sum = "Sum"
+    Compression = Compression
 
     def __init__(self, world: World) -> None:
         self._world = world

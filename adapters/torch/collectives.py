@@ -16,13 +16,6 @@ Average = "Average"
 Sum = "Sum"
 
 
-class Compression:
-    """Horovod's names for two levels, for scripts that use them."""
-
-    none = type("NoneCompressor", (), {})
-    fp16 = type("FP16Compressor", (), {})
-
-
 class Collectives:
     """Horovod's functions, bound to one world. ``names`` lists what there is."""
 

@@ -306,6 +306,11 @@ def test_accumulated_steps_are_exchanged_once():
     assert all(np.allclose(np.array(v), expected, rtol=1e-5) for v in variables)
 
 
+def test_horovods_own_names_for_compression():
+    assert plain(hvd.Compression.fp16)[1].hvdplus.ladder.names == ("fp16",)
+    assert plain(hvd.Compression.none)[1].hvdplus.ladder.names == ("none",)
+
+
 def test_op_sum():
     variables, optimizer = plain("none", op=hvd.Sum)
     optimizer.apply([np.full(shape, 0.5, np.float32) for shape in SHAPES], variables)

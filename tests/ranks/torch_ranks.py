@@ -497,6 +497,15 @@ def test_bad_input_is_a_clear_error_on_every_rank():
         raises_everywhere(ValueError, "oot", lambda: hvd.broadcast_object({}, root_rank=SIZE))
 
 
+def test_horovods_own_names_for_compression(monkeypatch):
+    assert plain(parameters(), hvd.Compression.fp16).hvdplus.ladder.names == ("fp16",)
+    assert plain(parameters(), hvd.Compression.none).hvdplus.ladder.names == ("none",)
+    monkeypatch.setenv("HVDPLUS_COMPRESSION", "lowrank:2")  # turns the dial without touching the script
+    assert plain(parameters(), hvd.Compression.none).hvdplus.ladder.names == ("lowrank:2",)
+    assert plain(parameters(), "auto").hvdplus.ladder.names == ("lowrank:2",)
+    assert plain(parameters(), "fp16").hvdplus.ladder.names == ("fp16",)
+
+
 def test_zero_grad_in_flight_is_refused():
     params = parameters()
     optimizer = plain(params, "none")
