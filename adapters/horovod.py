@@ -5,11 +5,17 @@ Each framework has its own binding with its own native library; only one of the 
 
 from __future__ import annotations
 
-from types import ModuleType
+import signal
+import sys
+from collections.abc import Callable
+from types import ModuleType, TracebackType
 from typing import Any
 
 from hvdplus.compression import Array
 from hvdplus.transport import TransportError
+
+SECONDS_TO_END = 20
+"""What a rank that failed has for ending in order: the others' waiting ends with it at the latest."""
 
 
 class Horovod:
@@ -24,6 +30,8 @@ class Horovod:
         self.size = self.binding.size()
         self.local_rank = self.binding.local_rank()
         self.local_size = self.binding.local_size()
+        if self.size > 1:
+            _end_soon_on_exception()
 
     def gather_objects(self, value: Any) -> list[Any]:
         if self.size == 1:
@@ -61,3 +69,23 @@ class HorovodTensorFlow(Horovod):
 
     def wait(self, handle: Any) -> Array:
         return handle
+
+
+def _end_soon_on_exception() -> None:
+    """Bound the time that a failed rank takes to exit.
+
+    Horovod's orderly shutdown, at exit, tells the other ranks; but it can hang while they wait for this one, and then
+    the launcher never learns that a rank has failed. A timer of the operating system also works while the interpreter
+    is being taken down: it ends the process, and so the job.
+    """
+    previous: Callable[..., Any] = sys.excepthook
+
+    def bounded(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        previous(kind, error, trace)
+        if not hasattr(sys, "ps1"):  # an interactive session goes on
+            sys.stdout.flush()
+            sys.stderr.flush()
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(SECONDS_TO_END)
+
+    sys.excepthook = bounded

@@ -51,6 +51,16 @@ def test_an_exception_on_one_rank_ends_the_job(script, launcher, transport, leve
     assert "done" not in output
 
 
+def test_a_failed_rank_that_cannot_end_in_order_ends_all_the_same(script):
+    """Horovod's shutdown at exit was seen to hang now and then, so that the launcher never learned of the failure."""
+    hang = "    import atexit, time\n    atexit.register(time.sleep, 600)\n"
+    path = script(hang + TRAIN, COMPRESSION="none", FAILS=True)
+    code, output = run(mpirun(2, sys.executable, path), 80)
+    assert code != 0
+    assert "this rank has had enough" in output
+    assert "done" not in output
+
+
 def test_a_keras_job_ends_too(script):
     path = script("""
         import keras, numpy as np
