@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from hvdplus.adapters import openmpi
 from hvdplus.adapters.local import Local
-from hvdplus.settings import Settings
+from hvdplus.settings import Settings, unknown
 from hvdplus.transport import Transport, TransportError, World
 
 INSTALL_HOROVOD = (
@@ -96,6 +96,8 @@ def connect(binding: str, cpu: Cpu, *arguments: Any, **keywords: Any) -> World:
         )
         if len(set(expected)) > 1:
             _say(f"hvdplus: CPUs differ ({' | '.join(sorted(set(expected)))}); this rank now uses {mine['CPU']}")
+        for name, near in unknown(os.environ):
+            _say(f"hvdplus: {name} is not a setting and was ignored" + (f"; did you mean {near}?" if near else ""))
         for difference in world.differences:
             _say(f"hvdplus: ranks differ in {difference}; levels that need equal bits (lowrank) are left out")
     return world

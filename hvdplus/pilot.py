@@ -5,7 +5,9 @@ All ranks call it with the same values in the same order, so their plans agree w
 
 from __future__ import annotations
 
+import atexit
 import math
+import sys
 import time
 from collections.abc import Sequence
 from statistics import median
@@ -48,6 +50,7 @@ class Pilot:
         self._measured_drain = False
         self._window: list[tuple[StepTimes, float]] = []
         self._began = time.monotonic()
+        self._finished = False
         self.plan = self._next_plan()
         """The coming step's plan."""
 
@@ -113,6 +116,7 @@ class Pilot:
             gradient_bytes=4 * parameters,
             payload_bytes=dict(zip(self.ladder.names, self.payload_bytes, strict=True)),
         )
+        atexit.register(self._finish_at_exit)
 
     def leave_out_residuals(self) -> None:
         """From now on, run only levels that keep no residual; all ranks call it at the same step.
@@ -137,6 +141,7 @@ class Pilot:
 
         Times are medians over the windows at the last level, in milliseconds.
         """
+        self._finished = True
         self._close_window()
         windows = [record for record in self.log.records if record["kind"] == "window"]
         last = [record for record in windows if record["level"] == self.ladder.names[self._level]] or windows
@@ -147,6 +152,11 @@ class Pilot:
         seconds = time.monotonic() - self._began
         self.log.write("end", steps=self.steps, wall_seconds=round(seconds, 3), **facts)
         return {"level": self.ladder.names[self._level], "steps": self.steps, **figures}
+
+    def _finish_at_exit(self) -> None:
+        """A script that asks for no report has a complete log all the same; one that failed has none to complete."""
+        if not self._finished and not hasattr(sys, "last_value"):
+            self.finish()
 
     def _next_plan(self) -> Plan:
         release = 1.0 if self.ladder.compressors[self._level].keeps_residual else release_factor(self._drain_left)

@@ -5,6 +5,7 @@ An argument that a script passes comes before both. Units stand in the names.
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -111,3 +112,10 @@ def describe(environ: Mapping[str, str] | None = None) -> Iterable[Described]:
         value = getattr(settings, entry.name)
         text = ",".join(value) if isinstance(value, tuple) else str(value)
         yield Described(variable, text, "environment" if variable in environ else "default", entry.metadata["help"])
+
+
+def unknown(environ: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Variables that look like settings and are none, each with the setting spelled most like it, or nothing."""
+    known = [PREFIX + entry.name.upper() for entry in fields(Settings)]
+    others = [name for name in environ if name.startswith(PREFIX) and name not in (*known, "HVDPLUS_VENV")]
+    return [(name, next(iter(difflib.get_close_matches(name, known, 1, 0.8)), "")) for name in sorted(others)]

@@ -92,6 +92,21 @@ def test_rank_0_says_what_the_job_is(script):
     assert "transport horovod-mpi, collective ring, compression auto" in lines[0]
 
 
+def test_a_job_that_asks_for_no_report_leaves_a_complete_log(script, tmp_path):
+    from hvdplus.runlog import read
+
+    path, log = script(TRAIN, COMPRESSION="none", FAILS=False), tmp_path / "run.jsonl"
+    code, output = run(mpirun(2, sys.executable, path), 90, HVDPLUS_RUN_LOG=str(log), HVDPLUS_RUNLOG="typo")
+    assert code == 0, output
+    assert "HVDPLUS_RUNLOG is not a setting and was ignored; did you mean HVDPLUS_RUN_LOG?" in output
+    records = read(log)
+    assert records[-1]["kind"] == "end" and records[-1]["steps"] >= 39
+    assert sum(record["steps"] for record in records if record["kind"] == "window") >= 37
+    path, log = script(TRAIN, COMPRESSION="none", FAILS=True), tmp_path / "failed.jsonl"
+    run(mpirun(2, sys.executable, path), 90, HVDPLUS_RUN_LOG=str(log))
+    assert all(record["kind"] != "end" for record in read(log))
+
+
 def test_ranks_on_unequal_cpus_are_held_at_the_least_of_them(script):
     """Trap: the same product gives other bits at another CPU capability, so that shared contexts drift apart."""
     path = script(TRAIN, COMPRESSION="lowrank:2", FAILS=False)

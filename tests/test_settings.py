@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
-from hvdplus.settings import PREFIX, Settings, describe
+from hvdplus.settings import PREFIX, Settings, describe, unknown
 
 VARIABLES = {entry.name: PREFIX + entry.name.upper() for entry in dataclasses.fields(Settings)}
 
@@ -111,3 +111,9 @@ def test_what_describe_prints_can_be_set_again(wanted: Settings) -> None:
     }
     assert Settings.from_environment(environ) == wanted
     assert {each.name: each.value for each in describe(environ)} == environ
+
+
+def test_misspelled_variables_are_found() -> None:
+    """``HVDPLUS_VENV`` belongs to the batch scripts."""
+    environ = {"HVDPLUS_COMPRESION": "fp16", "HVDPLUS_VENV": "/x", "HVDPLUS_SEED": "1", "HVDPLUS_XYZ": "", "HOME": "/"}
+    assert unknown(environ) == [("HVDPLUS_COMPRESION", "HVDPLUS_COMPRESSION"), ("HVDPLUS_XYZ", "")]
