@@ -92,10 +92,10 @@ class Pilot:
     @property
     def status(self) -> str:
         """Level and times of the last complete window, in a few words."""
-        windows = [record for record in self.log.records if record["kind"] == "window"]
-        if not windows:
+        # From the end: a progress display may ask every step of a long run.
+        last = next((record for record in reversed(self.log.records) if record["kind"] == "window"), None)
+        if last is None:
             return "measuring"
-        last = windows[-1]
         return (
             f"level {last['level']}  step {last['step_ms']:.2f} ms, of which {last['exposed_comm_ms']:.2f} ms "
             "waiting for the network"
