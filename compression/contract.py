@@ -12,35 +12,45 @@ communication there is. ``ops`` (see ``ops.py``) comes first everywhere, so one 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from hvdplus.compression.ops import Array, Ops
+from hvdplus.compression.ops import Array, Ops, Piece
 
 
 class Spec(NamedTuple):
     """What a bucket looks like; equal on every rank.
 
-    A bucket is a flat float32 vector: the gradients of ``shapes``, row-major, end to end.
+    A bucket is a flat float32 vector: the gradients of ``shapes``, row-major, end to end, and behind them ``tail``
+    elements that no compressor may touch (vectors, norms, tiny tensors).
     """
 
     shapes: tuple[tuple[int, ...], ...]
-    """Shape of every tensor in the bucket, in the order in which they stand in the vector."""
+    """Shape of every tensor that may be compressed, in the order in which they stand in the vector."""
     position: int = 0
     """Index of the bucket among the model's buckets; with ``seed`` it makes randomness differ between buckets."""
     seed: int = 0
     """Seed of all randomness, the same on every rank."""
     ranks: int = 1
     """World size N, the number of payloads that will be added."""
+    tail: int = 0
+    """Elements at the end of the vector that travel whole, in the same payload."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Number of elements of every tensor."""
+        """Number of elements of every tensor of ``shapes``."""
         return tuple(math.prod(shape) for shape in self.shapes)
+
+    @property
+    def body(self) -> int:
+        """Number of elements that may be compressed."""
+        return sum(self.sizes)
 
     @property
     def size(self) -> int:
         """Number of elements d of the bucket."""
-        return sum(self.sizes)
+        return self.body + self.tail
 
 
 class Context(NamedTuple):
@@ -49,46 +59,173 @@ class Context(NamedTuple):
     spec: Spec
     phase: int
     """Which of the compressor's ``phases`` programs runs in this step. A plain integer, never an array, so that a
-    compiled graph holds each program once and picks one by index."""
+    compiled graph holds each program once and picks one by index. The exchange counts it on."""
     state: tuple[Array, ...]
-    """Arrays of fixed number and shapes, computed from the spec and from what earlier all-reduces returned."""
+    """float32 or int32 arrays of fixed number and shapes, computed from the spec and from what earlier all-reduces
+    returned."""
 
 
-class Compressor(Protocol):
-    """One algorithm with its parameters. Stateless: everything that changes is in the ``Context``."""
+class Sent(NamedTuple):
+    """What a step with a residual makes of a bucket."""
+
+    payload: Array
+    left: Array
+    """what the payload does not carry"""
+    sound: Array
+    """whether all was finite, see ``Compressor.sound``"""
+
+
+class Compressor(ABC):
+    """One algorithm with its parameters. Immutable: everything that changes is in the ``Context``.
+
+    Compare two of them by ``name``, which says the parameters too.
+    """
+
+    kind: str = "projection"
+    """``projection``: encoding is linear as well, to rounding; ``quantiser``: every rank rounds for itself."""
+    learns: str = "nothing"
+    """Where the next context comes from, in a few words."""
+    paper: str = ""
+    """Where the method comes from (arXiv id)."""
+    shows_all: bool = True
+    """Whether what is not finite in a gradient is never finite in its payload."""
 
     @property
+    @abstractmethod
     def name(self) -> str:
         """How the user spells it, e.g. ``lowrank:4``; also part of the all-reduce's tensor name."""
 
     @property
     def phases(self) -> int:
-        """Number of programs that take turns from step to step (1 for most)."""
+        """Number of programs that take turns from step to step."""
+        return 1
 
     @property
     def keeps_residual(self) -> bool:
         """Whether what encoding loses is kept and added to the next gradient (error feedback)."""
+        return True
+
+    @property
+    def settles(self) -> bool:
+        """Whether a step counts only once all ranks know that every gradient was finite: residuals and contexts would
+        keep what is not, and a payload that hides it would have delivered a number."""
+        return True
+
+    @property
+    def warms(self) -> bool:
+        """Whether ``warm`` does anything; such a level is led up to by some dense steps."""
+        return False
 
     @property
     def narrow(self) -> bool:
-        """Whether finite gradients can become infinite on the wire. All ranks see it in the sum, and send again."""
+        """Whether finite gradients can become infinite on the wire. All ranks see it in the sum, and send again. Only
+        for compressors without a residual."""
+        return False
 
     @property
     def uses_products(self) -> bool:
         """Whether contexts come from floating-point matrix products or factorisations, whose bits depend on the
         CPU's capability. Such a level needs equal CPUs and libraries on all ranks."""
+        return False
 
+    @property
+    def memory_passes(self) -> float:
+        """Estimate of how often a bucket's 4 d bytes are read or written in a step by encoding, decoding and the
+        residual: 2 is one copy of the gradient."""
+        return 8.0
+
+    @abstractmethod
     def init(self, ops: Ops, spec: Spec) -> Context:
-        """The first context, from the spec alone."""
+        """The first context, from the spec alone.
 
-    def encode(self, ops: Ops, ctx: Context, grad: Array) -> Array:
-        """Payload (1-D) of a gradient bucket (1-D, float32, ``ctx.spec.size`` elements)."""
+        Raises:
+            ValueError: the compressor cannot serve that many ranks; the message says which could.
+        """
 
+    @abstractmethod
+    def encode(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Array:
+        """Payload (1-D) of a bucket.
+
+        Args:
+            grad: what is to be sent (1-D, float32, ``ctx.spec.size`` elements), residual included. The payload may be
+                this very array, or a part of it.
+            residual: the part of it that is left over from earlier steps, for those who look ahead; None: nothing.
+        """
+
+    @abstractmethod
     def decode(self, ops: Ops, ctx: Context, total: Array) -> Array:
         """Bucket (1-D, float32) that a sum of payloads stands for: the *sum* over ranks, not the mean."""
 
     def advance(self, ops: Ops, ctx: Context, total: Array) -> Context:
         """The next step's context. ``total`` is the sum of all ranks' payloads."""
+        return ctx
+
+    def remain(self, ops: Ops, ctx: Context, grad: Array, payload: Array) -> Array:
+        """What the payload does not carry of ``grad``. May overwrite ``grad``."""
+        return grad - self.decode(ops, ctx, payload)
+
+    def send(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Sent:
+        """``encode``, ``sound`` and ``remain`` in one, for those who can save a pass over memory.
+
+        May overwrite ``grad``.
+        """
+        payload = self.encode(ops, ctx, grad, residual)
+        sound = self.sound(ops, grad, payload)
+        return Sent(payload, self.remain(ops, ctx, grad, payload), sound)
+
+    def warm(self, ops: Ops, ctx: Context, total: Array) -> Context:
+        """A better first context, from a dense step's ``total``: the bucket's gradients, summed over ranks."""
+        return ctx
+
+    def follows(self, other: Compressor) -> bool:
+        """Whether ``inherit`` can take over a context of ``other``."""
+        return False
+
+    def inherit(self, ops: Ops, ctx: Context, old: Context) -> Context:
+        """``ctx`` with all that can be kept of the context of a compressor that this one ``follows``."""
+        return ctx
+
+    def sound(self, ops: Ops, grad: Array, payload: Array) -> Array:
+        """Whether what is sent is finite, as a 0-d boolean: of one rank, before the sum."""
+        return ops.all_finite(payload if self.shows_all else grad)
+
+    @abstractmethod
+    def payload_bytes(self, spec: Spec, phase: int = 0) -> int:
+        """Bytes that one rank hands to the all-reduce for this bucket. Raises ValueError as ``init`` does."""
+
+
+class Piecewise(Compressor):
+    """A compressor whose payload stands for pieces that ``ops`` can put in place, or take away, without a copy."""
+
+    @abstractmethod
+    def pieces(self, ops: Ops, ctx: Context, total: Array) -> Sequence[Piece]:
+        """What ``total`` stands for, in the bucket's order."""
+
+    def decode(self, ops: Ops, ctx: Context, total: Array) -> Array:
+        """All pieces, end to end."""
+        return ops.assemble(self.pieces(ops, ctx, total))
+
+    def remain(self, ops: Ops, ctx: Context, grad: Array, payload: Array) -> Array:
+        """``grad`` less all pieces."""
+        return ops.subtract(grad, self.pieces(ops, ctx, payload))
+
+
+class Layout(NamedTuple):
+    """What stands in a projection's payload (all float32), for the second part of a chain."""
+
+    values: int
+    """Elements at the front that may be rounded once more."""
+    precise: int
+    """Elements behind them that should not be: tensors that travel whole, measurements."""
+
+
+class Projection(Piecewise):
+    """A linear compressor with a float32 payload, which can begin a chain."""
+
+    @abstractmethod
+    def layout(self, spec: Spec, phase: int) -> Layout:
+        """What its payload holds."""
 
     def payload_bytes(self, spec: Spec, phase: int = 0) -> int:
-        """Bytes that one rank hands to the all-reduce for this bucket."""
+        """4 bytes a float."""
+        return 4 * sum(self.layout(spec, phase))

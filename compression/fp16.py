@@ -1,45 +1,53 @@
-"""``fp16``: float16 on the wire (micikevicius et al., arXiv 1710.03740, uses the same format for gradients).
+"""``fp16``: float16 on the wire (Micikevicius et al., arXiv 1710.03740, use the same format for gradients).
 
 A projection up to rounding: 2 d bytes sent, one pass over memory each way. Every rank divides by the number of
 ranks before the cast and the sum is multiplied back afterwards, so that the *mean* has to fit into float16 and a
 sum of N values near the limit does not overflow on the way. Magnitudes of the mean above 65504 become infinite; every
 rank sees that in the sum, and the exchange sends the bucket again in float32. Below 6e-8 N values arrive as zero. What
 rounding loses (relative 2^-11) is not kept as a residual.
+
+As the second part of a chain, which keeps a residual anyway (but for the ring's own rounding of sums, which nobody
+sees), it saturates instead: a mean beyond 32768 stays behind.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hvdplus.compression.contract import Context, Spec
-from hvdplus.compression.ops import Array, Ops
+from hvdplus.compression.contract import Context, Piecewise, Spec
+from hvdplus.compression.ops import Array, Halves, Ops, Piece
 
 
 @dataclass(frozen=True)
-class Half:
+class Half(Piecewise):
     """float16 cast with pre-division."""
 
-    name: str = "fp16"
-    phases: int = 1
-    keeps_residual: bool = False
-    narrow: bool = True
-    uses_products: bool = False
+    saturate: bool = False
+    """Whether magnitudes beyond 32768 / N stop there, so that no sum overflows."""
+
+    name = "fp16"
+    paper = "1710.03740"
+    keeps_residual = False
+    settles = False
+    memory_passes = 3.0
+
+    @property
+    def narrow(self) -> bool:
+        """Unless it saturates."""
+        return not self.saturate
 
     def init(self, ops: Ops, spec: Spec) -> Context:
         """An empty context."""
         return Context(spec, 0, ())
 
-    def encode(self, ops: Ops, ctx: Context, grad: Array) -> Array:
+    def encode(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Array:
         """float16 payload of ``grad / N``."""
-        return ops.half(grad * (1.0 / ctx.spec.ranks))
+        return ops.half(grad, 1.0 / ctx.spec.ranks, self.saturate)
 
-    def decode(self, ops: Ops, ctx: Context, total: Array) -> Array:
+    def pieces(self, ops: Ops, ctx: Context, total: Array) -> Sequence[Piece]:
         """float32 sum over ranks."""
-        return ops.single(total) * float(ctx.spec.ranks)
-
-    def advance(self, ops: Ops, ctx: Context, total: Array) -> Context:
-        """Nothing to learn."""
-        return ctx
+        return [Halves(total, float(ctx.spec.ranks))]
 
     def payload_bytes(self, spec: Spec, phase: int = 0) -> int:
         """2 bytes an element."""

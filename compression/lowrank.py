@@ -8,7 +8,8 @@ steps together make one power iteration, and neither of them needs a second roun
 
 Sent: r n floats in phase 0, r m in phase 1. Work: 2 n m r flops to encode, as many to decode, and a QR of one thin
 matrix. A tensor of two or more dimensions is viewed as the most nearly square matrix that keeps its memory order.
-Tensors for which 2 r > min(n, m), and so all vectors, travel dense in the same payload.
+Tensors for which 2 r > min(n, m) travel dense in the same payload. Matrices of equal shape stand next to each other
+in the payload, so that their factors are orthonormalised in one batch, each scaled by itself.
 
 Different from the papers: orthonormalisation by Householder QR with fixed signs (Gram-Schmidt lost orthogonality
 at scale), after dividing the matrix by its own largest magnitude, so that zero gradients are safe and tiny ones are
@@ -18,46 +19,45 @@ not swamped by an absolute epsilon. Only the basis is orthonormal, never the pay
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from hvdplus.compression.contract import Context, Spec
+from hvdplus.compression.contract import Compressor, Context, Layout, Projection, Spec
 from hvdplus.compression.hashing import uniform
-from hvdplus.compression.ops import Array, Ops
+from hvdplus.compression.ops import Array, Ops, Piece, Product
 
 LARGEST_RANK = 1024
 SMALLEST_NORMAL = 2.0**-126
 """Smallest normal float32: added to a divisor it changes no bit of any scale above 1e-30, and saves zeros from 0/0."""
 
 
-class Piece(NamedTuple):
-    """Where one tensor stands in the bucket and in the payload, for one phase."""
+class Group(NamedTuple):
+    """Matrices of equal shape in a bucket."""
 
-    start: int
-    stop: int
-    payload_start: int
-    payload_stop: int
     rows: int
-    """n; 0 if the tensor travels dense."""
+    """n"""
     columns: int
-    """m; 0 if the tensor travels dense."""
-    matrix: int
-    """Index among the compressed tensors of the bucket."""
+    """m"""
+    tensors: tuple[int, ...]
+    """Positions in ``spec.shapes``."""
 
 
 @dataclass(frozen=True)
-class LowRank:
+class LowRank(Projection):
     """One-round low-rank compression with a warm-started basis."""
 
     rank: int = 4
     """r: columns of the basis; smaller compresses more. 1 to 8 is usual."""
-    phases: int = 2
-    keeps_residual: bool = True
-    narrow: bool = False
-    uses_products: bool = True
+
+    learns = "bases: the orthonormalised previous sums"
+    paper = "1905.13727, 2306.08881"
+    phases = 2
+    warms = True
+    uses_products = True
+    memory_passes = 5.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.rank <= LARGEST_RANK:
@@ -69,74 +69,109 @@ class LowRank:
         return f"lowrank:{self.rank}"
 
     def init(self, ops: Ops, spec: Spec) -> Context:
-        """Random bases from hash(seed, position): (Q_1, P_1, Q_2, P_2, ...), Q is (m, r) and P is (n, r)."""
+        """Random bases from hash(seed, position): for every group Q (b, m, r) and P (b, n, r)."""
         state = []
-        for piece in self._matrices(spec):
-            for side, length in enumerate((piece.columns, piece.rows)):
-                stream = (spec.seed, spec.position, piece.matrix, side)
-                entries = 2.0 * uniform(stream, length * self.rank).reshape(length, self.rank) - 1.0
+        for group in self._groups(spec):
+            for side, length in enumerate((group.columns, group.rows)):
                 # In NumPy on every framework: all start from the same bits.
-                state.append(ops.from_numpy(_orthonormal_numpy(entries)))
+                bases = [
+                    _orthonormal_numpy(_random((spec.seed, spec.position, tensor, side), length, self.rank))
+                    for tensor in group.tensors
+                ]
+                state.append(ops.from_numpy(np.stack(bases)))
         return Context(spec, 0, tuple(state))
 
-    def encode(self, ops: Ops, ctx: Context, grad: Array) -> Array:
-        """``G Q`` (phase 0) or ``G^T P`` (phase 1) of every matrix, dense tensors as they are, end to end."""
-        parts = []
-        for piece in self._pieces(ctx.spec, ctx.phase):
-            values = grad[piece.start : piece.stop]
-            if piece.rows:
-                matrix = ops.reshape(values, (piece.rows, piece.columns))
-                sent = ops.matmul(matrix, self._basis(ctx, piece), transpose_a=ctx.phase == 1)
-                values = ops.reshape(sent, (piece.payload_stop - piece.payload_start,))
-            parts.append(values)
-        return ops.concat(parts)
+    def encode(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Array:
+        """``G Q`` (phase 0) or ``G^T P`` (phase 1) of every matrix, then dense tensors as they are."""
+        starts, parts = _starts(ctx.spec), []
+        for number, group in enumerate(self._groups(ctx.spec)):
+            for place, tensor in enumerate(group.tensors):
+                basis = ctx.state[2 * number + ctx.phase][place]
+                sent = ops.matmul(_matrix(ops, grad, group, starts[tensor]), basis, transpose_a=ctx.phase == 1)
+                parts.append(ops.reshape(sent, (self.rank * (group.columns if ctx.phase else group.rows),)))
+        parts += [grad[starts[tensor] : starts[tensor + 1]] for tensor in self._dense(ctx.spec)]
+        return ops.concat([*parts, grad[ctx.spec.body :]])
 
-    def decode(self, ops: Ops, ctx: Context, total: Array) -> Array:
+    def pieces(self, ops: Ops, ctx: Context, total: Array) -> Sequence[Piece]:
         """``P Q^T`` of every matrix."""
-        parts = []
-        for piece in self._pieces(ctx.spec, ctx.phase):
-            values = total[piece.payload_start : piece.payload_stop]
-            if piece.rows:
-                basis = self._basis(ctx, piece)
-                factor = self._factor(ops, piece, ctx.phase, total)
-                left, right = (factor, basis) if ctx.phase == 0 else (basis, factor)
-                values = ops.reshape(ops.matmul(left, right, transpose_b=True), (piece.stop - piece.start,))
-            parts.append(values)
-        return ops.concat(parts)
+        found: dict[int, Piece] = {}
+        factors = self._factors(ops, ctx, total)
+        for number, (group, factor) in enumerate(zip(self._groups(ctx.spec), factors, strict=True)):
+            for place, tensor in enumerate(group.tensors):
+                basis = ctx.state[2 * number + ctx.phase][place]
+                found[tensor] = Product(basis, factor[place]) if ctx.phase else Product(factor[place], basis)
+        start = self.layout(ctx.spec, ctx.phase).values
+        for tensor in self._dense(ctx.spec):
+            found[tensor] = total[start : start + ctx.spec.sizes[tensor]]
+            start += ctx.spec.sizes[tensor]
+        return [*(found[tensor] for tensor in range(len(ctx.spec.shapes))), total[start:]]
 
     def advance(self, ops: Ops, ctx: Context, total: Array) -> Context:
         """The orthonormalised sum becomes the other side's basis, and the other side's turn comes."""
         state = list(ctx.state)
-        for piece in self._matrices(ctx.spec, ctx.phase):
-            factor = self._factor(ops, piece, ctx.phase, total)
-            # A division, because the reciprocal of a denormal is infinite and that of a huge number is flushed to zero.
-            scaled = factor / (ops.max_abs(factor) + SMALLEST_NORMAL)
-            state[2 * piece.matrix + 1 - ctx.phase] = ops.orthonormal(scaled)
+        for number, factor in enumerate(self._factors(ops, ctx, total)):
+            state[2 * number + 1 - ctx.phase] = _orthonormal(ops, factor)
         return Context(ctx.spec, 1 - ctx.phase, tuple(state))
 
-    def payload_bytes(self, spec: Spec, phase: int = 0) -> int:
-        """4 bytes for every float of this phase."""
-        return 4 * sum(piece.payload_stop - piece.payload_start for piece in self._pieces(spec, phase))
+    def warm(self, ops: Ops, ctx: Context, total: Array) -> Context:
+        """One whole power iteration on the reduced gradient: both sides' bases."""
+        starts, state = _starts(ctx.spec), list(ctx.state)
+        for number, group in enumerate(self._groups(ctx.spec)):
+            matrices = [_matrix(ops, total, group, starts[tensor]) for tensor in group.tensors]
+            for side, length in ((1, group.rows), (0, group.columns)):
+                basis = state[2 * number + 1 - side]
+                sent = [ops.matmul(matrix, basis[i], transpose_a=side == 0) for i, matrix in enumerate(matrices)]
+                flat = ops.concat([ops.reshape(factor, (length * self.rank,)) for factor in sent])
+                state[2 * number + side] = _orthonormal(ops, ops.reshape(flat, (len(sent), length, self.rank)))
+        return ctx._replace(state=tuple(state))
 
-    def _basis(self, ctx: Context, piece: Piece) -> Array:
-        return ctx.state[2 * piece.matrix + ctx.phase]
+    def follows(self, other: Compressor) -> bool:
+        """A basis of another rank is a start."""
+        return isinstance(other, LowRank)
 
-    def _factor(self, ops: Ops, piece: Piece, phase: int, payload: Array) -> Array:
-        length = piece.columns if phase else piece.rows
-        return ops.reshape(payload[piece.payload_start : piece.payload_stop], (length, self.rank))
+    def inherit(self, ops: Ops, ctx: Context, old: Context) -> Context:
+        """The old bases' first columns, and new random ones orthogonal to them where there were fewer."""
+        spec, state = ctx.spec, list(ctx.state)
+        if not old.state:  # all was too small for bases at the old rank
+            return ctx._replace(phase=old.phase)
+        rank = int(old.state[0].shape[-1])
+        before = LowRank(rank)._groups(spec)
+        for number, group in enumerate(self._groups(spec)):
+            if group in before:
+                kept = ops.from_numpy(np.eye(rank, self.rank, dtype=np.float32))
+                for side in range(2):
+                    columns = ops.matmul(old.state[2 * before.index(group) + side], kept)
+                    fresh = np.arange(self.rank) >= rank
+                    state[2 * number + side] = ops.orthonormal(
+                        columns + state[2 * number + side] * ops.from_numpy(fresh.astype(np.float32))
+                    )
+        return ctx._replace(phase=old.phase, state=tuple(state))
 
-    def _matrices(self, spec: Spec, phase: int = 0) -> Iterator[Piece]:
-        return (piece for piece in self._pieces(spec, phase) if piece.rows)
+    def layout(self, spec: Spec, phase: int) -> Layout:
+        """Factors in front, dense tensors behind."""
+        values = sum(
+            self.rank * (group.columns if phase else group.rows) * len(group.tensors) for group in self._groups(spec)
+        )
+        return Layout(values, sum(spec.sizes[tensor] for tensor in self._dense(spec)) + spec.tail)
 
-    def _pieces(self, spec: Spec, phase: int) -> Iterator[Piece]:
-        start = payload_start = matrix = 0
-        for shape, size in zip(spec.shapes, spec.sizes, strict=True):
-            rows, columns = most_square(shape)
-            if 2 * self.rank > min(rows, columns):
-                rows = columns = 0
-            length = self.rank * (columns if phase else rows) if rows else size
-            yield Piece(start, start + size, payload_start, payload_start + length, rows, columns, matrix)
-            start, payload_start, matrix = start + size, payload_start + length, matrix + bool(rows)
+    def _groups(self, spec: Spec) -> Sequence[Group]:
+        found: dict[tuple[int, int], list[int]] = {}
+        for tensor, shape in enumerate(spec.shapes):
+            if 2 * self.rank <= min(most_square(shape)):
+                found.setdefault(most_square(shape), []).append(tensor)
+        return [Group(rows, columns, tuple(tensors)) for (rows, columns), tensors in found.items()]
+
+    def _dense(self, spec: Spec) -> Sequence[int]:
+        return [tensor for tensor, shape in enumerate(spec.shapes) if 2 * self.rank > min(most_square(shape))]
+
+    def _factors(self, ops: Ops, ctx: Context, payload: Array) -> Sequence[Array]:
+        """The factors of every group, (b, n, r) or (b, m, r)."""
+        factors, start = [], 0
+        for group in self._groups(ctx.spec):
+            shape = (len(group.tensors), group.columns if ctx.phase else group.rows, self.rank)
+            factors.append(ops.reshape(payload[start : start + math.prod(shape)], shape))
+            start += math.prod(shape)
+        return factors
 
 
 def most_square(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -148,6 +183,24 @@ def most_square(shape: tuple[int, ...]) -> tuple[int, int]:
         return 1, math.prod(shape)
     cuts = [(math.prod(shape[:cut]), math.prod(shape[cut:])) for cut in range(1, len(shape))]
     return min(cuts, key=sum)
+
+
+def _starts(spec: Spec) -> list[int]:
+    return [0, *np.cumsum(spec.sizes, dtype=int).tolist()]
+
+
+def _matrix(ops: Ops, bucket: Array, group: Group, start: int) -> Array:
+    shape = group.rows, group.columns
+    return ops.reshape(bucket[start : start + math.prod(shape)], shape)
+
+
+def _orthonormal(ops: Ops, factor: Array) -> Array:
+    # A division, because the reciprocal of a denormal is infinite and that of a huge number is flushed to zero.
+    return ops.orthonormal(factor / (ops.largest(factor) + SMALLEST_NORMAL))
+
+
+def _random(stream: tuple[int, ...], length: int, rank: int) -> np.ndarray:
+    return 2.0 * uniform(stream, length * rank).reshape(length, rank) - 1.0
 
 
 def _orthonormal_numpy(columns: np.ndarray) -> np.ndarray:

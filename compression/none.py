@@ -8,35 +8,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvdplus.compression.contract import Context, Spec
+from hvdplus.compression.contract import Compressor, Context, Spec
 from hvdplus.compression.ops import Array, Ops
 
 
 @dataclass(frozen=True)
-class NoCompression:
+class NoCompression(Compressor):
     """Identity compressor."""
 
-    name: str = "none"
-    phases: int = 1
-    keeps_residual: bool = False
-    narrow: bool = False
-    uses_products: bool = False
+    name = "none"
+    keeps_residual = False
+    settles = False
+    memory_passes = 0.0
 
     def init(self, ops: Ops, spec: Spec) -> Context:
         """An empty context."""
         return Context(spec, 0, ())
 
-    def encode(self, ops: Ops, ctx: Context, grad: Array) -> Array:
+    def encode(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Array:
         """The gradient, not a copy of it."""
         return grad
 
     def decode(self, ops: Ops, ctx: Context, total: Array) -> Array:
         """The sum, not a copy of it."""
         return total
-
-    def advance(self, ops: Ops, ctx: Context, total: Array) -> Context:
-        """Nothing to learn."""
-        return ctx
 
     def payload_bytes(self, spec: Spec, phase: int = 0) -> int:
         """4 bytes an element."""

@@ -2,19 +2,92 @@
 
 A compressor never imports a framework; it is handed an ``Ops``. NumPy (``hvdplus.adapters.numpy``) is the
 reference, torch and TensorFlow are held against it. Keep this surface tiny: every method here is written once
-per framework. Plain arithmetic, comparison and slicing of arrays (``a + b``, ``a * 2.0``, ``a[i:j]``) is common
-to all of them and needs no method.
+per framework. Plain arithmetic, comparison and slicing of arrays (``a + b``, ``a * 2.0``, ``a // b``, ``a[i:j]``) is
+common to all of them and needs no method.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 Array = Any
 """An array of the framework in use (``numpy.ndarray``, ``torch.Tensor``, ``tf.Tensor``)."""
+
+
+HALF_LIMIT = 2.0**15
+"""Magnitude at which saturating float16 values stop, times the factor: N of them add up within 65504 however the Nth
+part of it is rounded."""
+
+
+class Product(NamedTuple):
+    """A matrix given by its factors, row-major: ``left right^T``."""
+
+    left: Array
+    """(n, r)"""
+    right: Array
+    """(m, r)"""
+
+
+class Rows(NamedTuple):
+    """A matrix with few rows that are not zero, row-major."""
+
+    values: Array
+    """(k, width)"""
+    rows: Array
+    """int32 (k,): where they stand, ascending"""
+    height: int
+    """number of rows of the matrix"""
+
+
+class Packed(NamedTuple):
+    """Signed integers in lanes of ``bits`` bits, times a power of two: ``q 2^exponent``."""
+
+    words: Array
+    """int32 or int64, W of them. Lanes of 8 and 16 bits are bytes in the elements' order: element i stands in word
+    i // lanes, lane i % lanes, lowest bits first. Lanes of other widths hold a stretch each: word i % W, lane i // W.
+    """
+    exponent: Array
+    """int32, one element; see ``Ops.power_of_two``"""
+    bits: int
+    length: int
+    """number of elements; lanes behind them are zero"""
+
+
+def sign_bits(bits: int, word: int) -> int:
+    """The highest bit of every lane of a word, as a signed integer of that word.
+
+    Bytes whose signs are flipped with it are unsigned, and so do not borrow from each other: flipping them and taking
+    it away turns bytes in two's complement into the sum of ``q 2^(lane bits)``, and adding it and flipping back undoes
+    that.
+    """
+    value = sum(1 << (lane * bits + bits - 1) for lane in range(word // bits))
+    return value - (1 << word)
+
+
+class Packing(NamedTuple):
+    """What ``Ops.pack`` returns."""
+
+    words: Array
+    clipped: Array
+    """int32, 0-d: how many values were beyond the levels"""
+    rms: Array
+    """``Ops.rms`` of the values, which it had in hand"""
+    left: Array | None
+    """``values - q 2^worth``, if asked for"""
+
+
+class Halves(NamedTuple):
+    """float16 values times a factor."""
+
+    values: Array
+    factor: float
+
+
+Piece = Array | Product | Rows | Packed | Halves
+"""A stretch of a bucket: a plain 1-D float32 array, or something that stands for one."""
 
 
 class Ops(Protocol):
@@ -30,30 +103,84 @@ class Ops(Protocol):
         """The same elements in row-major order under another shape; no copy where the framework can avoid it."""
 
     def concat(self, parts: Sequence[Array]) -> Array:
-        """Join 1-D arrays end to end."""
+        """Join 1-D arrays of one dtype end to end."""
 
-    def matmul(self, a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = False) -> Array:
-        """Matrix product of two 2-D arrays, either of them transposed first."""
+    def assemble(self, pieces: Sequence[Piece]) -> Array:
+        """All pieces end to end, as one 1-D array."""
+
+    def subtract(self, values: Array, pieces: Sequence[Piece]) -> Array:
+        """``values - assemble(pieces)``; may overwrite ``values``."""
+
+    def matmul(self, a: Array, b: Array, transpose_a: bool = False) -> Array:
+        """Matrix product of two 2-D arrays (or batches of them), the first transposed if asked to."""
 
     def orthonormal(self, columns: Array) -> Array:
-        """Orthonormal basis of the columns of an (n, r) array, n >= r, by Householder QR with R's diagonal >= 0.
+        """Orthonormal bases of the columns of (b, n, r) matrices, n >= r, by Householder QR, R's diagonal >= 0.
 
         The sign convention makes the result unique for full rank, so that frameworks agree. Rank-deficient and
         zero input yields an orthonormal basis that contains the column space. Scale the columns to a largest
         magnitude of about 1 first: tiny ones, whose squares underflow, may be taken for zeros.
         """
 
-    def half(self, values: Array) -> Array:
-        """Cast to float16, rounding to nearest even; beyond 65504 becomes infinite."""
+    def largest(self, batch: Array) -> Array:
+        """Largest magnitude of each matrix of a batch: (b, n, r) -> (b, 1, 1)."""
 
-    def single(self, values: Array) -> Array:
-        """Cast to float32."""
+    def half(self, values: Array, factor: float, saturate: bool = False) -> Array:
+        """``values * factor`` as float16, rounded to nearest even. Beyond 65504 it becomes infinite; with
+        ``saturate``, finite values beyond ``HALF_LIMIT * factor`` stop there, and infinite ones become NaN."""
 
-    def max_abs(self, values: Array) -> Array:
-        """Largest magnitude as a 0-d array; 0 for an empty array."""
+    def rms(self, values: Array) -> Array:
+        """Root of the mean square, 0-d; 0 for an empty array. No overflow or underflow on the way."""
+
+    def row_norms(self, matrix: Array, other: Array | None = None, factor: float = 1.0) -> Array:
+        """Euclidean norm of every row of ``matrix + other * factor`` (2-D). No overflow or underflow on the way."""
+
+    def top(self, values: Array, count: int) -> Array:
+        """Indices (int32, ascending) of the ``count`` largest of a 1-D array; of equal ones, those in front."""
+
+    def take_rows(self, matrix: Array, rows: Array) -> Array:
+        """``matrix[rows]``; ``rows`` is int32."""
+
+    def put_values(self, values: Array, places: Array, new: Array) -> Array:
+        """Copy of a 1-D array with ``new`` at ``places`` (int32, distinct)."""
+
+    def log2(self, values: Array) -> Array:
+        """Binary logarithm of positive values."""
+
+    def power_of_two(self, exponent: Array) -> Array:
+        """``2^exponent`` as exact float32, of int32 from -126 to 127; 0 for -127 and below."""
+
+    def integers(self, values: Array, bits: int = 32) -> Array:
+        """Nearest int32 (or int64) of floats, booleans or integers; of what is not finite, anything."""
+
+    def scramble(self, values: Array) -> Array:
+        """Hash int32 values one by one; see ``hashing.scramble``."""
+
+    def pack(
+        self,
+        values: Array,
+        exponent: Array,
+        levels: int,
+        bits: int,
+        word: int,
+        noise: Array | None = None,
+        worth: Array | None = None,
+    ) -> Packing:
+        """Round ``values / 2^exponent`` to integers in ``[-levels, levels]`` and pack them (see ``Packed``).
+
+        Args:
+            exponent: int32, one element; -127 rounds everything to 0.
+            word: 32 or 64, bits of a word.
+            noise: None rounds to nearest, ties to even; an int32 (one element) rounds stochastically:
+                ``floor(x + u)`` with ``u`` in [0, 1) from a hash of that key, the element's place, and its own bits,
+                so that ranks with different values draw independently without knowing who they are.
+            worth: int32, one element: a level stands for ``2^worth``, and what is left of the values is wanted too;
+                then ``values`` may be overwritten.
+
+        """
 
     def all_finite(self, values: Array) -> Array:
-        """0-d boolean array: no element is NaN or infinite."""
+        """0-d boolean array: no element is NaN or infinite. Integers are finite."""
 
     def checksum(self, values: Array) -> Array:
         """Sum of the elements' 32-bit patterns as signed integers, as a 0-d int64 array (wrapping)."""

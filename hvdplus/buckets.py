@@ -1,7 +1,9 @@
 """Which gradients travel together.
 
 A bucket is a flat vector of some parameters' gradients, end to end. Buckets are filled from the last parameter to
-the first, the order in which a backward pass delivers, so that the first is on its way while the pass goes on.
+the first, the order in which a backward pass delivers, so that the first is on its way while the pass goes on. Within a
+bucket those stand last that no compressor may touch: vectors, norms and tiny tensors, in which there is little to save
+and much to spoil.
 """
 
 from __future__ import annotations
@@ -15,6 +17,11 @@ from hvdplus.compression import Compressor, NoCompression, Spec
 
 DENSE_ONLY = "float64"
 """Buckets of this type are never compressed; everything narrower travels through float32."""
+TINY = 256
+"""Tensors of fewer elements are never compressed."""
+SPARSE = 0.25
+"""Largest share of rows, all ranks' together, at which only the used rows of a sparse gradient are exchanged; beyond,
+it is better off in a bucket, at the level that all others have."""
 
 
 class Bucket(NamedTuple):
@@ -23,14 +30,17 @@ class Bucket(NamedTuple):
     number: int
     parameters: tuple[int, ...]
     """Positions in the model's list of parameters, in the order in which they stand in the bucket."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Their shapes, in the same order."""
     dtype: str
     """``float32`` or ``float64``."""
     spec: Spec
+    """What a compressor sees of it."""
 
     @property
     def offsets(self) -> tuple[int, ...]:
         """Where each parameter begins in the flat vector, and the end of the last."""
-        return tuple(accumulate(self.spec.sizes, initial=0))
+        return tuple(accumulate(map(math.prod, self.shapes), initial=0))
 
 
 def make_buckets(
@@ -45,9 +55,11 @@ def make_buckets(
     open_bytes: dict[str, int] = {}
 
     def close(dtype: str) -> None:
-        parameters = tuple(open_parameters.pop(dtype))
-        spec = Spec(tuple(shapes[i] for i in parameters), len(buckets), seed, ranks)
-        buckets.append(Bucket(len(buckets), parameters, dtype, spec))
+        parameters = sorted(open_parameters.pop(dtype), key=lambda i: not compressible(shapes[i]))  # else in order
+        body = tuple(shapes[i] for i in parameters if compressible(shapes[i]))
+        tail = sum(math.prod(shapes[i]) for i in parameters[len(body) :])
+        spec = Spec(body, len(buckets), seed, ranks, tail)
+        buckets.append(Bucket(len(buckets), tuple(parameters), tuple(shapes[i] for i in parameters), dtype, spec))
 
     for i in reversed(range(len(shapes))):
         dtype = DENSE_ONLY if dtypes[i] == DENSE_ONLY else "float32"
@@ -59,6 +71,11 @@ def make_buckets(
     for dtype in list(open_parameters):
         close(dtype)
     return tuple(buckets)
+
+
+def compressible(shape: tuple[int, ...]) -> bool:
+    """Whether a tensor of this shape may be compressed: a matrix of some size, whatever dimensions of 1 it has."""
+    return sum(length > 1 for length in shape) >= 2 and math.prod(shape) >= TINY
 
 
 def compressor_for(bucket: Bucket, compressor: Compressor) -> Compressor:

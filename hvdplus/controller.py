@@ -66,6 +66,9 @@ class Controller:
 
     names: tuple[str, ...]
     limits: Limits = field(default_factory=Limits)
+    payload_bytes: tuple[int, ...] = ()
+    """Bytes that a rank sends a step at every level, as estimated; a level that sends no less than the one below it is
+    passed over. Empty: unknown."""
     mode: Mode = Mode.DENSE
     level: int = 0
     measured: dict[int, StepTimes] = field(default_factory=dict)
@@ -110,14 +113,21 @@ class Controller:
     def _after_dense(self) -> Decision:
         dense = self.measured[0] = median_times(self.window)
         share = _share(dense)
-        if share <= self.limits.bottleneck or len(self.names) == 1:
+        first = self._above(0)
+        if share > self.limits.bottleneck and first is None:
+            return self._hold(
+                0,
+                f"communication holds up {share:.0%} of a {dense.step * 1e3:.2f} ms step, and there is no level that "
+                "sends less",
+            )
+        if first is None or share <= self.limits.bottleneck:
             return self._hold(
                 0,
                 f"communication is no bottleneck: {dense.exposed_comm * 1e3:.2f} ms exposed are {share:.0%} of a "
                 f"{dense.step * 1e3:.2f} ms step (limit {self.limits.bottleneck:.0%})",
             )
         return self._try(
-            1,
+            first,
             f"communication holds up {share:.0%} of a {dense.step * 1e3:.2f} ms step "
             f"({dense.exposed_comm * 1e3:.2f} ms exposed, limit {self.limits.bottleneck:.0%})",
         )
@@ -126,16 +136,17 @@ class Controller:
         times = self.measured[self.level] = median_times(self.window)
         dense = self.measured[0]
         share, name = _share(times), self.names[self.level]
-        if self.level + 1 < len(self.names):
+        following = self._above(self.level)
+        if following is not None:
             if share > self.limits.bottleneck:
                 return self._try(
-                    self.level + 1,
+                    following,
                     f"at {name} communication still holds up {share:.0%} of a {times.step * 1e3:.2f} ms step "
                     f"({times.exposed_comm * 1e3:.2f} ms exposed)",
                 )
             if times.step > (1 - self.limits.margin) * dense.step:
                 return self._try(
-                    self.level + 1,
+                    following,
                     f"{name} hides communication, but its {times.step * 1e3:.2f} ms step saves less than "
                     f"{self.limits.margin:.0%} of the dense {dense.step * 1e3:.2f} ms",
                 )
@@ -149,6 +160,11 @@ class Controller:
             )
         saved = 1 - self.measured[best].step / dense.step
         return self._hold(best, f"{self.names[best]} saves {saved:.0%} of the dense step ({tried})")
+
+    def _above(self, level: int) -> int | None:
+        """The next level that sends less than ``level``."""
+        sent = self.payload_bytes or range(len(self.names), 0, -1)
+        return next((i for i in range(level + 1, len(self.names)) if sent[i] < sent[level]), None)
 
     def _while_holding(self) -> Decision | None:
         self.steps_held += 1

@@ -4,8 +4,9 @@
                                     └► pending residual      └► next context
 
 A *plan* says which level runs in a step; a *program* is one fixed piece of code that a plan can pick (level, phase,
-draining or not), so that a compiled graph holds each of them once. The *side tensor* is the one small extra sum a
-step, for what does not add up: every rank writes its own slot and zeros elsewhere, so that the sum is a gather.
+draining or warming up another level or neither), so that a compiled graph holds each of them once. The *side tensor* is
+the one small extra sum a step, for what does not add up: every rank writes its own slot and zeros elsewhere, so that
+the sum is a gather.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class Program(NamedTuple):
     phase: int
     drains: bool
     """Whether it pays out a residual on the way back to dense."""
+    warms: int = 0
+    """A level whose contexts learn from this dense step; 0: none."""
 
 
 class Plan(NamedTuple):
@@ -35,18 +38,22 @@ class Plan(NamedTuple):
     level: int = 0
     phase: int = 0
     release: float = 0.0
-    """Share of the residual that joins the gradient; 0: none is outstanding."""
+    """Share of the residual that joins the gradient; 0: none is outstanding, or it waits."""
+    warms: int = 0
+    """A level whose contexts learn from this dense step; 0: none."""
 
 
 class Ladder:
     """The levels of a run, least compression first, and the programs that run them."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, levels: Sequence[str | Compressor]) -> None:
         """Raises ValueError for an unknown or repeated name."""
-        self.compressors: tuple[Compressor, ...] = tuple(parse(name) for name in names)
+        self.compressors: tuple[Compressor, ...] = tuple(
+            parse(level) if isinstance(level, str) else level for level in levels
+        )
         self.names: tuple[str, ...] = tuple(compressor.name for compressor in self.compressors)
-        if len(set(self.names)) != len(names):
-            raise ValueError(f"The ladder names a level twice. Received: {', '.join(names)}")
+        if len(set(self.names)) != len(self.names):
+            raise ValueError(f"The ladder names a level twice. Received: {', '.join(self.names)}")
         self.programs: tuple[Program, ...] = tuple(
             program
             for level, compressor in enumerate(self.compressors)
@@ -56,16 +63,21 @@ class Ladder:
                 if compressor.keeps_residual
                 else [Program(level, phase, False), Program(level, phase, True)]
             )
+        ) + tuple(
+            Program(0, 0, False, warms=level)
+            for level, compressor in enumerate(self.compressors)
+            if level and compressor.warms
         )
 
     def program(self, plan: Plan) -> int:
         """Index of the program that runs ``plan``."""
         drains = plan.release > 0 and not self.compressors[plan.level].keeps_residual
-        return self.programs.index(Program(plan.level, plan.phase, drains))
+        return self.programs.index(Program(plan.level, plan.phase, drains, plan.warms))
 
-    def touches_residual(self, plan: Plan) -> bool:
-        """Whether the step changes residuals or contexts, and so must know in its own step that all went well."""
-        return plan.release > 0
+    def settles(self, plan: Plan) -> bool:
+        """Whether the step changes residuals or contexts, or could hide what is not finite, and so must know in its own
+        step that all went well."""
+        return plan.release > 0 or plan.warms > 0 or self.compressors[plan.level].settles
 
     def tensor_name(self, prefix: str, bucket: int, plan: Plan) -> str:
         """All-reduce name. A payload's length depends on level and phase, so both are part of it: a name that keeps

@@ -86,8 +86,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         name: accepted.
         device_dense, device_sparse: accepted; TensorFlow places the ops.
         compression: ``auto`` (measure, and compress as much as it takes; ``HVDPLUS_COMPRESSION`` may say otherwise),
-            a fixed level (``none``, ``fp16``, ``lowrank:4``), or Horovod's ``Compression.none`` / ``Compression.fp16``.
-        sparse_as_dense: accepted; IndexedSlices are always exchanged dense.
+            a level (``none``, ``fp16``, ``int8``, ``lowrank:4``, ``topk:0.05+int8``; ``hvdplus compressors`` lists
+            them), Horovod's ``Compression.none`` / ``Compression.fp16``, another class with Horovod's ``compress`` and
+            ``decompress``, or an ``hvdplus.compression.Compressor`` object.
+        sparse_as_dense: accepted. IndexedSlices that use few rows have these rows exchanged, exact and uncompressed,
+            the others are exchanged dense; both come back dense.
         gradient_predivide_factor: accepted; hvdplus divides before the cast where a narrow type could overflow.
         op: ``Average`` (default) or ``Sum``.
         backward_passes_per_step: passes that accumulate locally before one exchange

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
-from hvdplus.compression import TABLE, parse
+from hvdplus.compression import Compressor, HorovodCompressor, Ops, known, parse
 from hvdplus.exchange import Ladder
 from hvdplus.runlog import RunLog
 from hvdplus.settings import Settings
@@ -25,35 +26,46 @@ class Compression:
     fp16 = type("FP16Compressor", (), {})
 
 
-def choose_ladder(compression: Any, settings: Settings, world: World) -> tuple[Ladder, bool]:
+def choose_ladder(compression: Any, settings: Settings, world: World, ops: Ops) -> tuple[Ladder, bool]:
     """The ladder to run, and whether a controller chooses from it.
 
     Args:
         compression: ``auto`` (then ``HVDPLUS_COMPRESSION`` decides, ``auto`` by default), a level such as
-            ``lowrank:4``, or Horovod's own ``Compression.none`` or ``Compression.fp16``.
+            ``lowrank:4`` or ``topk:0.05+int8``, a ``Compressor`` object, Horovod's own ``Compression.none`` or
+            ``Compression.fp16``, or another class of Horovod's ``Compressor`` kind.
+        ops: operations of the framework in use.
 
     Raises:
         ValueError: unknown compression; or a fixed level that needs equal CPUs and libraries where ranks differ.
     """
-    name = _spelling(compression)
-    # Scripts written for Horovod name its classes because they have to name something: the environment may turn that.
-    if name == AUTO or (not isinstance(compression, str) and settings.compression != AUTO):
-        name = settings.compression
-    if name == AUTO:
+    stock = isinstance(compression, type) and compression.__module__.partition(".")[0] in ("horovod", "hvdplus")
+    if stock and compression.__name__ in HOROVODS_NAMES:
+        # Scripts written for Horovod name these because they have to name something: the environment may turn that.
+        compression = HOROVODS_NAMES[compression.__name__] if settings.compression == AUTO else AUTO
+    if isinstance(compression, str) and compression == AUTO:
+        compression = settings.compression
+        try:
+            _one(compression, ops) if compression != AUTO else [parse(level) for level in settings.ladder]
+        except ValueError as error:
+            where = "LADDER" if compression == AUTO else "COMPRESSION"
+            raise ValueError(f"HVDPLUS_{where} in the environment: {error}") from None
+    if isinstance(compression, str) and compression == AUTO:
         compressors = [parse(level) for level in settings.ladder]
         if compressors[0].name != "none":
             raise ValueError(
                 f"The ladder must begin with none, which every other level is measured against. "
                 f"Received: HVDPLUS_LADDER={','.join(settings.ladder)}"
             )
-        return Ladder([c.name for c in compressors if not (c.uses_products and world.differences)]), True
-    compressor = parse(name)
+        return Ladder([c for c in compressors if not (c.uses_products and world.differences)]), True
+    compressor = _one(compression, ops)
     if compressor.uses_products and world.differences:
         raise ValueError(
-            f"compression={name!r} needs the same CPU capability and library versions on all ranks, or their contexts "
-            f"drift apart. The ranks differ in {'; '.join(world.differences)}. Use fp16 or none, or make them equal."
+            f"compression={compressor.name!r} needs the same CPU capability and library versions on all ranks, or "
+            f"their contexts drift apart. The ranks differ in {'; '.join(world.differences)}. Use fp16 or none, or "
+            "make them equal."
         )
-    return Ladder([compressor.name]), False
+    # A level that learns is led up to by dense steps.
+    return Ladder(["none", compressor] if compressor.warms else [compressor]), False
 
 
 def check_same_model(mine: Sequence[Any], world: World) -> None:
@@ -77,21 +89,41 @@ def check_same_model(mine: Sequence[Any], world: World) -> None:
             )
 
 
+def check_same_settings(settings: Settings, ladder: Ladder, world: World, **arguments: Any) -> None:
+    """What decides what is sent, and when, has to be alike on all ranks. Every rank calls it.
+
+    Raises:
+        ValueError: a rank has other settings or arguments; on every rank, with the first that differs.
+    """
+    mine = {"levels": ladder.names, **arguments, **asdict(settings)}
+    del mine["run_log"]  # only rank 0 writes one
+    everyone = world.transport.gather_objects(mine)
+    for rank, theirs in enumerate(everyone):
+        for name, value in theirs.items():
+            if value != everyone[0][name]:
+                raise ValueError(
+                    f"Ranks 0 and {rank} differ in {name}: {everyone[0][name]!r} against {value!r}. Give all ranks the "
+                    "same arguments and HVDPLUS_* variables (mpirun passes a variable on to other hosts with -x NAME)."
+                )
+
+
 def open_log(settings: Settings, world: World, instance: int) -> RunLog:
     """The run log of the job's ``instance``-th optimizer (from 0); only rank 0 writes a file, and only if asked to."""
     path = settings.run_log if world.transport.rank == 0 else ""
     return RunLog(f"{path}.{instance}" if path and instance else path or None)
 
 
-def _spelling(compression: Any) -> str:
+def _one(compression: Any, ops: Ops) -> Compressor:
+    """The compressor that a script asked for."""
     if isinstance(compression, str):
+        return parse(compression)
+    if isinstance(compression, Compressor):
         return compression
-    if isinstance(getattr(compression, "name", None), str) and hasattr(compression, "payload_bytes"):
-        return str(compression.name)
-    horovod = HOROVODS_NAMES.get(getattr(compression, "__name__", ""))
-    if horovod:
-        return horovod
+    if callable(getattr(compression, "compress", None)) and callable(getattr(compression, "decompress", None)):
+        return HorovodCompressor(compression, ops)
+    if isinstance(compression, type) and issubclass(compression, Compressor):
+        raise ValueError(f"compression wants an object, such as {compression.__name__}(). Received: {compression!r}")
     raise ValueError(
-        f"compression wants 'auto' or one of {', '.join(sorted(TABLE))}, or Horovod's Compression.none or "
-        f"Compression.fp16. Received: {compression!r}"
+        f"compression wants 'auto', one of {', '.join(sorted(known()))} with its parameters, a hvdplus Compressor, or "
+        f"a class with Horovod's compress and decompress. Received: {compression!r}"
     )

@@ -25,6 +25,8 @@ from hvdplus.transport import World
 
 DRAINING = "draining"
 """What the run log calls dense steps that pay out a residual: neither a level of the ladder nor plain dense."""
+WARMING = "warming"
+"""What it calls dense steps from which a level's contexts learn before it begins."""
 
 
 class Pilot:
@@ -33,26 +35,43 @@ class Pilot:
     def __init__(
         self, ladder: Ladder, settings: Settings, *, auto: bool, ranks: int, payload_bytes: Sequence[int], log: RunLog
     ) -> None:
-        """``payload_bytes``: bytes that one rank sends a step, one entry a level of the ladder."""
+        """``payload_bytes``: bytes that one rank sends a step, one entry a level of the ladder.
+
+        Without ``auto`` the ladder's last level runs throughout.
+        """
         self.ladder = ladder
         self.ranks = ranks
         self.log = log
         self.payload_bytes = tuple(payload_bytes)
         self._window_steps = settings.window_steps
         self._drain_steps = settings.drain_steps
-        self._controller = Controller(ladder.names, Limits(dense_steps=settings.dense_steps)) if auto else None
+        self._warm_steps = settings.warm_steps
+        limits = Limits(dense_steps=settings.dense_steps)
+        self._controller = Controller(ladder.names, limits, payload_bytes=self.payload_bytes) if auto else None
         self._level = 0
         self._phases = [0] * len(ladder.names)
-        self._drain_left = 0
+        self._drain_left = self._warm_left = 0
+        self._heir_of: int | None = None
+        """The level whose contexts, and so whose phase, the present one takes over in the coming plan."""
+        if not auto:
+            self.set_level(len(ladder.names) - 1)
+        self.row_bytes = 0
+        """Bytes that the last step sent besides, for rows of sparse gradients."""
         self.steps = 0
         """Steps observed so far."""
-        self._measured_level = 0
-        self._measured_drain = False
+        self._measured = Plan(self._level)
+        """What the step did that the next times are of."""
         self._window: list[tuple[StepTimes, float]] = []
         self._began = time.monotonic()
         self._finished = False
         self.plan = self._next_plan()
         """The coming step's plan."""
+
+    def resize(self, payload_bytes: Sequence[int]) -> None:
+        """Buckets have been cut anew: ``payload_bytes`` as above."""
+        self.payload_bytes = tuple(payload_bytes)
+        if self._controller:
+            self._controller.payload_bytes = self.payload_bytes
 
     def observe(self, plan: Plan, total: np.ndarray, healthy: bool = True) -> None:
         """Take in the summed side tensor of a step that ran ``plan``; every rank does so at the same point.
@@ -67,11 +86,9 @@ class Pilot:
         if healthy and not any(slot.nonfinite for slot in slots):
             self._commit(plan)
         self._measure(reduce_times([slot.times for slot in slots]), _mean_loss(slots))
-        drains = self._drains(plan)
-        if (plan.level, drains) != (self._measured_level, self._measured_drain):
+        if self._label(plan) != self._label(self._measured):
             self._close_window()
-            # The next side tensor brings this step's times.
-            self._measured_level, self._measured_drain = plan.level, drains
+        self._measured = plan  # the next side tensor brings this step's times
 
     def advance(self) -> Plan:
         """Make the next step's plan."""
@@ -81,12 +98,15 @@ class Pilot:
     def set_level(self, level: int) -> None:
         """Run ``level`` from the next plan on, on all ranks alike."""
         if self._level != level:
-            compressor = self.ladder.compressors[level]
-            leaves_residual = self.ladder.compressors[self._level].keeps_residual
+            before, compressor = self.ladder.compressors[self._level], self.ladder.compressors[level]
             if compressor.keeps_residual:
                 self._drain_left = 0
-            elif leaves_residual:
+            elif before.keeps_residual:
                 self._drain_left = self._drain_steps
+            if compressor.follows(before) and not self._warm_left:  # the exchange hands its contexts over
+                self._heir_of = self._level
+            else:
+                self._warm_left = self._warm_steps if compressor.warms else 0
             self._level = level
 
     @property
@@ -110,7 +130,7 @@ class Pilot:
             hosts=world.hosts,
             transport=world.transport.name,
             collective=world.collective,
-            compression="auto" if self._controller else self.ladder.names[0],
+            compression="auto" if self._controller else self.ladder.names[self._level],
             ladder=list(self.ladder.names),
             parameters=parameters,
             gradient_bytes=4 * parameters,
@@ -129,8 +149,8 @@ class Pilot:
             return
         if self._controller is None:
             raise ValueError(
-                f"{self.ladder.names[0]} keeps a residual, which loss scaling would mix units in. Use fp16 or none, or "
-                "train in bfloat16, which needs no loss scaling."
+                f"{self.ladder.names[self._level]} keeps a residual, which loss scaling would mix units in. Use "
+                "fp16 or none, or train in bfloat16, which needs no loss scaling."
             )
         self._controller.forbid(lossy[0])
         if self._level >= lossy[0]:
@@ -158,7 +178,16 @@ class Pilot:
         if not self._finished and not hasattr(sys, "last_value"):
             self.finish()
 
+    def repeat(self) -> Plan:
+        """The last step was exchanged, but not taken: what it was to pay out is still outstanding. The coming plan."""
+        self._drain_left += 1
+        return self.advance()
+
     def _next_plan(self) -> Plan:
+        if self._heir_of is not None:
+            self._phases[self._level], self._heir_of = self._phases[self._heir_of], None
+        if self._warm_left:
+            return Plan(warms=self._level)
         release = 1.0 if self.ladder.compressors[self._level].keeps_residual else release_factor(self._drain_left)
         return Plan(self._level, self._phases[self._level], release)
 
@@ -176,11 +205,18 @@ class Pilot:
         compressor = self.ladder.compressors[plan.level]
         if compressor.phases > 1:
             self._phases[plan.level] = (plan.phase + 1) % compressor.phases
-        if self._drains(plan):
+        # A step that was under way when the level changed counts for nothing that was called off meanwhile.
+        if self._label(plan) == DRAINING and self._drain_left:
             self._drain_left -= 1
+        if plan.warms == self._level and self._warm_left:
+            self._warm_left -= 1
 
-    def _drains(self, plan: Plan) -> bool:
-        return plan.release > 0 and not self.ladder.compressors[plan.level].keeps_residual
+    def _label(self, plan: Plan) -> str:
+        """What the run log calls such a step."""
+        if plan.warms:
+            return WARMING
+        drains = plan.release > 0 and not self.ladder.compressors[plan.level].keeps_residual
+        return DRAINING if drains else self.ladder.names[plan.level]
 
     def _measure(self, times: StepTimes, loss: float) -> None:
         self.steps += 1
@@ -189,10 +225,10 @@ class Pilot:
         self._window.append((times, loss))
         if len(self._window) >= self._window_steps:
             self._close_window()
-        # A step that pays out a residual is dearer than a dense one: it says nothing about dense.
+        # A step that pays out a residual, or learns, is dearer than a dense one: it says nothing about dense.
         decision = None
-        if self._controller and not self._measured_drain:
-            decision = self._controller.observe(self._measured_level, times)
+        if self._controller and self._label(self._measured) == self.ladder.names[self._measured.level]:
+            decision = self._controller.observe(self._measured.level, times)
         if decision:
             self._close_window()
             self.log.write(
@@ -215,13 +251,13 @@ class Pilot:
             first_step=self.steps - len(self._window),
             last_step=self.steps - 1,
             steps=len(self._window),
-            level=DRAINING if self._measured_drain else self.ladder.names[self._measured_level],
+            level=self._label(self._measured),
             step_ms=times.step * 1e3,
             compute_ms=times.compute * 1e3,
             codec_ms=times.codec * 1e3,
             exposed_comm_ms=times.exposed_comm * 1e3,
             input_wait_ms=times.input_wait * 1e3,
-            payload_bytes=self.payload_bytes[self._measured_level],
+            payload_bytes=self.payload_bytes[self._measured.level] + self.row_bytes,
             loss=sum(losses) / len(losses) if losses else None,
         )
         self._window = []

@@ -18,7 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hvdplus.pilot import DRAINING, Pilot
+from hvdplus.pilot import DRAINING, WARMING, Pilot
 from hvdplus.runlog import Record
 from hvdplus.transport import World
 
@@ -180,7 +180,7 @@ def closing(records: Sequence[Record]) -> str:
         by_level.setdefault(_level(window), []).append(window)
     steps = sum(map(_steps, windows))
     # Steps that pay out a residual on the way back to dense were chosen by nobody.
-    levels = {level: _span(group, run_record) for level, group in by_level.items() if level != DRAINING}
+    levels = {level: _span(group, run_record) for level, group in by_level.items() if level not in (DRAINING, WARMING)}
     if not levels:
         return "No steps were recorded: there is nothing to compare."
     main = max(levels.values(), key=lambda span: span.steps)
@@ -450,9 +450,9 @@ def _columns(windows: Sequence[Record], run_record: Record) -> tuple[list[Span],
 
 
 def _levels(run_record: Record, columns: Sequence[Span]) -> list[str]:
-    """Names on the level axis, lowest first; draining lies below dense, since it is the way back there."""
+    """Names on the level axis, lowest first; draining and warming lie below dense, being the ways from it and back."""
     names = dict.fromkeys([*(run_record.get("ladder") or []), *(span.level for span in columns)])
-    return sorted(names, key=lambda name: name != DRAINING)
+    return sorted(names, key=lambda name: name not in (DRAINING, WARMING))
 
 
 def _headline(run_record: Record) -> list[str]:

@@ -12,7 +12,7 @@ several times too large.
 
 from __future__ import annotations
 
-from hvdplus.compression import Array, Compressor, Context, Ops
+from hvdplus.compression import Array
 
 
 def release_factor(steps_left: int) -> float:
@@ -28,10 +28,6 @@ def join(grad: Array, residual: Array, release: float | Array) -> Array:
     return grad + residual * release
 
 
-def remainder(
-    ops: Ops, compressor: Compressor, ctx: Context, sent: Array, payload: Array, residual: Array, release: float | Array
-) -> Array:
-    """The next residual: what stayed behind of the last one, and what the payload does not carry of ``sent``."""
-    if compressor.keeps_residual:  # these levels release all of it (release = 1)
-        return sent - compressor.decode(ops, ctx, payload)
+def unreleased(residual: Array, release: float | Array) -> Array:
+    """The next residual where the level itself loses nothing: what stayed behind of the last one."""
     return residual - residual * release

@@ -57,7 +57,7 @@ class Settings:
     """What can be set. ``Settings.from_environment()`` reads and checks the environment."""
 
     compression: str = _setting(
-        "auto", _text, "level of compression: auto, or a fixed one such as none, fp16, lowrank:4"
+        "auto", _text, "level of compression: auto, or a fixed one such as fp16, int8, lowrank:4, topk:0.01+int8"
     )
     transport: str = _setting(
         "auto", _one_of("auto", "horovod", "mpi4py", "local"), "what carries the bytes: auto, horovod, mpi4py or local"
@@ -66,6 +66,7 @@ class Settings:
         ("none", "fp16", "lowrank:4"), _words, "levels that auto may choose from, least compression first"
     )
     dense_steps: int = _setting(15, _at_least(1), "steps without compression at the start of training")
+    warm_steps: int = _setting(2, _at_least(1), "dense steps from which a level learns before it begins")
     drain_steps: int = _setting(10, _at_least(1), "steps over which a residual is paid out on the way back to dense")
     bucket_bytes: int = _setting(8 << 20, _at_least(4), "size of the buckets that gradients are exchanged in, in bytes")
     window_steps: int = _setting(10, _at_least(1), "steps summed up in one line of the run log")

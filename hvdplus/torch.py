@@ -17,7 +17,7 @@ from hvdplus.adapters.connect import INSTALL_HOROVOD, Cpu, connect, wants_horovo
 from hvdplus.adapters.torch import cpu
 from hvdplus.adapters.torch.collectives import Collectives
 from hvdplus.adapters.torch.optimizer import identical_on_all_ranks, wrap
-from hvdplus.launch import Compression
+from hvdplus.launch import Compression as WithoutHorovods
 from hvdplus.transport import NeedsHorovod, TransportError, World
 
 _BINDING = "horovod.torch"
@@ -71,12 +71,16 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         optimizer: any ``torch.optim.Optimizer``; the result is an instance of its class and shares its state.
         named_parameters: ``model.named_parameters()``; must name every parameter of the optimizer.
         compression: ``auto`` (measure, and compress as much as it takes; ``HVDPLUS_COMPRESSION`` may say otherwise),
-            a fixed level (``none``, ``fp16``, ``lowrank:4``), or Horovod's ``Compression.none`` / ``Compression.fp16``.
+            a level (``none``, ``fp16``, ``int8``, ``lowrank:4``, ``topk:0.05+int8``; ``hvdplus compressors`` lists
+            them), Horovod's ``Compression.none`` / ``Compression.fp16``, another class with Horovod's ``compress`` and
+            ``decompress``, or an ``hvdplus.compression.Compressor`` object.
         backward_passes_per_step: backward passes that accumulate locally before one exchange.
         op: ``Average`` (default) or ``Sum``; ``Adasum`` runs on Horovod's own optimizer, uncompressed.
         gradient_predivide_factor: accepted; hvdplus divides before the cast where a narrow type could overflow.
         num_groups, groups: accepted; hvdplus makes its own groups (buckets).
-        sparse_as_dense: accepted; sparse gradients are always exchanged dense and come back sparse.
+        sparse_as_dense: sparse gradients are exchanged, and come back, dense. Otherwise those that use few rows have
+            these rows exchanged, exact and uncompressed, and the others are exchanged dense; they come back sparse.
+            The first step decides which parameters have sparse gradients.
         process_set: other than the global one runs on Horovod's own optimizer, uncompressed.
 
     Raises:
@@ -108,6 +112,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         compression=compression,
         passes=backward_passes_per_step,
         average=op == average,
+        sparse_as_dense=sparse_as_dense,
     )
 
 
@@ -176,7 +181,7 @@ def __getattr__(name: str) -> Any:
     if name in ("Average", "Sum"):
         return name
     if name == "Compression":
-        return Compression
+        return WithoutHorovods
     if hasattr(Collectives, name):
         _require_world()
         return getattr(_collectives, name)

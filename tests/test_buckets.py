@@ -1,4 +1,7 @@
-"""Buckets: every parameter in one of them, in the order of a backward pass, cut alike on every rank."""
+"""Buckets: every parameter in one of them, in the order of a backward pass, cut alike on every rank.
+
+What no compressor may touch stands behind the rest of its bucket.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hvdplus.buckets import DENSE_ONLY, Bucket, make_buckets
+from hvdplus.buckets import DENSE_ONLY, Bucket, bytes_per_step, compressible, compressor_for, make_buckets
+from hvdplus.compression import parse
 
 Parameter = tuple[tuple[int, ...], str]
 
 parameters = st.lists(
     st.tuples(
-        st.lists(st.integers(0, 6), max_size=4).map(tuple),
+        st.one_of(
+            st.lists(st.integers(0, 6), max_size=4).map(tuple),
+            st.sampled_from(((16, 16), (255,), (256,), (1, 300), (300, 1, 1), (1, 16, 1, 16), (51, 5), (3, 3, 4, 8))),
+        ),
         st.sampled_from(("float32", "float32", "float16", "bfloat16", "float64")),
     ),
     max_size=25,
@@ -28,6 +35,11 @@ def cut(model: list[Parameter], bucket_bytes: int, ranks: int = 2, seed: int = 5
     """Buckets of a model."""
     shapes, dtypes = [shape for shape, _ in model], [dtype for _, dtype in model]
     return make_buckets(shapes, dtypes, bucket_bytes=bucket_bytes, ranks=ranks, seed=seed)
+
+
+def may_be_compressed(shape: tuple[int, ...]) -> bool:
+    """A matrix of 256 elements or more; dimensions of 1 make no matrix of a vector."""
+    return len([length for length in shape if length != 1]) >= 2 and math.prod(shape) >= 256
 
 
 def wire_bytes(parameter: Parameter) -> int:
@@ -48,11 +60,15 @@ def test_every_parameter_is_in_exactly_one_bucket(model: list[Parameter], limit:
 @given(parameters, limits)
 @thoroughly
 def test_order_is_that_of_a_backward_pass(model: list[Parameter], limit: int) -> None:
-    """Last to first, within a bucket and, type by type, from bucket to bucket."""
+    """Last to first, type by type, from bucket to bucket. Within one too, but what may be compressed comes first."""
     buckets = cut(model, limit)
     for dtype in ("float32", DENSE_ONLY):
-        order = [i for bucket in buckets if bucket.dtype == dtype for i in bucket.parameters]
+        order = [i for bucket in buckets if bucket.dtype == dtype for i in sorted(bucket.parameters, reverse=True)]
         assert order == sorted(order, reverse=True)
+    for bucket in buckets:
+        body = [i for i in bucket.parameters if may_be_compressed(model[i][0])]
+        tail = [i for i in bucket.parameters if not may_be_compressed(model[i][0])]
+        assert list(bucket.parameters) == sorted(body, reverse=True) + sorted(tail, reverse=True)
     assert [bucket.number for bucket in buckets] == list(range(len(buckets)))
 
 
@@ -68,7 +84,7 @@ def test_buckets_are_as_full_as_the_limit_allows(model: list[Parameter], limit: 
             largest = max(wire_bytes(model[i]) for i in bucket.parameters)
             assert size <= max(limit, largest)
         for size, following in zip(sizes, same[1:], strict=False):
-            assert size + wire_bytes(model[following.parameters[0]]) > limit
+            assert size + wire_bytes(model[max(following.parameters)]) > limit
 
 
 @given(parameters, limits)
@@ -84,7 +100,10 @@ def test_float64_travels_apart_and_everything_narrower_together(model: list[Para
 def test_the_spec_tells_what_the_bucket_holds(model: list[Parameter], limit: int, ranks: int, seed: int) -> None:
     buckets = cut(model, limit, ranks, seed)
     for bucket in buckets:
-        assert bucket.spec.shapes == tuple(model[i][0] for i in bucket.parameters)
+        assert bucket.shapes == tuple(model[i][0] for i in bucket.parameters)
+        body = [shape for shape in bucket.shapes if may_be_compressed(shape)]
+        assert bucket.spec.shapes == tuple(body) == bucket.shapes[: len(body)], "in front, so that both offsets agree"
+        assert bucket.spec.tail == sum(math.prod(shape) for shape in bucket.shapes[len(body) :])
         assert (bucket.spec.position, bucket.spec.ranks, bucket.spec.seed) == (bucket.number, ranks, seed)
         assert len(bucket.offsets) == len(bucket.parameters) + 1
         assert bucket.offsets[0] == 0 and bucket.offsets[-1] == bucket.spec.size
@@ -110,3 +129,74 @@ def test_a_model_cut_by_hand(limit: int, expected: list[tuple[int, ...]]) -> Non
         ((7, 7), "float32"),
     ]
     assert sorted(bucket.parameters for bucket in cut(model, limit)) == sorted(expected)
+
+
+def test_what_no_compressor_may_touch_stands_last() -> None:
+    """A small network: two layers with their biases and norms, an embedding, a vector that looks like a matrix."""
+    shapes = ((50, 8), (16, 30), (30,), (30,), (30,), (3, 3, 8, 30), (1, 512), (2, 127))
+    (bucket,) = cut([(shape, "float32") for shape in shapes], 8 << 20)
+    assert bucket.parameters == (5, 1, 0, 7, 6, 4, 3, 2)
+    assert bucket.shapes == tuple(shapes[i] for i in bucket.parameters)
+    assert bucket.spec.shapes == ((3, 3, 8, 30), (16, 30), (50, 8))
+    assert bucket.spec.body == 2160 + 480 + 400
+    assert bucket.spec.tail == 254 + 512 + 3 * 30
+    assert bucket.offsets == (0, 2160, 2640, 3040, 3294, 3806, 3836, 3866, 3896)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((), False),
+        ((10**6,), False),
+        ((1, 10**6), False),
+        ((10**6, 1, 1, 1), False),
+        ((16, 16), True),
+        ((2, 128), True),
+        ((255, 1), False),
+        ((15, 17), False),  # 255 elements
+        ((1, 1, 16, 16), True),
+        ((64, 1, 3, 3), True),
+        ((5, 5, 5), False),
+        ((0, 1000), False),
+        ((1000, 0, 3), False),
+    ],
+)
+def test_what_may_be_compressed(shape: tuple[int, ...], expected: bool) -> None:
+    """Matrices of 256 elements or more, of whatever number of dimensions."""
+    assert compressible(shape) is expected
+
+
+def test_a_bucket_without_any_matrix_is_all_tail() -> None:
+    (bucket,) = cut([((3,), "float32"), ((), "float32")], 8 << 20)
+    assert (bucket.parameters, bucket.spec.shapes, bucket.spec.tail) == ((1, 0), (), 4)
+
+
+@pytest.mark.parametrize("level", ["none", "fp16", "int8", "lowrank:4", "topk:0.05"])
+def test_float64_stays_dense_at_every_level(level: str) -> None:
+    half, double = sorted(cut([((32, 32), "float64"), ((32, 32), "float16")], 8 << 20), key=lambda bucket: bucket.dtype)
+    assert compressor_for(half, parse(level)) == parse(level)
+    assert compressor_for(double, parse(level)) == parse("none")
+    dense = 8 * 32 * 32
+    assert bytes_per_step([double], parse(level)) == dense
+    assert bytes_per_step([half, double], parse(level)) == dense + bytes_per_step([half], parse(level))
+
+
+def test_bytes_of_a_step() -> None:
+    """All that one rank sends, tail included; of levels whose phases differ, the larger."""
+    (bucket,) = cut([((24, 40), "float32"), ((10,), "float32")], 8 << 20)
+    sizes = {level: bytes_per_step([bucket], parse(level)) for level in ("none", "fp16", "lowrank:2", "lowrank:2+fp16")}
+    assert sizes == {
+        "none": 4 * (24 * 40 + 10),
+        "fp16": 2 * (24 * 40 + 10),
+        "lowrank:2": 4 * (2 * 40 + 10),
+        "lowrank:2+fp16": 2 * (2 * 40 + 10),
+    }
+    assert bytes_per_step([bucket, bucket], parse("fp16")) == 2 * sizes["fp16"]
+    assert bytes_per_step([], parse("fp16")) == 0
+
+
+def test_a_level_that_the_ranks_leave_no_room_for_names_one_that_works() -> None:
+    model: list[Parameter] = [((32, 32), "float32")]
+    assert bytes_per_step(cut(model, 8 << 20, ranks=1), parse("int2")) > 0
+    with pytest.raises(ValueError, match=r"int2 leaves no level for a sum over 4 ranks.*the fewest that do are 4"):
+        bytes_per_step(cut(model, 8 << 20, ranks=4), parse("int2"))

@@ -66,9 +66,20 @@ class Course:
         return self.decisions[-1][1]
 
 
-def drive(job: Callable[[int], Job], steps: int, *, limits: Limits = LIMITS, seed: int = 0) -> Course:
-    """Run ``steps`` steps of ``job(step)`` under a controller; figures arrive one step late, as in a real run."""
-    controller = Controller(NAMES, limits)
+def drive(
+    job: Callable[[int], Job],
+    steps: int,
+    *,
+    limits: Limits = LIMITS,
+    seed: int = 0,
+    names: tuple[str, ...] = NAMES,
+    estimated: tuple[int, ...] = (),
+) -> Course:
+    """Run ``steps`` steps of ``job(step)`` under a controller; figures arrive one step late, as in a real run.
+
+    ``estimated``: what the controller is told that every level of ``names`` sends.
+    """
+    controller = Controller(names, limits, estimated)
     rng = np.random.default_rng(seed)
     course = Course(controller, [], [])
     late: tuple[int, StepTimes] | None = None
@@ -160,6 +171,64 @@ def test_a_ladder_of_one_level_has_nothing_to_decide() -> None:
     rng = np.random.default_rng(0)
     decisions = [controller.observe(0, SLOW.step(0, rng)) for _ in range(200)]
     assert [decision.level for decision in decisions if decision] == [0]
+
+
+FIVE = ("none", "fp16", "int8", "topk:0.1", "lowrank:4")
+CROWD = dataclasses.replace(SLOW, payload_bytes=(4e6, 3e6, 2e6, 1e6, 4e5), codec=(0.0,) * 5)
+"""A link on which every level of five is faster than the one below it."""
+
+
+@pytest.mark.parametrize(
+    ("estimated", "tried"),
+    [
+        ((), [1, 2, 3, 4]),  # unknown: all of them
+        ((5, 4, 3, 2, 1), [1, 2, 3, 4]),
+        ((5, 5, 3, 2, 1), [2, 3, 4]),  # no less than dense
+        ((5, 7, 3, 2, 1), [2, 3, 4]),
+        ((5, 4, 4, 2, 1), [1, 3, 4]),  # no less than the one below it
+        ((5, 4, 6, 5, 1), [1, 4]),  # of those that are passed over nobody is the one below
+        ((5, 4, 2, 3, 2), [1, 2]),  # the last ones: the walk ends
+        ((5, 5, 5, 5, 4), [4]),
+    ],
+)
+def test_a_level_that_sends_no_less_is_passed_over(estimated: tuple[int, ...], tried: list[int]) -> None:
+    """Its trial would cost steps and could save nothing."""
+    course = drive(lambda step: CROWD, 600, names=FIVE, estimated=estimated)
+    assert list(dict.fromkeys(course.levels[:300])) == [0, *tried]
+    assert course.levels[300] == tried[-1], "the fastest of those that were tried"
+    assert set(course.levels) == {0, *tried}, "nor in a later walk"
+    for _, decision in course.decisions:
+        assert all(key.rsplit(".", 1)[0] in {FIVE[level] for level in (0, *tried)} for key in decision.evidence)
+
+
+@pytest.mark.parametrize("estimated", [(5, 5, 5, 5, 5), (5, 6, 7, 8, 9)])
+def test_where_no_level_sends_less_there_is_nothing_to_try(estimated: tuple[int, ...]) -> None:
+    course = drive(lambda step: CROWD, 300, names=FIVE, estimated=estimated)
+    assert set(course.levels) == {NONE} and course.controller.mode is Mode.HOLD
+    assert [decision.level for _, decision in course.decisions] == [NONE]
+
+
+@pytest.mark.parametrize(("names", "estimated"), [(("none",), ()), (FIVE, (5, 5, 5, 5, 5))])
+def test_a_bottleneck_without_a_remedy_is_not_denied(names: tuple[str, ...], estimated: tuple[int, ...]) -> None:
+    course = drive(lambda step: CROWD, 100, names=names, estimated=estimated)
+    assert exposed_share(CROWD, NONE) > 0.9
+    assert "no bottleneck" not in course.last.reason
+
+
+@pytest.mark.parametrize("held", [1, 4])
+def test_forbidden_levels_are_not_tried_whatever_they_send(held: int) -> None:
+    """Also where a walk has gone beyond them: it begins anew, at dense."""
+    controller = Controller(FIVE, LIMITS, (5, 4, 4, 2, 1))
+    rng = np.random.default_rng(0)
+    while controller.level != held:
+        controller.observe(controller.level, CROWD.step(controller.level, rng))
+    controller.forbid(2)
+    assert controller.level == (held if held < 2 else NONE)
+    seen = set()
+    for _ in range(1000):
+        seen.add(controller.level)
+        controller.observe(controller.level, CROWD.step(controller.level, rng))
+    assert seen == {0, 1}
 
 
 def test_a_link_that_turns_slow_is_noticed() -> None:

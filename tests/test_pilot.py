@@ -12,7 +12,9 @@ import pytest
 
 from hvdplus import __version__
 from hvdplus.adapters.local import Local
+from hvdplus.controller import Controller, Decision
 from hvdplus.exchange import Ladder, Plan, SideSlot, side_tensor
+from hvdplus.meter import StepTimes
 from hvdplus.pilot import Pilot
 from hvdplus.runlog import RunLog, read
 from hvdplus.settings import Settings
@@ -20,18 +22,30 @@ from hvdplus.transport import World
 
 LADDER = ("none", "fp16", "lowrank:4")
 NONE, FP16, LOWRANK = range(3)
-PAYLOAD_BYTES = (4000, 2000, 300)
+SENT = {
+    "none": 4000,
+    "fp16": 2000,
+    "int8": 1000,
+    "qsgd:8": 1000,
+    "topk:0.2:16": 900,
+    "lowrank:4": 300,
+    "lowrank:4+fp16": 150,
+    "lowrank:1": 80,
+    "lowrank:1+fp16": 40,
+}
+"""Bytes a step."""
 
 
 def make(*names: str, auto: bool = False, ranks: int = 2, log: RunLog | None = None, **settings: int) -> Pilot:
-    """A pilot over ``names`` (default: the whole ladder)."""
+    """A pilot over ``names`` (default: the whole ladder). With ``auto`` it begins dense, and until steps take time its
+    controller leaves the level to the test."""
     ladder = Ladder(names or LADDER)
     return Pilot(
         ladder,
         Settings(**settings),  # type: ignore[arg-type]
         auto=auto,
         ranks=ranks,
-        payload_bytes=[PAYLOAD_BYTES[LADDER.index(name)] for name in ladder.names],
+        payload_bytes=[SENT[name] for name in ladder.names],
         log=log or RunLog(None),
     )
 
@@ -48,6 +62,17 @@ def step(pilot: Pilot, *slots: SideSlot) -> Plan:
     pilot.observe(plan, total(*(slots or (SideSlot(),) * pilot.ranks)))
     pilot.advance()
     return plan
+
+
+def go(pilot: Pilot, level: str) -> None:
+    """Run ``level`` from the next plan on."""
+    pilot.set_level(pilot.ladder.names.index(level))
+    pilot.advance()
+
+
+def steps(pilot: Pilot, count: int) -> list[Plan]:
+    """The plans of the next steps."""
+    return [step(pilot) for _ in range(count)]
 
 
 BAD = (SideSlot(), SideSlot(nonfinite=1.0))
@@ -76,39 +101,205 @@ def test_phases_alternate_only_when_every_rank_was_finite() -> None:
 
 
 def test_each_level_remembers_its_own_phase() -> None:
-    pilot = make("none", "lowrank:4")
-    seen = []
-    for level, steps in ((1, 3), (0, 4), (1, 2)):
-        pilot.set_level(level)
-        pilot.advance()
-        seen += [step(pilot).phase for _ in range(steps)]
-    assert seen == [0, 1, 0] + [0] * 4 + [1, 0]
+    """Across other levels, and across the dense steps that lead up to it again."""
+    pilot = make("none", "lowrank:4", auto=True, warm_steps=1, drain_steps=2)
+    warming, side_0, side_1 = Plan(warms=1), Plan(1, 0, 1.0), Plan(1, 1, 1.0)
+    go(pilot, "lowrank:4")
+    assert steps(pilot, 4) == [warming, side_0, side_1, side_0]
+    go(pilot, "none")
+    assert steps(pilot, 4) == [Plan(0, 0, 0.5), Plan(0, 0, 1.0), Plan(), Plan()]
+    go(pilot, "lowrank:4")
+    assert steps(pilot, 3) == [warming, side_1, side_0]
+
+
+@pytest.mark.parametrize("names", [LADDER, ("none", "fp16"), ("fp16", "none"), ("none", "qsgd:8"), ("fp16",)])
+def test_a_fixed_level_is_the_last_of_its_ladder(names: tuple[str, ...]) -> None:
+    pilot = make(*names)
+    assert steps(pilot, 5)[-1].level == len(names) - 1
 
 
 def test_a_new_level_begins_with_the_next_plan() -> None:
     """The plan that is under way goes on meaning what it meant."""
-    pilot = make()
+    pilot = make(auto=True)
     pilot.set_level(FP16)
     assert step(pilot) == Plan(NONE)
     assert step(pilot) == Plan(FP16)
 
 
+# -- levels that learn -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["int8", "qsgd:8", "topk:0.2:16", "lowrank:4", "lowrank:4+fp16"])
+@pytest.mark.parametrize("warm_steps", [1, 2, 5])
+def test_a_level_that_learns_is_led_up_to_by_dense_steps(level: str, warm_steps: int) -> None:
+    """As many as the settings say, before the run's first step at it and whenever it is come back to."""
+    pilot = make("none", level, warm_steps=warm_steps, drain_steps=1)
+    for _ in range(3):
+        assert steps(pilot, warm_steps) == [Plan(warms=1)] * warm_steps
+        assert {plan.level for plan in steps(pilot, 4)} == {1}
+        go(pilot, "none")
+        steps(pilot, 3)
+        go(pilot, level)
+
+
+def test_two_dense_steps_are_the_default() -> None:
+    assert steps(make("none", "topk:0.2:16"), 4) == [Plan(warms=1)] * 2 + [Plan(1, 0, 1.0)] * 2
+
+
+def test_levels_that_learn_nothing_begin_at_once() -> None:
+    pilot = make("none", "fp16", "lowrank:4", auto=True, warm_steps=3)
+    for level in ("fp16", "none", "fp16"):
+        go(pilot, level)
+        assert step(pilot) == Plan(pilot.ladder.names.index(level))
+
+
+def test_only_steps_of_finite_gradients_teach() -> None:
+    """Whether a rank said so of what it sent, or all ranks saw it in the sums."""
+    pilot = make("none", "topk:0.2:16", warm_steps=2)
+    for told, healthy in (((), False), (BAD, True), ((), True), (BAD, False), ((), False)):
+        assert pilot.plan == Plan(warms=1)
+        pilot.observe(pilot.plan, total(*(told or (SideSlot(),) * 2)), healthy)
+        pilot.advance()
+    assert steps(pilot, 2) == [Plan(warms=1), Plan(1, 0, 1.0)]
+
+
+def test_a_sum_that_is_not_finite_turns_no_phase_and_pays_out_nothing() -> None:
+    """Every rank's own payload can be finite, and their sum beyond float32."""
+    pilot = make("none", "lowrank:4", auto=True, warm_steps=1, drain_steps=3)
+    go(pilot, "lowrank:4")
+    steps(pilot, 2)
+    for level, plan in (("lowrank:4", Plan(1, 1, 1.0)), ("none", Plan(0, 0, 1 / 3))):
+        go(pilot, level)
+        for _ in range(2):
+            assert pilot.plan == plan
+            pilot.observe(plan, total(SideSlot(), SideSlot()), healthy=False)
+            pilot.advance()
+    assert steps(pilot, 2) == [Plan(0, 0, 1 / 3), Plan(0, 0, 1 / 2)]
+
+
+def test_a_residual_waits_while_the_next_level_learns() -> None:
+    """Released in these steps it would teach contexts that the gradients are larger than they are."""
+    pilot = make("none", "topk:0.2:16", "int8", auto=True)
+    go(pilot, "topk:0.2:16")
+    steps(pilot, 4)
+    go(pilot, "int8")
+    assert steps(pilot, 4) == [Plan(warms=2)] * 2 + [Plan(2, 0, 1.0)] * 2
+
+
+def test_a_level_without_a_residual_learns_first_and_pays_out_then() -> None:
+    pilot = make("none", "lowrank:4", "qsgd:8", auto=True, drain_steps=4)
+    go(pilot, "lowrank:4")
+    steps(pilot, 4)
+    go(pilot, "none")
+    assert steps(pilot, 1) == [Plan(0, 0, 1 / 4)]
+    go(pilot, "qsgd:8")  # and goes on where the drain was
+    assert steps(pilot, 3) == [Plan(warms=2)] * 2 + [Plan(2, 0, 1 / 3)]
+    go(pilot, "none")
+    assert steps(pilot, 1) == [Plan(0, 0, 1 / 2)]
+    go(pilot, "qsgd:8")
+    assert steps(pilot, 4) == [Plan(warms=2)] * 2 + [Plan(2, 0, 1.0), Plan(2, 0, 0.0)]
+
+
+def test_a_warm_up_that_is_cut_short_starts_from_the_beginning() -> None:
+    pilot = make("none", "topk:0.2:16", "int8", auto=True, warm_steps=3)
+    for level in (1, 2, 1):
+        pilot.set_level(level)
+        pilot.advance()
+        assert steps(pilot, 2) == [Plan(warms=level)] * 2
+    go(pilot, "none")
+    assert pilot.plan.warms == 0
+    go(pilot, "int8")
+    assert steps(pilot, 4) == [Plan(warms=2)] * 3 + [Plan(2, 0, 1.0)]
+
+
+@pytest.mark.parametrize("other", ["none", "fp16"])
+def test_a_warm_up_called_off_in_its_last_plan_leaves_no_trace(other: str) -> None:
+    """The plan is made, then the level is changed from outside (loss scaling), then the plan's step is taken: the
+    residual that waited is paid out all the same."""
+    pilot = make("none", "fp16", "topk:0.2:16", "int8", auto=True, drain_steps=2)
+    go(pilot, "topk:0.2:16")
+    steps(pilot, 4)
+    go(pilot, "int8")
+    pilot.set_level(pilot.ladder.names.index(other))
+    assert step(pilot).warms, "under way"
+    assert [plan.release for plan in steps(pilot, 3)] == [1 / 2, 1.0, 0.0]
+
+
+def test_a_step_that_taught_another_level_does_not_count() -> None:
+    pilot = make("none", "topk:0.2:16", "int8", auto=True)
+    go(pilot, "topk:0.2:16")
+    pilot.set_level(2)
+    assert step(pilot) == Plan(warms=1)
+    assert steps(pilot, 3) == [Plan(warms=2)] * 2 + [Plan(2, 0, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("lowrank:1", "lowrank:4"), ("lowrank:4", "lowrank:1"), ("lowrank:4+fp16", "lowrank:1+fp16")],
+)
+@pytest.mark.parametrize("before", [3, 4])
+def test_a_level_that_follows_the_last_one_goes_on_from_there(first: str, second: str, before: int) -> None:
+    """It takes over contexts, so it is not warmed up, and it takes its turn at the side whose turn it is."""
+    pilot = make("none", first, second, auto=True)
+    go(pilot, first)
+    steps(pilot, before)
+    phase = before % 2
+    go(pilot, second)
+    assert steps(pilot, 3) == [Plan(2, phase, 1.0), Plan(2, 1 - phase, 1.0), Plan(2, phase, 1.0)]
+    go(pilot, first)
+    assert step(pilot) == Plan(1, 1 - phase, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("lowrank:4", "lowrank:4+fp16"), ("lowrank:4+fp16", "lowrank:1"), ("int8", "qsgd:8"), ("lowrank:4", "int8")],
+)
+def test_a_level_that_does_not_follow_is_warmed_up(first: str, second: str) -> None:
+    pilot = make("none", first, second, auto=True)
+    go(pilot, first)
+    steps(pilot, 5)
+    go(pilot, second)
+    assert steps(pilot, 2) == [Plan(warms=2)] * 2
+    assert step(pilot).level == 2
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_nothing_is_taken_over_from_a_level_that_has_not_begun(taken: int) -> None:
+    """It has learned from fewer dense steps than it should have, and its contexts are nobody's yet."""
+    pilot = make("none", "lowrank:1", "lowrank:4", auto=True)
+    go(pilot, "lowrank:1")
+    steps(pilot, taken)
+    go(pilot, "lowrank:4")
+    assert steps(pilot, 3) == [Plan(warms=2)] * 2 + [Plan(2, 0, 1.0)]
+
+
+def test_a_level_follows_only_the_last_one() -> None:
+    """Contexts of one that ran before are out of date."""
+    pilot = make("none", "lowrank:1", "lowrank:4", "fp16", auto=True)
+    go(pilot, "lowrank:1")
+    steps(pilot, 4)
+    go(pilot, "fp16")
+    steps(pilot, 1)
+    go(pilot, "lowrank:4")
+    assert steps(pilot, 2) == [Plan(warms=2)] * 2
+
+
+# -- residuals ---------------------------------------------------------------------------------------------------------
+
+
 def test_a_drain_is_counted_in_finite_steps_only() -> None:
-    pilot = make(drain_steps=3)
-    pilot.set_level(LOWRANK)
-    pilot.advance()
-    step(pilot)
-    pilot.set_level(NONE)
-    pilot.advance()
+    pilot = make(auto=True, drain_steps=3)
+    go(pilot, "lowrank:4")
+    steps(pilot, 3)
+    go(pilot, "none")
     releases = [step(pilot, *slots).release for slots in ((), BAD, (), BAD, BAD, (), (), ())]
     assert releases == [1 / 3, 1 / 2, 1 / 2, 1.0, 1.0, 1.0, 0.0, 0.0]
 
 
 def test_a_drain_goes_on_under_another_lossless_level() -> None:
-    pilot = make(drain_steps=4)
-    pilot.set_level(LOWRANK)
-    pilot.advance()
-    step(pilot)
+    pilot = make(auto=True, drain_steps=4)
+    go(pilot, "lowrank:4")
+    steps(pilot, 3)
     plans = []
     for level in (NONE, FP16, NONE):
         pilot.set_level(level)
@@ -119,10 +310,9 @@ def test_a_drain_goes_on_under_another_lossless_level() -> None:
 
 
 def test_asking_for_the_present_level_does_not_start_a_drain_again() -> None:
-    pilot = make(drain_steps=4)
-    pilot.set_level(LOWRANK)
-    pilot.advance()
-    step(pilot)
+    pilot = make(auto=True, drain_steps=4)
+    go(pilot, "lowrank:4")
+    steps(pilot, 3)
     releases = []
     for _ in range(6):
         pilot.set_level(NONE)
@@ -132,23 +322,66 @@ def test_asking_for_the_present_level_does_not_start_a_drain_again() -> None:
 
 
 def test_without_a_lossy_level_before_there_is_nothing_to_drain() -> None:
-    pilot = make()
-    for level in (FP16, NONE, FP16):
-        pilot.set_level(level)
-        pilot.advance()
-        assert step(pilot).release == 0.0
+    pilot = make("none", "fp16", "qsgd:8", auto=True)
+    for level in ("fp16", "none", "qsgd:8", "fp16", "qsgd:8", "none"):
+        go(pilot, level)
+        assert {plan.release for plan in steps(pilot, 4)} == {0.0}
 
 
 def test_changing_its_mind_before_a_step_leaves_no_trace() -> None:
-    """No share of a residual is ever more than all of it, or negative."""
-    pilot = make(drain_steps=2)
+    """No share of a residual is ever more than all of it, or negative, none is released while a level learns, and only
+    the level that was asked for last runs or learns."""
+    names = ("none", "fp16", "qsgd:8", "topk:0.2:16", "lowrank:4", "lowrank:1")
+    pilot = make(*names, auto=True, drain_steps=2)
     rng = np.random.default_rng(0)
-    for _ in range(500):
-        for level in rng.integers(0, 3, rng.integers(0, 3)):
-            pilot.set_level(int(level))
-        plan = step(pilot, *(BAD if rng.random() < 0.2 else ()))
+    wanted = warmed = 0
+    for _ in range(2000):
+        if rng.random() < 0.4:
+            for level in rng.integers(0, len(names), rng.integers(1, 4)):
+                warmed = 0 if level != wanted else warmed
+                pilot.set_level(wanted := int(level))
+            pilot.advance()
+        told = BAD if rng.random() < 0.2 else ()
+        plan = step(pilot, *told)
         assert 0.0 <= plan.release <= 1.0
         assert plan.release == 1.0 or not pilot.ladder.compressors[plan.level].keeps_residual
+        if plan.warms:
+            assert plan == Plan(warms=wanted)
+            warmed += not told
+            assert warmed <= 2
+        else:
+            assert plan.level == wanted
+            assert warmed == 2 or not pilot.ladder.compressors[wanted].warms or wanted >= 4, "all but those that follow"
+    go(pilot, "topk:0.2:16")
+    steps(pilot, 3)
+    go(pilot, "none")
+    assert [plan.release for plan in steps(pilot, 3)] == [1 / 2, 1.0, 0.0]
+
+
+def test_loss_scaling_leaves_out_levels_with_a_residual() -> None:
+    """A residual would mix units; from the level that keeps one upwards, because the controller walks up."""
+    pilot = make("none", "fp16", "topk:0.2:16", "lowrank:4", auto=True, drain_steps=2)
+    go(pilot, "lowrank:4")
+    steps(pilot, 3)
+    pilot.leave_out_residuals()
+    pilot.advance()
+    assert steps(pilot, 3) == [Plan(0, 0, 1 / 2), Plan(0, 0, 1.0), Plan()]
+    run = Run(pilot, milliseconds=((50.0, 40.0), (30.0, 20.0), (15.0, 4.0), (5.0, 0.0)))
+    run.steps(100)
+    assert {plan.level for plan in run.plans} == {0, 1}
+
+
+@pytest.mark.parametrize("names", [("none",), ("fp16",), ("none", "qsgd:8")])
+def test_loss_scaling_is_fine_with_a_fixed_level_that_keeps_none(names: tuple[str, ...]) -> None:
+    pilot = make(*names)
+    pilot.leave_out_residuals()
+    assert steps(pilot, 4)[-1].level == len(names) - 1
+
+
+@pytest.mark.parametrize("level", ["lowrank:4", "int8"])
+def test_loss_scaling_refuses_a_fixed_level_that_keeps_one(level: str) -> None:
+    with pytest.raises(ValueError, match=f"^{level} keeps a residual"):
+        make("none", level).leave_out_residuals()
 
 
 # -- contexts ----------------------------------------------------------------------------------------------------------
@@ -233,9 +466,22 @@ def test_auto_starts_dense_walks_up_and_holds() -> None:
     run.steps(300)
     levels = [plan.level for plan in run.plans]
     assert levels[:15] == [NONE] * 15
-    assert sorted(levels) == levels and set(levels[100:]) == {LOWRANK}
+    learning = [i for i, plan in enumerate(run.plans) if plan.warms]
+    assert [run.plans[i] for i in learning] == [Plan(warms=LOWRANK)] * 2
+    assert levels[learning[0] - 1] == FP16 and levels[learning[-1] + 1] == LOWRANK, "right before it begins"
+    others = [level for i, level in enumerate(levels) if i not in learning]
+    assert sorted(others) == others and set(levels[100:]) == {LOWRANK}
     assert [record["to"] for record in decisions(pilots[0])] == ["fp16", "lowrank:4", "lowrank:4"]
     assert all(pilot.log.records == pilots[0].log.records for pilot in pilots)
+
+
+@pytest.mark.parametrize("dense_steps", [8, 40])
+def test_auto_is_dense_for_as_many_steps_as_the_settings_say(dense_steps: int) -> None:
+    pilot = make(auto=True, dense_steps=dense_steps)
+    run = Run(pilot, milliseconds=SLOW)
+    run.steps(60)
+    # The last one's times come with the next step, whose plan is made by then.
+    assert [plan.level for plan in run.plans].index(FP16) == dense_steps + 1
 
 
 def test_auto_stays_dense_on_a_fast_link_and_beside_a_slow_rank() -> None:
@@ -276,14 +522,15 @@ def test_windows_carry_the_level_that_ran_and_cover_every_step_once(links: Seque
         assert window["first_step"] == expected
         assert window["steps"] == window["last_step"] - window["first_step"] + 1 <= 7
         expected = window["last_step"] + 1
-        ran = {run.plans[number - 1].level for number in range(window["first_step"], window["last_step"] + 1)}
-        assert {pilot.ladder.names.index(window["level"])} == ran
-        step_ms, exposed_ms = links[ran.pop()]
+        plans = [run.plans[number - 1] for number in range(window["first_step"], window["last_step"] + 1)]
+        names = {"warming" if plan.warms else pilot.ladder.names[plan.level] for plan in plans}
+        assert {window["level"]} == names
+        step_ms, exposed_ms = links[plans[0].level]
         assert window["step_ms"] == pytest.approx(step_ms)
         assert window["exposed_comm_ms"] == pytest.approx(exposed_ms)
         assert (window["codec_ms"], window["input_wait_ms"]) == pytest.approx((1.0, 0.5))
         assert window["compute_ms"] == pytest.approx(step_ms - exposed_ms - 1.5)
-        assert window["payload_bytes"] == PAYLOAD_BYTES[pilot.ladder.names.index(window["level"])]
+        assert window["payload_bytes"] == SENT[pilot.ladder.names[plans[0].level]], "a step that teaches is dense"
         assert window["loss"] == pytest.approx(2.5), "the mean over two ranks that said 2 and 3"
     assert expected == 250, "the last step's times would have come with the next"
 
@@ -339,7 +586,7 @@ def test_the_log_opens_with_what_the_job_is_and_closes_with_what_it_came_to(tmp_
     assert (first["ranks"], first["hosts"]) == (2, {"a": 1, "b": 1})
     assert (first["transport"], first["collective"]) == ("local", "ring")
     assert (first["compression"], first["ladder"]) == ("auto", list(LADDER))
-    assert first["payload_bytes"] == dict(zip(LADDER, PAYLOAD_BYTES, strict=True))
+    assert first["payload_bytes"] == {name: SENT[name] for name in LADDER}
     assert (first["parameters"], first["gradient_bytes"]) == (1000, 4000)
     assert (last["kind"], last["steps"], last["accuracy"]) == ("end", 120, 0.97)
     assert last["wall_seconds"] >= 0
@@ -357,21 +604,89 @@ def test_a_run_that_was_too_short_to_measure_ends_in_peace() -> None:
     assert windows(pilot) == []
 
 
-def test_steps_that_pay_out_a_residual_are_not_taken_for_dense_ones() -> None:
+def test_steps_that_pay_out_or_teach_are_not_taken_for_dense_ones() -> None:
     """They are dearer than dense steps; measured as such, they would make a level look better than it is."""
-    levels = Ladder(("none", "lowrank:4"))
-    log = RunLog(None)
-    settings = Settings(dense_steps=5, drain_steps=6, window_steps=3)
-    pilot = Pilot(levels, settings, auto=False, ranks=1, payload_bytes=(8, 4), log=log)
-    pilot.set_level(1)
-    for step in range(24):
-        if step == 6:
-            pilot.set_level(0)
-        plan = pilot.advance()
-        slot = SideSlot(step=0.001 * (step + 1))
-        pilot.observe(plan, side_tensor(0, 1, slot, np.zeros(0)))
+    pilot = make("none", "lowrank:4", warm_steps=4, drain_steps=6, window_steps=3)
+    run = Run(pilot, milliseconds=[(10.0, 5.0), (8.0, 1.0)])
+    run.steps(12)
+    go(pilot, "none")
+    run.steps(12)
+    run.steps(1)  # brings the last one's times
     pilot.finish()
-    windows = [record for record in log.records if record["kind"] == "window"]
-    drained = [window for window in windows if window["level"] == "draining"]
-    assert sum(window["steps"] for window in drained) == 6
-    assert {window["level"] for window in windows} == {"none", "lowrank:4", "draining"}
+    counted: dict[str, int] = {}
+    for window in windows(pilot):
+        counted[window["level"]] = counted.get(window["level"], 0) + window["steps"]
+    assert counted == {"warming": 4, "lowrank:4": 8, "draining": 6, "none": 6}
+
+
+def test_steps_that_teach_or_pay_out_are_not_shown_to_the_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither as steps of the level that learns nor as dense ones."""
+    shown: list[tuple[int, float]] = []
+    observe = Controller.observe
+
+    def spy(controller: Controller, level: int, times: StepTimes) -> Decision | None:
+        shown.append((level, round(times.step * 1e3)))
+        return observe(controller, level, times)
+
+    monkeypatch.setattr(Controller, "observe", spy)
+    pilot = make(auto=True, warm_steps=5, drain_steps=7)
+    plans: list[Plan] = []
+    costs = (50.0, 30.0, 15.0)  # ms a level
+    for _ in range(600):
+        slot = SideSlot()
+        if plans:  # times are of the step before
+            unlike = plans[-1].warms or (plans[-1].level == NONE and plans[-1].release)
+            slot = SideSlot(step=(999.0 if unlike else costs[plans[-1].level]) / 1e3, exposed_comm=0.005)
+        plans.append(pilot.plan)
+        step(pilot, *[slot] * 2)
+    assert sum(bool(plan.warms) for plan in plans) >= 10 and sum(0 < plan.release < 1 for plan in plans) >= 6
+    assert {level for level, _ in shown} == {NONE, FP16, LOWRANK}
+    assert all(milliseconds == costs[level] for level, milliseconds in shown)
+    regular = [plan for plan in plans[:-1] if not plan.warms and not (plan.level == NONE and plan.release)]
+    assert [level for level, _ in shown] == [plan.level for plan in regular], "all the others are"
+
+
+def test_what_teaching_steps_take_changes_no_decision() -> None:
+    """They cost whatever they cost."""
+    decided = []
+    for warm_steps in (1, 8):
+        pilot = make(auto=True, warm_steps=warm_steps)
+        Run(pilot, milliseconds=SLOW).steps(300)
+        decided.append([(record["to"], record["evidence"]) for record in decisions(pilot)])
+    assert decided[0] == decided[1]
+
+
+def test_auto_passes_over_a_level_that_sends_no_less() -> None:
+    """The pilot tells its controller what every level sends."""
+    pilot = Pilot(Ladder(LADDER), Settings(), auto=True, ranks=2, payload_bytes=(4000, 4000, 300), log=RunLog(None))
+    run = Run(pilot, milliseconds=SLOW)
+    run.steps(200)
+    assert {plan.level for plan in run.plans} == {NONE, LOWRANK}
+
+
+def test_rows_of_sparse_gradients_count_as_sent() -> None:
+    """Whatever the level: they travel beside it."""
+    pilot = make("none", "lowrank:4", window_steps=2, warm_steps=2)
+    for count in range(8):
+        pilot.row_bytes = 50 if count < 6 else 70
+        step(pilot, *[SideSlot(step=0.01 if count else 0.0)] * 2)
+    pilot.finish()
+    assert [(record["level"], record["payload_bytes"]) for record in windows(pilot)] == [
+        ("warming", SENT["none"] + 50),
+        ("lowrank:4", SENT["lowrank:4"] + 50),
+        ("lowrank:4", SENT["lowrank:4"] + 70),
+        ("lowrank:4", SENT["lowrank:4"] + 70),
+    ]
+
+
+def test_the_log_of_a_fixed_level_names_it(tmp_path: Path) -> None:
+    """Not the dense one that leads up to it; and what it came to is of its own steps."""
+    path = tmp_path / "run.jsonl"
+    pilot = make("none", "lowrank:4", log=RunLog(path))
+    pilot.describe_run(World(Local(), {"a": 2}, "ring", 0, ()), "torch", parameters=1000)
+    Run(pilot, milliseconds=[(50.0, 40.0), (15.0, 4.0)]).steps(40)
+    came_to = pilot.finish()
+    first = read(path)[0]
+    assert (first["compression"], first["ladder"]) == ("lowrank:4", ["none", "lowrank:4"])
+    assert first["payload_bytes"] == {"none": 4000, "lowrank:4": 300}
+    assert (came_to["level"], came_to["step_ms"]) == ("lowrank:4", pytest.approx(15.0))

@@ -18,6 +18,7 @@ def test_an_empty_environment_gives_the_defaults() -> None:
     assert Settings.from_environment({}) == Settings()
     assert Settings.from_environment({"PATH": "/bin", "HOROVOD_SIZE": "2"}) == Settings()
     assert Settings().compression == "auto" and Settings().ladder[0] == "none"
+    assert Settings().warm_steps == 2, "what the README says"
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,7 @@ def test_an_empty_environment_gives_the_defaults() -> None:
         ("HVDPLUS_LADDER", "none,lowrank:1", "ladder", ("none", "lowrank:1")),
         ("HVDPLUS_LADDER", " none , fp16 ", "ladder", ("none", "fp16")),
         ("HVDPLUS_DENSE_STEPS", "1", "dense_steps", 1),
+        ("HVDPLUS_WARM_STEPS", "5", "warm_steps", 5),
         ("HVDPLUS_DRAIN_STEPS", "25", "drain_steps", 25),
         ("HVDPLUS_BUCKET_BYTES", "4", "bucket_bytes", 4),
         ("HVDPLUS_WINDOW_STEPS", "3", "window_steps", 3),
@@ -49,6 +51,7 @@ def test_a_variable_sets_its_setting_and_no_other(variable: str, text: str, name
         ("HVDPLUS_LADDER", "none,,fp16", "comma-separated names"),
         ("HVDPLUS_DENSE_STEPS", "0", "a whole number of at least 1"),
         ("HVDPLUS_DENSE_STEPS", "ten", "a whole number of at least 1"),
+        ("HVDPLUS_WARM_STEPS", "0", "a whole number of at least 1"),
         ("HVDPLUS_DRAIN_STEPS", "", "a whole number of at least 1"),
         ("HVDPLUS_DRAIN_STEPS", "2.5", "a whole number of at least 1"),
         ("HVDPLUS_BUCKET_BYTES", "3", "a whole number of at least 4"),
@@ -96,6 +99,7 @@ def test_settings_are_frozen() -> None:
         transport=st.sampled_from(("auto", "horovod", "mpi4py", "local")),
         ladder=st.sampled_from((("none",), ("none", "fp16", "lowrank:1"))),
         dense_steps=st.integers(1, 10**6),
+        warm_steps=st.integers(1, 10**6),
         drain_steps=st.integers(1, 10**6),
         bucket_bytes=st.integers(4, 2**40),
         window_steps=st.integers(1, 10**6),

@@ -17,12 +17,13 @@ import numpy as np
 import tensorflow as tf
 
 from hvdplus.adapters.keras.ops import TensorFlowOps
-from hvdplus.buckets import DENSE_ONLY, Bucket, bytes_per_step, compressor_for, make_buckets
+from hvdplus.adapters.keras.rows import mask_bytes, sum_of_rows, union_of_rows
+from hvdplus.buckets import DENSE_ONLY, SPARSE, Bucket, bytes_per_step, compressor_for, make_buckets
 from hvdplus.compression import Compressor, Context, NoCompression
 from hvdplus.exchange import SLOT_FLOATS, Ladder, Plan, Program, SideSlot, read_side
 from hvdplus.meter import StepTimes
 from hvdplus.pilot import Pilot
-from hvdplus.residual import join, remainder
+from hvdplus.residual import join, unreleased
 from hvdplus.runlog import RunLog
 from hvdplus.settings import Settings
 from hvdplus.transport import Transport
@@ -38,8 +39,11 @@ class _Lane(NamedTuple):
     residual: tf.Variable | None
     """What encoding lost so far; None if no level of the ladder loses anything."""
     states: dict[int, tf.Variable]
-    """Level -> all arrays of its context, end to end."""
-    state_shapes: dict[int, list[tuple[int, ...]]]
+    """Level -> all arrays of its context, end to end; integers as the floats of the same bits."""
+    arrays: dict[int, list[tuple[tuple[int, ...], tf.DType]]]
+    """Level -> their shapes and types."""
+    height: int
+    """Rows of the one parameter in it, if its gradients are sparse; else 0."""
 
 
 class TensorFlowExchange:
@@ -69,41 +73,48 @@ class TensorFlowExchange:
         self._scale = 1.0 / transport.size if average else 1.0
         # Alone there is nobody to exchange with: gradients stay untouched unless a level is asked for by name.
         self._idle = transport.size == 1 and (auto or ladder.names == ("none",))
-        self.buckets = make_buckets(
-            shapes, dtypes, bucket_bytes=settings.bucket_bytes, ranks=transport.size, seed=settings.seed
-        )
-        payload_bytes = [bytes_per_step(self.buckets, compressor) for compressor in ladder.compressors]
+        self._settings = settings
+        self.buckets = self._cut(())
+        with tf.init_scope():  # a class of Horovod's is asked by compressing zeros
+            payload_bytes = [bytes_per_step(self.buckets, compressor) for compressor in ladder.compressors]
         self.pilot = Pilot(ladder, settings, auto=auto, ranks=transport.size, payload_bytes=payload_bytes, log=log)
         self._last_done = self._last_end = 0.0
+        self._sparse: list[int] | None = None
+        """Variables with sparse gradients; None: no gradient was seen yet."""
         with tf.init_scope():  # also when the first step is being traced: variables belong to no trace
-            self._lanes = [] if self._idle else [self._make_lane(bucket) for bucket in self.buckets]
             plan = self.pilot.plan
             self._program = tf.Variable(ladder.program(plan), dtype=tf.int32, trainable=False, name="hvdplus_program")
             self._release = tf.Variable(plan.release, dtype=tf.float32, trainable=False, name="hvdplus_release")
             self._times = tf.Variable(tf.zeros(len(StepTimes._fields)), trainable=False, name="hvdplus_times")
-            self._codec_seconds = [self._calibrate(level) for level in range(len(ladder.names))]
+        self._make_lanes([])
 
     def reduce(self, grads: Sequence[Any], loss: tf.Tensor | None, data_time: tf.Tensor | None) -> list[tf.Tensor]:
         """Mean gradients over all ranks. Call ``end_step`` after the optimizer has used them.
 
         Args:
-            grads: gradients of all variables, in order; IndexedSlices become dense.
+            grads: gradients of all variables, in order; IndexedSlices come back dense.
             loss: 0-d, for the run log; None: unknown.
             data_time: seconds since the epoch when the step's input was there; None: unknown.
         """
         self.traces += 1
+        self._sort_out_sparse(grads)
         dense = [tf.convert_to_tensor(grad) for grad in grads]
         with tf.control_dependencies(dense):
             ready = tf.timestamp()
         program, release = self._program.read_value(), self._release.read_value()
         sums, kept = [], []
+        row_bytes = []
         finite = sums_finite = tf.constant(True)
         checksum = tf.constant(0, tf.int64)
         for lane in self._lanes:
             flat = self._pack(lane, dense)
-            total, *keep, lane_finite, sum_finite, lane_checksum = tf.switch_case(
-                program, [self._branch(lane, number, flat, release) for number in range(len(self._ladder.programs))]
+            rows = self._rows(lane, grads) if lane.height else None
+            total, *keep, lane_finite, sum_finite, lane_checksum, sent = tf.switch_case(
+                program,
+                [self._branch(lane, number, flat, release, rows) for number in range(len(self._ladder.programs))],
             )
+            if lane.height:
+                row_bytes.append(sent + mask_bytes(lane.height, self.transport.size))
             total.set_shape([lane.bucket.spec.size])
             sums.append(total)
             kept.append(keep)
@@ -115,12 +126,22 @@ class TensorFlowExchange:
         side_total = self._sum(self._side(finite, checksum, loss), f"{self._prefix}.side")
         answer = tf.numpy_function(
             self._between_steps,
-            [side_total, sums_finite, program, release, ready if data_time is None else data_time, ready, done],
+            [
+                side_total,
+                sums_finite,
+                program,
+                release,
+                ready if data_time is None else data_time,
+                ready,
+                done,
+                tf.add_n(row_bytes) if row_bytes else 0,
+            ],
             tf.float64,
         )
         answer.set_shape([_PLAN_VALUES + len(StepTimes._fields)])
         healthy = answer[2] > 0
         self._commit(program, healthy, kept)
+        self._hand_over(program, tf.cast(answer[0], tf.int32))
         self._program.assign(tf.cast(answer[0], tf.int32))
         self._release.assign(tf.cast(answer[1], tf.float32))
         self._times.assign(tf.cast(answer[_PLAN_VALUES:], tf.float32))
@@ -138,32 +159,75 @@ class TensorFlowExchange:
             now = tf.timestamp()
         tf.numpy_function(self._note_end, [now], [])
 
-    def _make_lane(self, bucket: Bucket) -> _Lane:
-        states, shapes = {}, {}
+    def _sort_out_sparse(self, grads: Sequence[Any]) -> None:
+        """When gradients are seen for the first time: those that are sparse travel apart from the others."""
+        if self._sparse is not None or self._idle:
+            return
+        mine = [i for i, grad in enumerate(grads) if isinstance(grad, tf.IndexedSlices)]
+        with tf.init_scope():
+            self._sparse = sorted(set().union(*self.transport.gather_objects(mine)))
+        if self._sparse:
+            self.buckets = self._cut(self._sparse)
+            dense = self.buckets[: len(self.buckets) - len(self._sparse)]
+            with tf.init_scope():
+                self.pilot.resize([bytes_per_step(dense, compressor) for compressor in self._ladder.compressors])
+            self._make_lanes(self._sparse)
+
+    def _make_lanes(self, sparse: Sequence[int]) -> None:
+        with tf.init_scope():  # variables belong to no trace
+            self._lanes = [] if self._idle else [self._make_lane(bucket, sparse) for bucket in self.buckets]
+            self._codec_seconds = [self._calibrate(level) for level in range(len(self._ladder.names))]
+
+    def _cut(self, sparse: Sequence[int]) -> tuple[Bucket, ...]:
+        """Buckets of all variables; each of the ``sparse`` ones has its own, at the end."""
+        groups = [[i for i in range(len(self._shapes)) if i not in sparse], *([i] for i in sparse)]
+        buckets: list[Bucket] = []
+        for group in groups:
+            for bucket in make_buckets(
+                [self._shapes[i] for i in group],
+                [self._dtypes[i] for i in group],
+                bucket_bytes=self._settings.bucket_bytes,
+                ranks=self.transport.size,
+                seed=self._settings.seed,
+            ):
+                number = len(buckets)
+                parameters = tuple(group[i] for i in bucket.parameters)
+                spec = bucket.spec._replace(position=number)
+                buckets.append(bucket._replace(number=number, parameters=parameters, spec=spec))
+        return tuple(buckets)
+
+    def _rows(self, lane: _Lane, grads: Sequence[Any]) -> tf.Tensor:
+        (i,) = lane.bucket.parameters
+        name = f"{self._prefix}.{lane.bucket.number}.mask"
+        return union_of_rows(self.ops, grads[i], lane.height, self.transport.size, self._sum, name)
+
+    def _make_lane(self, bucket: Bucket, sparse: Sequence[int]) -> _Lane:
+        states, arrays = {}, {}
+        height = bucket.shapes[0][0] if bucket.parameters[0] in sparse else 0
         loses = any(compressor.keeps_residual for compressor in self._ladder.compressors)
         if bucket.dtype == DENSE_ONLY:
-            return _Lane(bucket, None, {}, {})
+            return _Lane(bucket, None, {}, {}, height)
         for level, compressor in enumerate(self._ladder.compressors):
             state = compressor.init(self.ops, bucket.spec).state
             if state:
-                shapes[level] = [tuple(array.shape) for array in state]
-                flat = tf.concat([tf.reshape(array, [-1]) for array in state], axis=0)
-                states[level] = tf.Variable(flat, trainable=False, name=f"hvdplus_context_{bucket.number}_{level}")
+                arrays[level] = [(tuple(array.shape), array.dtype) for array in state]
+                name = f"hvdplus_context_{bucket.number}_{level}"
+                states[level] = tf.Variable(_flat(state), trainable=False, name=name)
         residual = (
             tf.Variable(tf.zeros(bucket.spec.size), trainable=False, name=f"hvdplus_residual_{bucket.number}")
             if loses
             else None
         )
-        return _Lane(bucket, residual, states, shapes)
+        return _Lane(bucket, residual, states, arrays, height)
 
-    def _context(self, lane: _Lane, program: Program, flat_state: tf.Tensor | None) -> Context:
+    def _context(self, lane: _Lane, level: int, phase: int, flat: tf.Tensor | None) -> Context:
         state, start = [], 0
-        for shape in lane.state_shapes.get(program.level, []):
-            size = math.prod(shape)
-            assert flat_state is not None
-            state.append(tf.reshape(flat_state[start : start + size], shape))
-            start += size
-        return Context(lane.bucket.spec, program.phase, tuple(state))
+        for shape, dtype in lane.arrays.get(level, []):
+            assert flat is not None
+            part = flat[start : start + math.prod(shape)]
+            state.append(tf.reshape(tf.bitcast(part, dtype), shape))
+            start += math.prod(shape)
+        return Context(lane.bucket.spec, phase, tuple(state))
 
     def _compressor(self, lane: _Lane, program: Program) -> Compressor:
         return compressor_for(lane.bucket, self._ladder.compressors[program.level])
@@ -173,9 +237,9 @@ class TensorFlowExchange:
         return tf.concat([tf.reshape(tf.cast(dense[i], dtype), [-1]) for i in lane.bucket.parameters], axis=0)
 
     def _branch(
-        self, lane: _Lane, number: int, flat: tf.Tensor, release: tf.Tensor
+        self, lane: _Lane, number: int, flat: tf.Tensor, release: tf.Tensor, rows: tf.Tensor | None
     ) -> Callable[[], tuple[tf.Tensor, ...]]:
-        """One program for one bucket: sum, next residual, next context, payload finite, sum finite, checksum.
+        """A program for a bucket: sum, next residual, next context, payload finite, sum finite, checksum, row bytes.
 
         Variables are read outside, so that no branch is stateful: TensorFlow would run stateful ones one by one.
         """
@@ -183,32 +247,62 @@ class TensorFlowExchange:
         compressor = self._compressor(lane, program)
         touches = lane.residual is not None and (compressor.keeps_residual or program.drains)
         residual = lane.residual.read_value() if touches and lane.residual is not None else None
-        state = lane.states[program.level].read_value() if program.level in lane.states else None
+        settles = lane.bucket.dtype != DENSE_ONLY and (touches or compressor.settles or program.warms > 0)
+        learner = self._ladder.compressors[program.warms] if program.warms else compressor
+        level = program.warms or program.level
+        state = lane.states[level].read_value() if level in lane.states else None
         # The name does not depend on release, so any plan of this program will do.
         name = self._ladder.tensor_name(self._prefix, lane.bucket.number, Plan(program.level, program.phase))
 
+        yes, none = tf.constant(True), tf.constant(0, tf.int64)
+        # Rows that are not shared are exchanged as all buckets are.
+        with tf.init_scope():
+            size = bytes_per_step([lane.bucket], compressor) if lane.height else 0
+        bytes_sent = tf.constant(size)
+
+        def checksum() -> tf.Tensor:
+            return none if state is None else self.ops.checksum(state)
+
         def run() -> tuple[tf.Tensor, ...]:
-            ctx = self._context(lane, program, state)
+            ctx = self._context(lane, level, program.phase, state)
             sent = flat if residual is None else join(flat, residual, release)
-            payload = compressor.encode(self.ops, ctx, sent)
+            left, sane = tf.zeros(0), yes
+            if compressor.keeps_residual:
+                payload, left, sane = compressor.send(self.ops, ctx, sent, residual)
+            else:
+                payload = compressor.encode(self.ops, ctx, sent)
+                if settles and not compressor.narrow:
+                    # A narrow payload may overflow: it is sent again, and the sum tells.
+                    sane = compressor.sound(self.ops, sent, payload)
+                if residual is not None:
+                    left = unreleased(residual, release)
             total = self._sum(payload, name)
             summed = compressor.decode(self.ops, ctx, total)
             if compressor.narrow:
                 # Every rank holds this same sum, so every rank sends the bucket again, in full width.
                 again = functools.partial(self._sum, sent, name + ".again")
                 total = summed = tf.cond(self.ops.all_finite(total), lambda: summed, again)
-            if residual is None:
-                return summed, tf.zeros(0), tf.zeros(0), tf.constant(True), tf.constant(True), tf.constant(0, tf.int64)
-            left = remainder(self.ops, compressor, ctx, sent, payload, residual, release)
-            after = compressor.advance(self.ops, ctx, total)
-            packed = [tf.reshape(array, [-1]) for array in after.state]
-            checksum = self.ops.checksum(state) if state is not None else tf.constant(0, tf.int64)
-            next_state = tf.concat(packed, axis=0) if packed else tf.zeros(0)
+            if not settles:
+                return summed, tf.zeros(0), tf.zeros(0), yes, yes, none, bytes_sent
+            learn = learner.warm if program.warms else learner.advance
+            after = _flat(learn(self.ops, ctx, total).state)
             # Finite payloads can still have a sum beyond float32; it is the same on every rank.
-            sane = tf.constant(True) if compressor.narrow else self.ops.all_finite(payload)
-            return summed, left, next_state, sane, self.ops.all_finite(total), checksum
+            return summed, left, after, sane, self.ops.all_finite(total), checksum(), bytes_sent
 
-        return run
+        def share() -> tuple[tf.Tensor, ...]:
+            """Exact, so the residual waits; contexts learn from it only where they would learn from a dense step."""
+            summed, sent = sum_of_rows(flat, rows, lane.height, self._sum, name + ".rows")
+            if not settles:
+                return summed, tf.zeros(0), tf.zeros(0), yes, yes, none, sent
+            ctx = self._context(lane, level, program.phase, state)
+            after = _flat((learner.warm(self.ops, ctx, summed) if program.warms else ctx).state)
+            left = tf.zeros(0) if residual is None else residual
+            return summed, left, after, yes, self.ops.all_finite(summed), checksum(), sent
+
+        if rows is None or program.drains:
+            return run
+        few = tf.shape(rows)[0] <= int(SPARSE * lane.height)
+        return lambda: tf.cond(few, share, run)
 
     def _sum(self, array: tf.Tensor, name: str) -> tf.Tensor:
         return self.transport.wait(self.transport.start(array, name))
@@ -233,13 +327,22 @@ class TensorFlowExchange:
         return tf.concat([before, tf.stack(list(known)), after], axis=0)
 
     def _between_steps(
-        self, total: np.ndarray, sums_finite: Any, program: Any, release: Any, data: Any, ready: Any, done: Any
+        self,
+        total: np.ndarray,
+        sums_finite: Any,
+        program: Any,
+        release: Any,
+        data: Any,
+        ready: Any,
+        done: Any,
+        row_bytes: Any,
     ) -> np.ndarray:
         """On the host, once a step: (next program, its release, 1 if all was finite, this step's times)."""
         used = self._ladder.programs[int(program)]
-        plan = Plan(used.level, used.phase, float(release))
+        plan = Plan(used.level, used.phase, float(release), used.warms)
         slots, _ = read_side(total, self.transport.size)
         healthy = bool(sums_finite) and not any(slot.nonfinite for slot in slots)
+        self.pilot.row_bytes = int(row_bytes)
         self.pilot.observe(plan, total, healthy)
         times = StepTimes()
         if self._last_done:
@@ -268,9 +371,9 @@ class TensorFlowExchange:
                 for lane, (left, state) in zip(self._lanes, kept, strict=True):
                     if lane.residual is not None and (keeps or used.drains):
                         lane.residual.assign(tf.ensure_shape(left, lane.residual.shape))
-                        if used.level in lane.states:
-                            variable = lane.states[used.level]
-                            variable.assign(tf.ensure_shape(state, variable.shape))
+                    variable = lane.states.get(used.warms or used.level)
+                    if variable is not None:
+                        variable.assign(tf.ensure_shape(state, variable.shape))
                 return tf.constant(0)
 
             return run
@@ -280,10 +383,37 @@ class TensorFlowExchange:
             nothing = len(branches)
             tf.switch_case(tf.where(healthy, program, nothing), [*branches, lambda: tf.constant(0)])
 
+    def _hand_over(self, program: tf.Tensor, following: tf.Tensor) -> None:
+        """Where the coming level follows the last one, it takes over its contexts."""
+        levels = tf.constant([used.level for used in self._ladder.programs])
+        last, coming = tf.gather(levels, program), tf.gather(levels, following)
+        compressors = self._ladder.compressors
+
+        def take(old: int, new: int) -> Callable[[], tf.Tensor]:
+            def run() -> tf.Tensor:
+                for lane in self._lanes:
+                    if new in lane.states:
+                        before = lane.states[old].read_value() if old in lane.states else None
+                        ctx = compressors[new].inherit(
+                            self.ops,
+                            compressors[new].init(self.ops, lane.bucket.spec),
+                            self._context(lane, old, 0, before),
+                        )
+                        lane.states[new].assign(_flat(ctx.state))
+                return tf.constant(0)
+
+            return run
+
+        for new, compressor in enumerate(compressors):
+            for old, other in enumerate(compressors):
+                if old != new and compressor.follows(other):
+                    both = tf.logical_and(tf.equal(last, old), tf.equal(coming, new))
+                    tf.cond(both, take(old, new), lambda: tf.constant(0))
+
     def _unpack(
         self, sums: list[tf.Tensor], dense: Sequence[tf.Tensor], program: tf.Tensor, healthy: tf.Tensor
     ) -> list[tf.Tensor]:
-        lossy = [self._ladder.compressors[p.level].keeps_residual for p in self._ladder.programs]
+        lossy = [self._ladder.compressors[p.level].settles for p in self._ladder.programs]
         # A payload can hide a NaN that a plain all-reduce would have delivered to every rank: deliver it.
         hidden = tf.logical_and(tf.gather(tf.constant(lossy), program), tf.logical_not(healthy))
         reduced = list(dense)
@@ -294,7 +424,7 @@ class TensorFlowExchange:
                 )
             offsets = lane.bucket.offsets
             for place, i in enumerate(lane.bucket.parameters):
-                part = tf.reshape(total[offsets[place] : offsets[place + 1]], lane.bucket.spec.shapes[place])
+                part = tf.reshape(total[offsets[place] : offsets[place + 1]], lane.bucket.shapes[place])
                 reduced[i] = tf.cast(part * tf.cast(self._scale, part.dtype), dense[i].dtype)
         return reduced
 
@@ -310,20 +440,27 @@ class TensorFlowExchange:
 
         def codec(lane: _Lane, grad: tf.Tensor) -> list[tf.Tensor]:
             state = lane.states[level].read_value() if level in lane.states else None
-            ctx = self._context(lane, Program(level, 0, False), state)
-            payload = compressor.encode(self.ops, ctx, grad)
-            summed = compressor.decode(self.ops, ctx, payload)
+            ctx = self._context(lane, level, 0, state)
             if not compressor.keeps_residual:
-                return [summed]
-            left = remainder(self.ops, compressor, ctx, grad, payload, grad, 1.0)
-            return [summed, left, *compressor.advance(self.ops, ctx, payload).state]
+                return [compressor.decode(self.ops, ctx, compressor.encode(self.ops, ctx, grad))]
+            payload, *kept = compressor.send(self.ops, ctx, grad, grad)
+            summed = compressor.decode(self.ops, ctx, payload)
+            return [summed, *kept, *compressor.advance(self.ops, ctx, payload).state]
 
         def everything(grads: list[tf.Tensor]) -> list[tf.Tensor]:
             return [array for lane, grad in zip(lanes, grads, strict=True) for array in codec(lane, grad)]
 
         grads = [tf.zeros(lane.bucket.spec.size) for lane in lanes]
-        nothing = _least_seconds(tf.function(lambda arrays: [array[:1] for array in arrays], autograph=False), grads)
+        nothing = _least_seconds(
+            tf.function(lambda arrays: [tf.reshape(array, [-1])[:1] for array in arrays], autograph=False), grads
+        )
         return max(0.0, _least_seconds(tf.function(everything, autograph=False), grads) - nothing)
+
+
+def _flat(state: Sequence[tf.Tensor]) -> tf.Tensor:
+    """A context's arrays as one vector of float32."""
+    parts = [tf.bitcast(tf.reshape(array, [-1]), tf.float32) for array in state]
+    return tf.concat(parts, axis=0) if parts else tf.zeros(0)
 
 
 def _least_seconds(function: Callable[[list[tf.Tensor]], list[tf.Tensor]], grads: list[tf.Tensor]) -> float:

@@ -8,7 +8,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdplus.compression.hashing import SCRAMBLE, WEYL
+from hvdplus.compression.ops import HALF_LIMIT, Halves, Packed, Packing, Piece, Product, Rows, sign_bits
+
 Array = Any
+
+BYTES = {8: tf.int8, 16: tf.int16}
+"""Lanes that are a type of their own."""
 
 
 class TensorFlowOps:
@@ -28,24 +34,142 @@ class TensorFlowOps:
             return tf.identity(parts[0])
         return tf.concat(list(parts), axis=0) if parts else tf.zeros(0)
 
-    def matmul(self, a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = False) -> Array:
-        return tf.matmul(a, b, transpose_a=transpose_a, transpose_b=transpose_b)
+    def assemble(self, pieces: Sequence[Piece]) -> Array:
+        return self.concat([self._dense(piece) for piece in pieces])
+
+    def subtract(self, values: Array, pieces: Sequence[Piece]) -> Array:
+        if not any(isinstance(piece, Rows) for piece in pieces):
+            return values - self.assemble(pieces)
+        # What is sent as it is leaves nothing behind: rows are cleared where they stand.
+        left, start = [], 0
+        for piece in pieces:
+            if isinstance(piece, Rows):
+                width = int(piece.values.shape[1])
+                part = tf.reshape(values[start : start + piece.height * width], (piece.height, width))
+                left.append(tf.reshape(tf.tensor_scatter_nd_sub(part, piece.rows[:, None], piece.values), [-1]))
+            else:
+                dense = self._dense(piece)
+                left.append(values[start : start + int(dense.shape[0])] - dense)
+            start += int(left[-1].shape[0])
+        return self.concat(left)
+
+    def matmul(self, a: Array, b: Array, transpose_a: bool = False) -> Array:
+        return tf.matmul(a, b, transpose_a=transpose_a)
 
     def orthonormal(self, columns: Array) -> Array:
         q, r = tf.linalg.qr(columns)
-        return q * tf.where(tf.linalg.diag_part(r) < 0, -1.0, 1.0)
+        return q * tf.where(tf.linalg.diag_part(r) < 0, -1.0, 1.0)[..., None, :]
 
-    def half(self, values: Array) -> Array:
-        return tf.cast(values, tf.float16)
+    def largest(self, batch: Array) -> Array:
+        return tf.reduce_max(tf.abs(batch), axis=(1, 2), keepdims=True)
 
-    def single(self, values: Array) -> Array:
-        return tf.cast(values, tf.float32)
+    def half(self, values: Array, factor: float, saturate: bool = False) -> Array:
+        scaled = values * factor
+        if saturate:
+            limit = HALF_LIMIT * factor
+            scaled = tf.clip_by_value(scaled, -limit, limit) + values * 0.0
+        return tf.cast(scaled, tf.float16)
 
-    def max_abs(self, values: Array) -> Array:
-        return tf.maximum(tf.reduce_max(tf.abs(values)), 0)  # the maximum of nothing is minus infinity
+    def rms(self, values: Array) -> Array:
+        # In units of the largest, so that no square leaves float32; half of it, because the whole could be infinite.
+        largest = tf.maximum(tf.reduce_max(tf.abs(values)), 0)  # the maximum of nothing is minus infinity
+        unit = tf.maximum(largest, 2.0**-126)
+        mean = tf.reduce_sum(tf.square(values / unit)) / max(1, int(values.shape[0]))
+        return tf.sqrt(mean) * unit
+
+    def row_norms(self, matrix: Array, other: Array | None = None, factor: float = 1.0) -> Array:
+        whole = matrix if other is None else matrix + other * factor
+        largest = tf.reduce_max(tf.abs(whole), axis=1, keepdims=True)
+        unit = tf.maximum(largest, 2.0**-126)
+        return tf.sqrt(tf.reduce_sum(tf.square(whole / unit), axis=1)) * unit[:, 0]
+
+    def top(self, values: Array, count: int) -> Array:
+        return tf.sort(tf.math.top_k(values, count, sorted=False).indices)
+
+    def take_rows(self, matrix: Array, rows: Array) -> Array:
+        return tf.gather(matrix, rows)
+
+    def put_values(self, values: Array, places: Array, new: Array) -> Array:
+        return tf.tensor_scatter_nd_update(values, places[:, None], new)
+
+    def log2(self, values: Array) -> Array:
+        return tf.math.log(values) / float(np.log(2.0))
+
+    def power_of_two(self, exponent: Array) -> Array:
+        return tf.bitcast(tf.bitwise.left_shift(tf.maximum(exponent, -127) + 127, 23), tf.float32)
+
+    def integers(self, values: Array, bits: int = 32) -> Array:
+        values = tf.round(values) if values.dtype.is_floating else values
+        return tf.cast(values, tf.int32 if bits == 32 else tf.int64)
+
+    def scramble(self, values: Array) -> Array:
+        values = tf.bitcast(values, tf.uint32)
+        for shift, factor in SCRAMBLE:
+            values = tf.bitwise.bitwise_xor(values, tf.bitwise.right_shift(values, tf.constant(shift, tf.uint32)))
+            values = values * tf.constant(factor, tf.uint32)
+        return tf.bitcast(values, tf.int32)
+
+    def pack(
+        self,
+        values: Array,
+        exponent: Array,
+        levels: int,
+        bits: int,
+        word: int,
+        noise: Array | None = None,
+        worth: Array | None = None,
+    ) -> Packing:
+        dtype, lanes, count = tf.int32 if word == 32 else tf.int64, word // bits, int(values.shape[0])
+        rms = self.rms(values)
+        scaled = values * tf.where(exponent > -127, self.power_of_two(-exponent), 0.0)
+        if noise is not None:
+            drawn = self.scramble((tf.range(count) * WEYL + noise) ^ tf.bitcast(values, tf.int32))
+            unsigned = tf.bitwise.right_shift(tf.bitcast(drawn, tf.uint32), tf.constant(8, tf.uint32))
+            scaled = tf.floor(scaled + tf.cast(unsigned, tf.float32) * 2.0**-24)
+        else:
+            scaled = tf.round(scaled)
+        clipped = tf.math.count_nonzero(tf.abs(scaled) > levels, dtype=tf.int32)
+        scaled = tf.clip_by_value(scaled, -float(levels), float(levels))
+        left = None if worth is None else values - scaled * self.power_of_two(worth)
+        scaled = tf.pad(scaled, [[0, -count % lanes]])
+        if bits in BYTES:
+            signs = tf.constant(sign_bits(bits, word), dtype)
+            numbers = tf.bitcast(tf.reshape(tf.cast(scaled, BYTES[bits]), (-1, lanes)), dtype)
+            return Packing(tf.bitwise.bitwise_xor(numbers, signs) - signs, clipped, rms, left)
+        numbers = tf.reshape(tf.cast(scaled, dtype), (lanes, -1))
+        shifts = tf.constant(bits * np.arange(lanes)[:, None], dtype)
+        return Packing(tf.reduce_sum(tf.bitwise.left_shift(numbers, shifts), axis=0), clipped, rms, left)
 
     def all_finite(self, values: Array) -> Array:
-        return tf.reduce_all(tf.math.is_finite(values))
+        return tf.reduce_all(tf.math.is_finite(values)) if values.dtype.is_floating else tf.constant(True)
 
     def checksum(self, values: Array) -> Array:
         return tf.reduce_sum(tf.cast(tf.bitcast(values, tf.int32), tf.int64))
+
+    def _dense(self, piece: Piece) -> Array:
+        """The piece as a 1-D float32 array."""
+        if isinstance(piece, Product):
+            return tf.reshape(tf.matmul(piece.left, piece.right, transpose_b=True), [-1])
+        if isinstance(piece, Rows):
+            shape = (piece.height, int(piece.values.shape[1]))
+            return tf.reshape(tf.scatter_nd(piece.rows[:, None], piece.values, shape), [-1])
+        if isinstance(piece, Packed):
+            return self._unpacked(piece) * self.power_of_two(piece.exponent)
+        if isinstance(piece, Halves):
+            return tf.cast(piece.values, tf.float32) * piece.factor
+        return piece
+
+    def _unpacked(self, piece: Packed) -> Array:
+        dtype, bits = piece.words.dtype, piece.bits
+        word = 8 * dtype.size
+        if bits in BYTES:
+            signs = tf.constant(sign_bits(bits, word), dtype)
+            numbers = tf.bitcast(tf.bitwise.bitwise_xor(piece.words + signs, signs), BYTES[bits])
+            return tf.cast(tf.reshape(numbers, [-1]), tf.float32)[: piece.length]
+        rest, numbers = piece.words, []
+        unused = tf.constant(word - bits, dtype)
+        for _ in range(word // bits):
+            lowest = tf.bitwise.right_shift(tf.bitwise.left_shift(rest, unused), unused)  # with its sign
+            numbers.append(tf.cast(lowest, tf.float32))
+            rest = tf.bitwise.right_shift(rest - lowest, tf.constant(min(bits, word - 1), dtype))
+        return tf.concat(numbers, axis=0)[: piece.length]

@@ -17,7 +17,8 @@ import keras
 import tensorflow as tf
 
 from hvdplus.adapters.keras.exchange import TensorFlowExchange
-from hvdplus.launch import check_same_model, choose_ladder, open_log
+from hvdplus.adapters.keras.ops import TensorFlowOps
+from hvdplus.launch import check_same_model, check_same_settings, choose_ladder, open_log
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 
@@ -55,7 +56,7 @@ def wrap(
                 f"Received: {passes} and {optimizer.gradient_accumulation_steps}"
             )
         optimizer.gradient_accumulation_steps = passes
-    ladder, auto = choose_ladder(compression, Settings.from_environment(), world)
+    ladder, auto = choose_ladder(compression, Settings.from_environment(), world, TensorFlowOps())
     # The class keeps name and module of the user's, so that a saved model loads without hvdplus.
     base = optimizer.__class__
     kind = type(base.__name__, (_Distributed, base), {"__module__": base.__module__})
@@ -99,6 +100,8 @@ class _Setup:
             # Not the names: `dense_7` depends on what was made before.
             check_same_model(list(zip(shapes, dtypes, strict=True)), self.world)
         settings = Settings.from_environment()
+        with tf.init_scope():
+            check_same_settings(settings, self.ladder, self.world, auto=self.auto, average=self.average)
         self.positions = {id(v.value): i for i, v in enumerate(variables)}
         self.exchange = TensorFlowExchange(
             shapes,

@@ -16,12 +16,13 @@ import numpy as np
 import torch
 
 from hvdplus.adapters.torch.ops import TorchOps
-from hvdplus.buckets import DENSE_ONLY, Bucket, bytes_per_step, compressor_for, make_buckets
+from hvdplus.adapters.torch.rows import SharedRows, as_sparse, rows_used
+from hvdplus.buckets import DENSE_ONLY, SPARSE, Bucket, bytes_per_step, compressor_for, make_buckets
 from hvdplus.compression import Compressor, Context
 from hvdplus.exchange import Ladder, Plan, SideSlot, read_side, side_tensor, split_checksum
 from hvdplus.meter import StepMeter
 from hvdplus.pilot import Pilot
-from hvdplus.residual import remainder
+from hvdplus.residual import unreleased
 from hvdplus.runlog import RunLog
 from hvdplus.settings import Settings
 from hvdplus.transport import Transport
@@ -81,6 +82,7 @@ class TorchExchange:
         prefix: str,
         average: bool,
         passes: int,
+        sparse_as_dense: bool = False,
     ) -> None:
         """``parameters``: those that have gradients, in the same order on every rank. ``prefix`` begins all names."""
         self.parameters = list(parameters)
@@ -96,13 +98,15 @@ class TorchExchange:
         """Alone there is nobody to exchange with: gradients stay untouched unless a level is asked for by name."""
         self._device = self.parameters[0].device if self.parameters else torch.device("cpu")
         self.ops = TorchOps(self._device)
-        self.buckets = make_buckets(
-            [tuple(p.shape) for p in self.parameters],
-            [str(p.dtype).removeprefix("torch.") for p in self.parameters],
-            bucket_bytes=settings.bucket_bytes,
-            ranks=transport.size,
-            seed=settings.seed,
-        )
+        self._settings = settings
+        self._sparse_as_dense = sparse_as_dense
+        self._sorted = False
+        """Whether sparse gradients have been told from dense ones, which the first step shows."""
+        self._sparse: set[int] = set()
+        """Parameters whose gradients are sparse on some rank, and so come back sparse on all."""
+        self._rows: dict[int, SharedRows] = {}
+        """Those of them whose rows are shared."""
+        self.buckets = self._cut()
         self.pilot = Pilot(
             ladder,
             settings,
@@ -112,16 +116,13 @@ class TorchExchange:
             log=log,
         )
         self.plan = self.pilot.plan
-        self._lanes = [] if self.idle else [self._make_lane(bucket) for bucket in self.buckets]
-        self._place_of = {
-            i: (lane, slice(*lane.bucket.offsets[place : place + 2]), lane.bucket.spec.shapes[place])
-            for lane in self._lanes
-            for place, i in enumerate(lane.bucket.parameters)
-        }
+        self._make_lanes()
         self._passes_left = [passes] * len(self.parameters)
         self._versions: dict[int, int] = {}
         self._next_lane = 0
         self._late: tuple[Plan, _Side] | None = None
+        self._unpaid = False
+        """Whether a residual's share was sent in a step that was not taken (yet)."""
         self._side_count = 0
         if not self.idle:
             for i, parameter in enumerate(self.parameters):
@@ -138,10 +139,15 @@ class TorchExchange:
 
     def finish(self) -> None:
         """Send what is left, wait, and write the reduced gradients to ``.grad``. All ranks call it once a step."""
+        self._pay_again()
         if self._late:  # begun one step ago: here by now
             plan, side = self._late
             self.pilot.observe(plan, side.total())
+        self._sort_out_sparse()
         used = self._send_rest()
+        with self.meter.codec():
+            for rows in self._rows.values():
+                rows.start()
         slot = self._slot()
         # Two names alternate: the last one may still be in flight where it was not awaited.
         self._side_count += 1
@@ -155,7 +161,11 @@ class TorchExchange:
                 lane.total = self.transport.wait(lane.handle)
             with self.meter.codec():
                 self._decode(lane)
-        awaited = self._ladder.touches_residual(self.plan) and not self.idle
+        with self.meter.exposed_comm():
+            for rows in self._rows.values():
+                rows.send()
+        self.pilot.row_bytes = sum(rows.sent_bytes for rows in self._rows.values())
+        awaited = self._ladder.settles(self.plan) and not self.idle
         users, healthy = used, True
         if awaited or not used.all():  # whether anybody used it is only of interest to those who did not
             with self.meter.exposed_comm():
@@ -179,15 +189,68 @@ class TorchExchange:
         self._next_lane = 0
         self.restart()
         self.loss = math.nan
-        self.plan = self.pilot.advance()
+        self._unpaid = healthy and any(
+            lane.pending is not None and not self._compressor(lane).keeps_residual for lane in self._lanes
+        )
+        before, self.plan = self.plan, self.pilot.advance()
+        self._hand_over(before.level)
+
+    def _pay_again(self) -> None:
+        """Before a step begins: did the script skip one that paid out a residual? All ranks skip alike."""
+        if self._unpaid:
+            self._unpaid = False
+            self.plan = self.pilot.repeat()
 
     def commit(self) -> None:
         """The optimizer has taken the step: pending residuals become residuals."""
+        self._unpaid = False
         for lane in self._lanes:
             if lane.pending is not None:
-                # No release in the coming plan: this step has paid out the last of it.
-                lane.residual, lane.pending = (lane.pending if self.plan.release else None), None
+                if lane.pending.data_ptr() == lane.flat.data_ptr():
+                    # What was sent became its own remainder, in place: the old residual's memory is free instead.
+                    lane.flat = torch.empty_like(lane.flat) if lane.residual is None else lane.residual
+                # Neither released nor waiting in the coming plan: this step has paid out the last of it.
+                outstanding = self.plan.release or self.plan.warms
+                lane.residual, lane.pending = (lane.pending if outstanding else None), None
         self.meter.end_step()
+
+    def _cut(self) -> tuple[Bucket, ...]:
+        """Buckets of all parameters but those whose rows are shared."""
+        dense = [i for i in range(len(self.parameters)) if i not in self._rows]
+        buckets = make_buckets(
+            [tuple(self.parameters[i].shape) for i in dense],
+            [str(self.parameters[i].dtype).removeprefix("torch.") for i in dense],
+            bucket_bytes=self._settings.bucket_bytes,
+            ranks=self.transport.size,
+            seed=self._settings.seed,
+        )
+        return tuple(bucket._replace(parameters=tuple(dense[i] for i in bucket.parameters)) for bucket in buckets)
+
+    def _make_lanes(self) -> None:
+        self._lanes = [] if self.idle else [self._make_lane(bucket) for bucket in self.buckets]
+        self._place_of = {
+            i: (lane, slice(*lane.bucket.offsets[place : place + 2]), lane.bucket.shapes[place])
+            for lane in self._lanes
+            for place, i in enumerate(lane.bucket.parameters)
+        }
+
+    def _sort_out_sparse(self) -> None:
+        """In the first step, before anything is sent: which gradients are so sparse that only rows are exchanged?"""
+        if self._sorted or self.idle:
+            return
+        self._sorted = True
+        mine = {} if self._sparse_as_dense else {i: rows_used(p) for i, p in enumerate(self.parameters)}
+        everyone = self.transport.gather_objects(mine)
+        used = [{i: rows for i, rows in theirs.items() if rows is not None} for theirs in everyone]
+        self._sparse = set().union(*used)
+        for i in sorted(self._sparse):
+            parameter = self.parameters[i]
+            if sum(theirs.get(i, 0) for theirs in used) <= SPARSE * len(parameter):
+                self._rows[i] = SharedRows(parameter, self.transport, self.ops, f"{self._prefix}.rows.{i}")
+        if self._rows:
+            self.buckets = self._cut()
+            self.pilot.resize([bytes_per_step(self.buckets, compressor) for compressor in self._ladder.compressors])
+            self._make_lanes()
 
     def _make_lane(self, bucket: Bucket) -> _Lane:
         dtype = torch.float64 if bucket.dtype == DENSE_ONLY else torch.float32
@@ -197,11 +260,21 @@ class TorchExchange:
     def _compressor(self, lane: _Lane) -> Compressor:
         return compressor_for(lane.bucket, self._ladder.compressors[self.plan.level])
 
-    def _context(self, lane: _Lane) -> Context:
-        level = self.plan.level
+    def _context(self, lane: _Lane, level: int | None = None) -> Context:
+        level = self.plan.level if level is None else level
         if level not in lane.contexts:
-            lane.contexts[level] = self._compressor(lane).init(self.ops, lane.bucket.spec)
+            compressor = compressor_for(lane.bucket, self._ladder.compressors[level])
+            lane.contexts[level] = compressor.init(self.ops, lane.bucket.spec)
         return lane.contexts[level]._replace(phase=self.plan.phase)
+
+    def _hand_over(self, before: int) -> None:
+        """Where the coming level follows the last one, it takes over its contexts."""
+        old, new = self._ladder.compressors[before], self._ladder.compressors[self.plan.level]
+        if self.plan.level != before and new.follows(old):
+            for lane in self._lanes:
+                if lane.bucket.dtype != DENSE_ONLY:
+                    fresh = new.init(self.ops, lane.bucket.spec)
+                    lane.contexts[self.plan.level] = new.inherit(self.ops, fresh, self._context(lane, before))
 
     def _make_hook(self, i: int) -> Callable[[torch.Tensor], None]:
         me = weakref.ref(self)  # an optimizer that is gone must not go on exchanging
@@ -214,6 +287,7 @@ class TorchExchange:
         return hook
 
     def _gradient_ready(self, i: int, parameter: torch.Tensor) -> None:
+        self._pay_again()
         self._passes_left[i] -= 1
         if self._passes_left[i] < 0:
             raise AssertionError(
@@ -221,7 +295,9 @@ class TorchExchange:
                 f"Received: {self.passes - self._passes_left[i]} passes with backward_passes_per_step="
                 f"{self.passes}. Increase it to accumulate gradients locally."
             )
-        if self._passes_left[i] == 0:
+        if self._passes_left[i] == 0 and parameter.grad is not None:
+            self._versions[i] = parameter.grad._version
+        if self._passes_left[i] == 0 and self._sorted and i not in self._rows:
             with self.meter.codec(), torch.no_grad():
                 self._pack(i, parameter.grad)
                 self._send_ready()
@@ -232,9 +308,8 @@ class TorchExchange:
         target = lane.flat[part].view(shape)
         lane.pending = None  # of a step that was never taken
         residual = lane.residual[part].view(shape) if lane.residual is not None and self.plan.release else None
-        if grad is not None:
-            self._versions[i] = grad._version
-            grad = grad.to_dense() if grad.is_sparse else grad
+        if grad is not None and grad.is_sparse:
+            grad = grad.to_dense()
         if grad is None:
             target.zero_()
         elif residual is not None and grad.dtype == target.dtype:
@@ -252,17 +327,17 @@ class TorchExchange:
             lane = self._lanes[self._next_lane]
             self._next_lane += 1
             compressor, ctx = self._compressor(lane), self._context(lane)
-            lane.payload = compressor.encode(self.ops, ctx, lane.flat)
-            touches_residual = self._ladder.touches_residual(self.plan) and lane.bucket.dtype != DENSE_ONLY
-            if touches_residual:
-                # Before the sum begins, because it may be made in place, on the very buffer that was encoded.
-                # A narrow payload may overflow: it is sent again, and the sum tells.
-                lane.nonfinite = not compressor.narrow and not bool(self.ops.all_finite(lane.payload))
-                if compressor.keeps_residual or lane.residual is not None:
-                    residual = lane.flat if lane.residual is None else lane.residual
-                    lane.pending = remainder(
-                        self.ops, compressor, ctx, lane.flat, lane.payload, residual, self.plan.release
-                    )
+            # All before the sum begins, because it may be made in place, on the very buffer that was encoded.
+            if compressor.keeps_residual:
+                lane.payload, lane.pending, sound = compressor.send(self.ops, ctx, lane.flat, lane.residual)
+                lane.nonfinite = not bool(sound)
+            else:
+                lane.payload = compressor.encode(self.ops, ctx, lane.flat)
+                if self._ladder.settles(self.plan) and lane.bucket.dtype != DENSE_ONLY and not compressor.narrow:
+                    # A narrow payload may overflow: it is sent again, and the sum tells.
+                    lane.nonfinite = not bool(compressor.sound(self.ops, lane.flat, lane.payload))
+                if lane.residual is not None and self.plan.release:
+                    lane.pending = unreleased(lane.residual, self.plan.release)
             name = self._ladder.tensor_name(self._prefix, lane.bucket.number, self.plan)
             lane.handle = self.transport.start(lane.payload, name)
 
@@ -325,24 +400,36 @@ class TorchExchange:
             if healthy:
                 ctx = compressor.advance(self.ops, self._context(lane), lane.total)
                 lane.contexts[self.plan.level] = ctx
+                if self.plan.warms:
+                    learner = self._ladder.compressors[self.plan.warms]
+                    ctx = learner.warm(self.ops, self._context(lane, self.plan.warms), lane.total)
+                    lane.contexts[self.plan.warms] = ctx
             else:
                 lane.pending = None
-                if compressor.keeps_residual:  # a plain all-reduce would have delivered it: so does this
+                if compressor.settles:  # a plain all-reduce would have delivered it: so does this
                     lane.sum = torch.full_like(lane.sum, math.nan)
 
     def _deliver(self, used: np.ndarray, users: np.ndarray) -> None:
         """Write means to ``.grad``; a parameter that nobody used keeps ``grad=None``."""
         with torch.no_grad():
+            for i, rows in self._rows.items():
+                with self.meter.exposed_comm():
+                    reduced = rows.receive(self._scale)
+                if users[i]:
+                    self.parameters[i].grad = reduced
             for i, (lane, part, shape) in self._place_of.items():
                 if not users[i]:
                     continue
                 parameter = self.parameters[i]
                 mean = lane.sum[part].view(shape)
                 grad = parameter.grad
-                if grad is None:
-                    parameter.grad = (mean * self._scale).to(parameter.dtype)
-                elif grad.is_sparse:
-                    parameter.grad = (mean * self._scale).to(grad.dtype).to_sparse(grad.sparse_dim())
+                if grad is None or grad.is_sparse or i in self._sparse:
+                    reduced = (mean * self._scale).to(parameter.dtype)
+                    # One form on all ranks: optimizers tell them apart.
+                    if i in self._sparse:
+                        every = torch.arange(len(reduced), device=reduced.device)
+                        reduced = as_sparse(every, reduced, reduced.shape)
+                    parameter.grad = reduced
                 elif grad.dtype == mean.dtype:
                     torch.mul(mean, self._scale, out=grad)
                 else:

@@ -1,14 +1,32 @@
-"""``Ops`` in PyTorch, on whatever device the arrays live."""
+"""``Ops`` in PyTorch, on whatever device the arrays live.
+
+Where an operation has several passes over a bucket it works through chunks that stay in the cache, so that memory is
+read and written once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
+from hvdplus.adapters.torch.memory import Pool
+from hvdplus.compression.hashing import SCRAMBLE, WEYL
+from hvdplus.compression.ops import HALF_LIMIT, Halves, Packed, Packing, Piece, Product, Rows, sign_bits
+
 Array = Any
+
+CHUNK = 1 << 17
+"""Elements that are worked on at a time on the CPU; 512 kB fit into a core's second-level cache."""
+SAFE = 1e-30
+"""Sums of squares above this, and below its reciprocal, have not left float32 on the way."""
+FAINT = 1e-15
+"""Norms above this, and below its reciprocal, are made of squares that have not left float32."""
+BYTES = {8: torch.int8, 16: torch.int16}
+"""Lanes that are a type of their own."""
 
 
 class TorchOps:
@@ -16,6 +34,7 @@ class TorchOps:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
+        self._pool = Pool()
 
     def from_numpy(self, values: np.ndarray) -> Array:
         return torch.from_numpy(np.array(values)).to(self._device)
@@ -27,32 +46,303 @@ class TorchOps:
         return values.reshape(shape)
 
     def concat(self, parts: Sequence[Array]) -> Array:
+        parts = [part for part in parts if part.numel()] or list(parts[:1])
         if len(parts) == 1:
             return parts[0]
-        return torch.cat(list(parts)) if parts else torch.zeros(0, device=self._device)
+        if parts and all(_adjoin(*pair) for pair in pairwise(parts)):
+            return parts[0].as_strided((sum(part.numel() for part in parts),), (1,))
+        if not parts:
+            return torch.zeros(0, dtype=torch.float32, device=self._device)
+        out = self._empty(sum(part.numel() for part in parts), parts[0].dtype)
+        return torch.cat(parts, out=out)
 
-    def matmul(self, a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = False) -> Array:
-        return torch.matmul(a.t() if transpose_a else a, b.t() if transpose_b else b)
+    def assemble(self, pieces: Sequence[Piece]) -> Array:
+        if len(pieces) == 1 and isinstance(pieces[0], torch.Tensor):
+            return pieces[0]
+        out = self._empty(sum(map(_length, pieces)), torch.float32)
+        for part, piece in zip(_split(out, pieces), pieces, strict=True):
+            if isinstance(piece, Product):
+                torch.mm(piece.left, piece.right.t(), out=part.view(len(piece.left), len(piece.right)))
+            elif isinstance(piece, Rows):
+                part.zero_()
+                part.view(piece.height, -1).index_copy_(0, piece.rows.long(), piece.values)
+            elif isinstance(piece, Halves):
+                for a, b in self._chunks(len(part)):
+                    part[a:b].copy_(piece.values[a:b]).mul_(piece.factor)
+            elif isinstance(piece, Packed):
+                step = float(self.power_of_two(piece.exponent)) if len(part) else 0.0
+                for _, _, numbers in self._unpacked(piece, part):
+                    numbers.mul_(step)
+            else:
+                part.copy_(piece)
+        return out
+
+    def subtract(self, values: Array, pieces: Sequence[Piece]) -> Array:
+        if any(_shares(part, values) for piece in pieces for part in _tensors(piece)):
+            return values - self.assemble(pieces)
+        for part, piece in zip(_split(values, pieces), pieces, strict=True):
+            if isinstance(piece, Product):
+                matrix = part.view(len(piece.left), len(piece.right))
+                torch.addmm(matrix, piece.left, piece.right.t(), alpha=-1, out=matrix)
+            elif isinstance(piece, Rows):
+                part.view(piece.height, -1).index_add_(0, piece.rows.long(), piece.values, alpha=-1)
+            elif isinstance(piece, Halves):
+                scratch = self._scratch(len(part))
+                for a, b in self._chunks(len(part)):
+                    part[a:b].sub_(scratch[: b - a].copy_(piece.values[a:b]), alpha=piece.factor)
+            elif isinstance(piece, Packed):
+                step = float(self.power_of_two(piece.exponent)) if len(part) else 0.0
+                for a, b, numbers in self._unpacked(piece):
+                    part[a:b].sub_(numbers, alpha=step)
+            else:
+                part.sub_(piece)
+        return values
+
+    def matmul(self, a: Array, b: Array, transpose_a: bool = False) -> Array:
+        with torch.autocast(self._device.type, enabled=False):  # a script may take its step inside of one
+            if transpose_a:  # this way round both are read along their rows
+                return torch.matmul(b.mT, a).mT
+            return torch.matmul(a, b)
 
     def orthonormal(self, columns: Array) -> Array:
         q, r = torch.linalg.qr(columns)
-        return q * torch.where(r.diagonal() < 0, -1.0, 1.0)
+        return q * (1.0 - 2.0 * (r.diagonal(dim1=-2, dim2=-1) < 0).to(q.dtype)).unsqueeze(-2)
 
-    def half(self, values: Array) -> Array:
-        return values.to(torch.float16)
+    def largest(self, batch: Array) -> Array:
+        return batch.abs().amax(dim=(1, 2), keepdim=True)
 
-    def single(self, values: Array) -> Array:
-        return values.to(torch.float32)
+    def half(self, values: Array, factor: float, saturate: bool = False) -> Array:
+        out, scratch = self._empty(len(values), torch.float16), self._scratch(len(values))
+        limit = HALF_LIMIT * factor
+        for a, b in self._chunks(len(values)):
+            scaled = torch.mul(values[a:b], factor, out=scratch[: b - a])
+            if saturate:
+                scaled.clamp_(-limit, limit).add_(values[a:b], alpha=0.0)
+            out[a:b].copy_(scaled)
+        return out
 
-    def max_abs(self, values: Array) -> Array:
-        return values.abs().amax() if values.numel() else values.new_zeros(())
+    def rms(self, values: Array) -> Array:
+        if not values.numel():
+            return values.new_zeros(())
+        square = torch.dot(values, values)
+        if not SAFE < float(square) < 1 / SAFE:  # squares may have left float32
+            square = torch.linalg.vector_norm(values, dtype=torch.float64).square()
+        return (square / values.numel()).sqrt().float()
+
+    def row_norms(self, matrix: Array, other: Array | None = None, factor: float = 1.0) -> Array:
+        if other is not None and self._device.type == "cpu" and matrix.numel() > CHUNK:
+            rows = max(1, CHUNK // matrix.shape[1])
+            pairs = zip(matrix.split(rows), other.split(rows), strict=True)
+            scratch = matrix.new_empty(rows, matrix.shape[1])
+            return torch.cat([self._norms(torch.add(m, o, alpha=factor, out=scratch[: len(m)])) for m, o in pairs])
+        return self._norms(matrix if other is None else torch.add(matrix, other, alpha=factor))
+
+    def top(self, values: Array, count: int) -> Array:
+        if not count:
+            return torch.zeros(0, dtype=torch.int32, device=self._device)
+        values = torch.nan_to_num(values, nan=torch.inf, posinf=torch.inf)  # NaN compares with nothing
+        least = torch.topk(values, count, sorted=False).values.amin()
+        above, equal = values > least, values == least
+        # Of those at the threshold, the first in line. Sorting all of them would take several times as long.
+        chosen = above | (equal & (equal.cumsum(0) <= count - above.sum()))
+        return chosen.nonzero().reshape(-1).to(torch.int32)
+
+    def take_rows(self, matrix: Array, rows: Array) -> Array:
+        out = self._empty(len(rows) * matrix.shape[1], matrix.dtype).view(len(rows), matrix.shape[1])
+        return torch.index_select(matrix, 0, rows, out=out)
+
+    def put_values(self, values: Array, places: Array, new: Array) -> Array:
+        return values.index_copy(0, places.long(), new)
+
+    def log2(self, values: Array) -> Array:
+        return torch.log2(values)
+
+    def power_of_two(self, exponent: Array) -> Array:
+        return ((exponent.clamp(min=-127) + 127) << 23).view(torch.float32)
+
+    def integers(self, values: Array, bits: int = 32) -> Array:
+        values = values.round() if values.is_floating_point() else values
+        return values.to(torch.int32 if bits == 32 else torch.int64)
+
+    def scramble(self, values: Array) -> Array:
+        return self._scrambled(values.clone())
+
+    def pack(
+        self,
+        values: Array,
+        exponent: Array,
+        levels: int,
+        bits: int,
+        word: int,
+        noise: Array | None = None,
+        worth: Array | None = None,
+    ) -> Packing:
+        dtype, lanes = torch.int32 if word == 32 else torch.int64, word // bits
+        zero = torch.zeros((), dtype=torch.float32, device=self._device)
+        if not len(values):
+            empty = torch.zeros(0, dtype=dtype, device=self._device)
+            return Packing(empty, zero.int(), zero, None if worth is None else values)
+        words = self._empty(-(-len(values) // lanes), dtype)
+        known, stands = int(exponent), int(exponent if worth is None else worth)
+        inverse, level = 2.0**-known if known > -127 else 0.0, 2.0**stands if stands > -127 else 0.0
+        square, clipped, scratch = 0.0, 0.0, self._scratch(len(values))
+
+        def rounded(part: torch.Tensor, start: int) -> torch.Tensor:
+            """Elements from ``start`` on as floats that are whole; the caller uses them before the next call."""
+            nonlocal square, clipped
+            scaled = torch.mul(part, inverse, out=scratch[: len(part)])
+            own = torch.dot(part, part).item()
+            if not SAFE < own < 1 / SAFE:
+                own = torch.linalg.vector_norm(part, dtype=torch.float64).item() ** 2
+            square += own
+            if noise is not None:
+                scaled.add_(self._noise(part, start, noise)).floor_()
+            else:
+                scaled.round_()
+            if not (scaled.amax().item() <= levels and scaled.amin().item() >= -levels):
+                beyond = torch.abs(scaled, out=self._scratch(len(part))[: len(part)]).sub_(levels).clamp_(0, 1)
+                clipped += beyond.sum().item()  # comparing and counting takes longer
+                scaled.clamp_(-float(levels), float(levels))
+            if worth is not None:
+                part.sub_(scaled, alpha=level)
+            return scaled
+
+        if bits in BYTES:
+            signs, lanes_out, step = sign_bits(bits, word), words.view(BYTES[bits]), self._chunk(lanes)
+            lanes_out[len(values) :].zero_()
+            parts = zip(
+                torch.split(values, step),
+                torch.split(lanes_out, step),
+                torch.split(words, step // lanes),
+                strict=True,
+            )
+            for i, (part, out, packed) in enumerate(parts):
+                out[: len(part)].copy_(rounded(part, i * step))
+                packed.bitwise_xor_(signs).sub_(signs)
+        else:
+            numbers = self._empty(self._chunk(), dtype)
+            for a, b in self._chunks(len(words)):
+                for lane in reversed(range(lanes)):
+                    start, stop = lane * len(words) + a, min(lane * len(words) + b, len(values))
+                    if lane == lanes - 1:
+                        words[a:b].zero_()
+                    elif bits < word:
+                        words[a:b].bitwise_left_shift_(bits)
+                    if start < stop:
+                        whole = rounded(values[start:stop], start)
+                        words[a : a + stop - start].add_(numbers[: stop - start].copy_(whole))
+        rms = torch.full((), (square / len(values)) ** 0.5, dtype=torch.float32, device=self._device)
+        beyond = torch.full((), int(clipped) if clipped == clipped else 0, dtype=torch.int32, device=self._device)
+        return Packing(words, beyond, rms, None if worth is None else values)
 
     def all_finite(self, values: Array) -> Array:
-        # One pass and no temporary of the gradient's size: a norm is finite unless an element is not or it overflows,
-        # and only then is it worth looking closely.
-        if bool(torch.isfinite(torch.linalg.vector_norm(values))):
+        if not values.is_floating_point():
+            return torch.ones((), dtype=torch.bool)
+        # One pass and no temporary of the gradient's size. A sum of squares is finite unless an element is not or it
+        # overflows, and only then is it worth looking closely; half precision is slow to add, so look at its bits.
+        if values.dtype == torch.float16 and values.numel():
+            parts = torch.split(values.view(torch.int16), CHUNK)
+            spare = self._empty(CHUNK, torch.int16)
+            largest = [torch.bitwise_and(part, 0x7FFF, out=spare[: len(part)]).amax() for part in parts]
+            return torch.stack(largest).amax() < 0x7C00
+        if values.dim() == 1 and bool(torch.isfinite(torch.dot(values, values))):
             return torch.ones((), dtype=torch.bool)
         return torch.isfinite(values).all()
 
     def checksum(self, values: Array) -> Array:
         return values.contiguous().view(torch.int32).sum(dtype=torch.int64)
+
+    def _empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._pool.empty(count, dtype, self._device)
+
+    def _scratch(self, count: int) -> torch.Tensor:
+        """Room for a chunk of ``count`` elements."""
+        return self._empty(min(self._chunk(), count), torch.float32)
+
+    def _chunk(self, multiple: int = 1) -> int:
+        """Length of a chunk: a multiple, CHUNK or a little more; a device without caches to speak of takes more."""
+        length = CHUNK if self._device.type == "cpu" else CHUNK << 8
+        return -(-length // multiple) * multiple
+
+    def _chunks(self, count: int) -> Iterator[tuple[int, int]]:
+        """Bounds of chunks."""
+        return ((start, min(start + self._chunk(), count)) for start in range(0, count, self._chunk()))
+
+    def _norms(self, matrix: torch.Tensor) -> torch.Tensor:
+        norms = torch.linalg.vector_norm(matrix, dim=1)
+        if norms.numel() and not (norms.amin() > FAINT and norms.amax() < 1 / FAINT):  # squares may have left float32
+            norms = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64).float()
+        return torch.as_tensor(norms)
+
+    def _noise(self, values: torch.Tensor, start: int, key: torch.Tensor) -> torch.Tensor:
+        """Values in [0, 1) from a hash of key, place and the values' own bits."""
+        places = torch.arange(start, start + len(values), dtype=torch.int32, device=self._device)
+        drawn = self._scrambled(places.mul_(WEYL).add_(key).bitwise_xor_(values.contiguous().view(torch.int32)))
+        return drawn.bitwise_right_shift_(8).bitwise_and_(0xFFFFFF) * 2.0**-24
+
+    def _scrambled(self, values: torch.Tensor) -> torch.Tensor:
+        """``scramble`` in place."""
+        for shift, factor in SCRAMBLE:
+            values.bitwise_xor_((values >> shift).bitwise_and_((1 << (32 - shift)) - 1))
+            if factor != 1:
+                values.mul_(factor - 2**32)
+        return values
+
+    def _unpacked(self, piece: Packed, out: torch.Tensor | None = None) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """(from, to, integers as floats), stretch by stretch: in ``out``, or until the next is asked for."""
+        word = 8 * piece.words.element_size()
+        scratch = self._scratch(piece.length)
+
+        def room(a: int, b: int) -> torch.Tensor:
+            return scratch[: b - a] if out is None else out[a:b]
+
+        bits, lanes, length = piece.bits, word // piece.bits, piece.length
+        if bits in BYTES:
+            signs, step = sign_bits(bits, word), self._chunk(lanes)
+            spare = self._empty(step // lanes, piece.words.dtype)
+            for i, words in enumerate(piece.words.split(step // lanes)):
+                a, b = i * step, min((i + 1) * step, length)
+                numbers = torch.add(words, signs, out=spare[: len(words)]).bitwise_xor_(signs).view(BYTES[bits])
+                yield a, b, room(a, b).copy_(numbers[: b - a])
+            return
+        for a, b in self._chunks(len(piece.words)):
+            rest = piece.words[a:b]
+            for lane in range(lanes):
+                start, stop = lane * len(piece.words) + a, min(lane * len(piece.words) + b, length)
+                lowest = rest << (word - bits) >> (word - bits)  # the lane's bits, with its sign
+                if start < stop:
+                    yield start, stop, room(start, stop).copy_(lowest[: stop - start])
+                if lane < lanes - 1:
+                    rest = (rest - lowest) >> bits
+
+
+def _tensors(piece: Piece) -> list[torch.Tensor]:
+    fields = [piece] if isinstance(piece, torch.Tensor) else piece
+    return [part for part in fields if isinstance(part, torch.Tensor)]
+
+
+def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two arrays stand in the same block of memory."""
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _adjoin(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether one vector ends in memory where the other begins."""
+    return (
+        one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        and one.is_contiguous()
+        and other.is_contiguous()
+        and one.data_ptr() + one.nbytes == other.data_ptr()
+    )
+
+
+def _length(piece: Piece) -> int:
+    if isinstance(piece, Product):
+        return len(piece.left) * len(piece.right)
+    if isinstance(piece, Rows):
+        return piece.height * int(piece.values.shape[1])
+    return piece.length if isinstance(piece, Packed) else len(piece.values if isinstance(piece, Halves) else piece)
+
+
+def _split(values: torch.Tensor, pieces: Sequence[Piece]) -> Sequence[torch.Tensor]:
+    return torch.split(values, [_length(piece) for piece in pieces])

@@ -14,7 +14,8 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from hvdplus.adapters.torch.exchange import TorchExchange
-from hvdplus.launch import check_same_model, choose_ladder, open_log
+from hvdplus.adapters.torch.ops import TorchOps
+from hvdplus.launch import check_same_model, check_same_settings, choose_ladder, open_log
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 
@@ -29,6 +30,7 @@ def wrap(
     compression: Any,
     passes: int,
     average: bool,
+    sparse_as_dense: bool,
 ) -> torch.optim.Optimizer:
     """The optimizer as an instance of a subclass of its own class, sharing its groups, state and hooks.
 
@@ -49,7 +51,10 @@ def wrap(
     _check_types(parameters, names)
     check_same_model([(names[id(p)], tuple(p.shape), str(p.dtype)) for p in parameters], world)
     settings = Settings.from_environment()
-    ladder, auto = choose_ladder(compression, settings, world)
+    ladder, auto = choose_ladder(compression, settings, world, TorchOps())
+    check_same_settings(
+        settings, ladder, world, auto=auto, passes=passes, average=average, sparse_as_dense=sparse_as_dense
+    )
     kind = type(optimizer.__class__.__name__, (_Distributed, optimizer.__class__), {"__module__": __name__})
     wrapped: Any = kind.__new__(kind)  # type: ignore[call-overload]
     wrapped.__dict__.update(optimizer.__dict__)
@@ -67,6 +72,7 @@ def wrap(
         prefix=f"hvdplus{instance}",
         average=average,
         passes=passes,
+        sparse_as_dense=sparse_as_dense,
     )
     wrapped._known = frozenset(id(p) for p in parameters)
     wrapped._synchronized = False
@@ -100,6 +106,9 @@ class _Distributed(torch.optim.Optimizer):
                     "A parameter that was unfrozen or added after DistributedOptimizer was made has a gradient that "
                     "nobody exchanges. Wrap a new optimizer after the change."
                 )
+        if self._synchronized and not self._exchange.in_flight:  # the means would be exchanged, with residuals, again
+            warnings.warn("optimizer.synchronize() called twice. Nothing is exchanged a second time.", stacklevel=2)
+            return
         self._exchange.finish()
         self._synchronized = True
 

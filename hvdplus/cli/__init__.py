@@ -15,6 +15,8 @@ from importlib import import_module
 COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("doctor", "show versions, MPI and settings, and how to mend what is missing"),
     "install-horovod": ("install_horovod", "build and install Horovod for the PyTorch, TensorFlow and MPI found here"),
+    "compressors": ("compressors", "list the compressors: what each of them sends, keeps and learns"),
+    "plan": ("plan", "estimate what compressors would send and cost for a model, without running it"),
     "report": ("report", "show what a run did: times, levels, decisions"),
 }
 

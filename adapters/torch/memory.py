@@ -1,0 +1,43 @@
+"""Memory for large intermediate arrays, kept from step to step.
+
+On the CPU, PyTorch gives large blocks back to the system, and the first touch of every new page costs more than a copy
+of what is written to it (measured: filling a new array of 100 MB takes 2.6 times as long as an old one). CUDA has a
+caching allocator of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+SMALLEST = 1 << 16
+"""Bytes below which the system's allocator is as good."""
+SPARE = 1.25
+"""A block serves arrays down to its size divided by this."""
+MOST = 64
+"""Blocks that are remembered; those that were not asked for the longest are given back."""
+
+_uses: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+
+
+class Pool:
+    """Blocks that are handed out again once no array holds them any more."""
+
+    def __init__(self) -> None:
+        self._blocks: list[torch.UntypedStorage] = []  # the one that was handed out last stands last
+
+    def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """An uninitialised 1-D array."""
+        size = count * dtype.itemsize
+        if _uses is None or device.type != "cpu" or size < SMALLEST:
+            return torch.empty(count, dtype=dtype, device=device)
+        fitting = (
+            i
+            for i, block in enumerate(self._blocks)
+            if size <= block.nbytes() <= size * SPARE and _uses(block._cdata) == 1
+        )
+        found = next(fitting, None)
+        block = torch.UntypedStorage(size) if found is None else self._blocks.pop(found)  # type: ignore[no-untyped-call]
+        self._blocks = [*self._blocks[-MOST:], block]
+        return torch.empty(0, dtype=dtype).set_(block, 0, (count,))  # type: ignore[call-overload, no-any-return]

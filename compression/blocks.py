@@ -1,0 +1,101 @@
+"""What ``randomk`` and ``topk`` share: some blocks of a bucket are sent, the rest stays behind.
+
+A bucket's compressible part is cut into blocks of equal length. The chosen blocks travel as they are, and so does what
+does not fill a block, and the tail. Ranks choose alike, so sums of payloads are payloads of sums, and no index crosses
+the network.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hvdplus.compression.contract import Context, Layout, Projection, Spec
+from hvdplus.compression.ops import Array, Ops, Piece, Rows
+
+BLOCK = 256
+"""Elements of a block: 1 kB, long enough to be copied at the speed of memory."""
+
+
+class Cut(NamedTuple):
+    """How a bucket is cut."""
+
+    blocks: int
+    """0 where sending some of them would save nothing, and all travels dense."""
+    chosen: int
+    """Blocks that are sent in a step."""
+    block: int
+
+    @property
+    def end(self) -> int:
+        """Where the blocks end; what is behind them travels dense."""
+        return self.blocks * self.block
+
+
+@dataclass(frozen=True)
+class BlockSelection(Projection):
+    """A share of the blocks a step."""
+
+    share: float
+    """Share of the blocks that is sent, above 0 and below 1; smaller compresses more."""
+    block: int = BLOCK
+    """Elements of a block, 1 or more; smaller picks more exactly and costs more."""
+
+    memory_passes = 3.0
+
+    def __post_init__(self) -> None:
+        kind = type(self).__name__.lower()
+        if not 0 < self.share < 1:
+            raise ValueError(f"{kind} sends a share of the gradient, above 0 and below 1. Received: {self.share:g}")
+        if self.block < 1:
+            raise ValueError(f"{kind} needs blocks of 1 element or more. Received: {self.block}")
+
+    @property
+    def name(self) -> str:
+        """``randomk:share`` or ``topk:share``, and ``:block`` where it is not the usual one."""
+        block = "" if self.block == BLOCK else f":{self.block}"
+        return f"{type(self).__name__.lower()}:{self.share!r}{block}"
+
+    @property
+    @abstractmethod
+    def measured(self) -> int:
+        """Floats that ride along for every block."""
+
+    @abstractmethod
+    def chosen(self, ops: Ops, ctx: Context) -> Array:
+        """The blocks of this step (int32, ascending)."""
+
+    def cut(self, spec: Spec) -> Cut:
+        """How ``spec``'s bucket is cut."""
+        count = spec.body // self.block
+        chosen = max(1, round(self.share * count))
+        if chosen * self.block + self.measured * count >= count * self.block:
+            return Cut(0, 0, self.block)
+        return Cut(count, chosen, self.block)
+
+    def encode(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Array:
+        """Chosen blocks, and what travels dense."""
+        cut = self.cut(ctx.spec)
+        if not cut.blocks:
+            return grad
+        rows = ops.take_rows(self._matrix(ops, cut, grad), self.chosen(ops, ctx))
+        return ops.concat([ops.reshape(rows, (cut.chosen * cut.block,)), grad[cut.end :]])
+
+    def pieces(self, ops: Ops, ctx: Context, total: Array) -> Sequence[Piece]:
+        """The chosen blocks among zeros, then what travelled dense."""
+        cut = self.cut(ctx.spec)
+        if not cut.blocks:
+            return [total]
+        sent = cut.chosen * cut.block
+        rows = ops.reshape(total[:sent], (cut.chosen, cut.block))
+        return [Rows(rows, self.chosen(ops, ctx), cut.blocks), total[sent : sent + ctx.spec.size - cut.end]]
+
+    def layout(self, spec: Spec, phase: int) -> Layout:
+        """Blocks in front; what travels dense, and measurements, behind."""
+        cut = self.cut(spec)
+        return Layout(cut.chosen * cut.block, spec.size - cut.end + self.measured * cut.blocks)
+
+    def _matrix(self, ops: Ops, cut: Cut, bucket: Array) -> Array:
+        return ops.reshape(bucket[: cut.end], (cut.blocks, cut.block))

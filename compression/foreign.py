@@ -1,0 +1,55 @@
+"""A stock Horovod ``Compressor`` class, unchanged, as one of ours.
+
+Horovod's contract is ``compress(tensor) -> (tensor, ctx)`` and ``decompress(tensor, ctx) -> tensor``, around an
+all-reduce of the compressed tensor. Whether that sum means anything is its author's promise; its losses are not kept,
+as in Horovod. What its ``ctx`` holds stays on its rank. Works with classes for ``horovod.torch`` and
+``horovod.tensorflow`` alike, because it only hands arrays through.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hvdplus.compression.contract import Compressor, Context, Spec
+from hvdplus.compression.ops import Array, Ops
+
+
+class HorovodCompressor(Compressor):
+    """Runs ``cls.compress`` and ``cls.decompress`` on whole buckets."""
+
+    learns = "nothing; a context of its own on each rank"
+    keeps_residual = False
+    settles = False
+    narrow = True
+    memory_passes = 6.0
+
+    def __init__(self, cls: Any, ops: Ops) -> None:
+        """``ops``: of the framework that the class is written for, to ask it for the size of its payload."""
+        self._cls = cls
+        self._ops = ops
+        self._own: dict[int, Any] = {}
+
+    @property
+    def name(self) -> str:
+        """The class's."""
+        return str(getattr(self._cls, "__name__", type(self._cls).__name__))
+
+    def init(self, ops: Ops, spec: Spec) -> Context:
+        """An empty context."""
+        return Context(spec, 0, ())
+
+    def encode(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Array:
+        """What the class compresses the bucket to."""
+        payload, self._own[ctx.spec.position] = self._cls.compress(grad)
+        return payload
+
+    def decode(self, ops: Ops, ctx: Context, total: Array) -> Array:
+        """What the class decompresses, with what it remembered of this bucket."""
+        return self._cls.decompress(total, self._own[ctx.spec.position])
+
+    def payload_bytes(self, spec: Spec, phase: int = 0) -> int:
+        """As a zero gradient's."""
+        payload, _ = self._cls.compress(self._ops.from_numpy(np.zeros(spec.size, np.float32)))
+        return int(self._ops.to_numpy(payload).nbytes)

@@ -1,0 +1,281 @@
+"""``intB``: integers of B bits that add exactly (B from 2 to 16), e.g. ``int8``, ``int4:stochastic``.
+
+Every rank rounds for itself to integers of at most L = floor((2^(B-1) - 1) / N) levels, so that a sum over N ranks
+cannot overflow a lane of B bits, by construction. Lanes are packed into int32 or int64 words and stay signed, so a ring
+adds them exactly: Horovod's PyTorch binding reduces no 8- or 16-bit integers. The step between two levels is a power of
+two, shared by all ranks and one step late: it follows from the root mean squares of the last step, whose logarithms
+ride along as integers; those of the louder ranks count, so that a rank with hardly any gradient does not have the
+others clipped. So encoding, adding and decoding make no rounding error beyond the one rounding to a level, zero is
+exact, and the next context is made of integers alone. Values beyond the levels are clipped and counted.
+
+Nearest rounding loses at most half a step of what is not clipped and never sends more than there is, so the residual
+takes the rest (error feedback); stochastic rounding is right on average instead, and its residual stays below one step.
+
+Sent: d B / 8 bytes (more where B does not divide the word: see ``_word``). Vectors and tiny tensors (the spec's tail)
+travel in lanes of 32 bits whose step is a millionth of their root mean square or less. The shared scale and the levels
+per rank are those of integer all-reduces in the literature (e.g. IntSGD, arXiv 2102.08374). A step whose scale nothing
+has told yet, neither a dense step nor the body for the tail or the tail for the body, sends nothing; the residual keeps
+it, if there is one.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from hvdplus.compression.contract import Context, Piecewise, Sent, Spec
+from hvdplus.compression.hashing import key
+from hvdplus.compression.ops import Array, Ops, Packed, Packing, Piece
+
+UNKNOWN = -127
+"""Exponent of a step that no sum has told yet; ``power_of_two`` makes it 0."""
+QUIETEST = 2.0**-100
+"""Root mean squares below this count as silence: nothing is sent, the residual keeps it."""
+LOUDEST = 125
+"""Largest exponent of a step."""
+PER_OCTAVE = 256
+"""Logarithms travel in this many parts of a factor of two."""
+MOST_BITS = 16
+QUIET = 2 * PER_OCTAVE
+"""A rank this far below what the step is made for does not count while there are louder ones."""
+QUIET_ONE = 1 << 16
+TAIL_BITS = 32
+TAIL_LEVELS = 2**30
+TAIL_RANGE = 2.0**10
+"""Multiple of the tail's root mean square that fits into its lanes."""
+
+
+class State(NamedTuple):
+    """What stands in the context's one int32 array."""
+
+    exponent: Array
+    """log2 of the step between two levels"""
+    tail_exponent: Array
+    clipped: Array
+    """Values beyond the levels in the last step, all ranks together"""
+    step: Array
+
+
+class Measured(NamedTuple):
+    """Integers that ride behind the lanes; they add over ranks."""
+
+    quiet: Array
+    """PER_OCTAVE * log2(root mean square of the body), over ranks far below what the present step is made for"""
+    tail_quiet: Array
+    loudness: Array
+    """the same over all others that are not silent"""
+    tail_loudness: Array
+    heard: Array
+    """number of those others, and QUIET_ONE for every quiet rank"""
+    tail_heard: Array
+    clipped: Array
+    infinite: Array
+    """Ranks whose values were not finite"""
+
+
+class Integer(Piecewise):
+    """Rounding to integers with a shared step: what the summable quantisers have in common."""
+
+    kind = "quantiser"
+    learns = "the step: last step's root mean square"
+    warms = True
+
+    @property
+    def memory_passes(self) -> float:
+        """Drawing noise takes a few more."""
+        return 8.0 if self.stochastic else 6.0
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether a hash rounds, instead of to the nearest."""
+        return False
+
+    @abstractmethod
+    def bits(self, ranks: int) -> int:
+        """B, bits of a lane."""
+
+    def levels(self, ranks: int) -> int:
+        """L, the largest integer that a rank sends. Raises ValueError where none is left."""
+        bits = self.bits(ranks)
+        levels = ((1 << (bits - 1)) - 1) // ranks
+        if not levels:
+            fewest = fewest_bits(ranks)
+            instead = f"; the fewest that do are {fewest}" if fewest <= MOST_BITS else ", and so do all others"
+            raise ValueError(
+                f"{self.name} leaves no level for a sum over {ranks} ranks: {bits} bits hold sums up to "
+                f"{2 ** (bits - 1) - 1}{instead}"
+            )
+        return levels
+
+    def reach(self, levels: int) -> float:
+        """Largest value sent, as a multiple of the root mean square.
+
+        Wider than a single round trip would like it: one step serves layers of different loudness, and what is clipped
+        step after step weighs more than coarser rounding, which the residual makes good.
+        """
+        return float(1.5 * levels ** (2 / 3))
+
+    def init(self, ops: Ops, spec: Spec) -> Context:
+        """No step known."""
+        self.levels(spec.ranks)
+        return Context(spec, 0, (ops.from_numpy(np.array(State(UNKNOWN, UNKNOWN, 0, 0), np.int32)),))
+
+    def encode(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Array:
+        """Lanes of the body, lanes of the tail, measurements."""
+        return self._payload(ops, ctx, *self._pack(ops, ctx, grad, leave=False))
+
+    def send(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Sent:
+        """While values are in hand, what is left of them is too."""
+        body, tail = self._pack(ops, ctx, grad, leave=True)
+        payload = self._payload(ops, ctx, body, tail)
+        return Sent(payload, ops.concat([body.left, tail.left]), self.sound(ops, grad, payload))
+
+    def _pack(self, ops: Ops, ctx: Context, grad: Array, leave: bool) -> tuple[Packing, Packing]:
+        spec, state = ctx.spec, self._state(ctx)
+        word, levels, bits = self._word(spec.ranks), self.levels(spec.ranks), self.bits(spec.ranks)
+        noise = state.step + key(spec.seed, spec.position) if self.stochastic else None
+        worth, tail_worth = (state.exponent, state.tail_exponent) if leave else (None, None)
+        body, tail = grad[: spec.body], grad[spec.body :]
+        return (
+            ops.pack(body, self.rounding(ops, state), levels, bits, word, noise, worth),
+            ops.pack(tail, state.tail_exponent, TAIL_LEVELS // spec.ranks, TAIL_BITS, word, None, tail_worth),
+        )
+
+    def _payload(self, ops: Ops, ctx: Context, body: Packing, tail: Packing) -> Array:
+        if not ctx.spec.size:
+            return body.words
+        *loudness, infinite = self._loudness(ops, ctx, body.rms, tail.rms)
+        numbers = _numbers(ops, [*loudness, body.clipped + tail.clipped, infinite], self._word(ctx.spec.ranks))
+        return ops.concat([body.words, tail.words, numbers])
+
+    def pieces(self, ops: Ops, ctx: Context, total: Array) -> Sequence[Piece]:
+        """Integers times the step."""
+        spec, state = ctx.spec, self._state(ctx)
+        split = _words(spec.body, self.bits(spec.ranks), self._word(spec.ranks))
+        return [
+            Packed(total[:split], state.exponent, self.bits(spec.ranks), spec.body),
+            Packed(total[split : -len(Measured._fields)], state.tail_exponent, TAIL_BITS, spec.tail),
+        ]
+
+    def advance(self, ops: Ops, ctx: Context, total: Array) -> Context:
+        """The next steps, from the geometric mean of the louder ranks' root mean squares."""
+        if not ctx.spec.size:
+            return ctx
+        numbers, state = ops.integers(total[-len(Measured._fields) :]), ctx.state[0]
+        quiet, loudness, heard = numbers[:2], numbers[2:4], numbers[4:6]
+        louder = ops.integers(heard % QUIET_ONE > 0)
+        loudness = loudness * louder + quiet * (1 - louder)
+        count = heard % QUIET_ONE * louder + heard // QUIET_ONE * (1 - louder)
+        offsets = ops.from_numpy(self._offsets(ctx.spec.ranks))
+        exponents = _follow(ops, loudness, count, offsets, state[:2])
+        # What was silent so far takes its step from the other part, to be corrected when it is heard.
+        known = ops.integers(exponents > UNKNOWN)
+        apart = (offsets - ops.concat([offsets[1:], offsets[:1]])) // PER_OCTAVE
+        other = ops.concat([exponents[1:], exponents[:1]]) + apart
+        exponents = exponents * known + other * (1 - known)
+        return ctx._replace(state=(ops.concat([exponents, numbers[6:7], state[3:4] + 1]),))
+
+    def warm(self, ops: Ops, ctx: Context, total: Array) -> Context:
+        """Steps for gradients of which ``total`` is the sum, taken for independent ones."""
+        if not ctx.spec.size:
+            return ctx
+        body, tail = (ops.rms(part) * ctx.spec.ranks**-0.5 for part in (total[: ctx.spec.body], total[ctx.spec.body :]))
+        *loudness, infinite = self._loudness(ops, ctx, body, tail)
+        return self.advance(ops, ctx, _numbers(ops, [*loudness, ctx.state[0][2:3], infinite], 32))
+
+    def _offsets(self, ranks: int) -> np.ndarray:
+        """PER_OCTAVE * log2(step / root mean square) for body and tail."""
+        levels = self.levels(ranks)
+        steps = self.reach(levels) / levels, TAIL_RANGE / (TAIL_LEVELS // ranks)
+        return np.array([round(PER_OCTAVE * math.log2(step)) for step in steps], np.int32)
+
+    def _loudness(self, ops: Ops, ctx: Context, body: Array, tail: Array) -> tuple[Array, Array, Array, Array]:
+        """``Measured`` quiet, loudness and heard (each for body and tail), and infinite, of one rank."""
+        rms = ops.concat([ops.reshape(body, (1,)), ops.reshape(tail, (1,))])
+        heard = ops.integers(rms > QUIETEST)
+        loudness = ops.integers(ops.log2(rms + QUIETEST) * PER_OCTAVE)
+        made_for = ctx.state[0][:2] * PER_OCTAVE - ops.from_numpy(self._offsets(ctx.spec.ranks))
+        loud = heard * ops.integers(loudness + QUIET > made_for)
+        quiet = heard - loud
+        infinite = 1 - ops.integers(ops.all_finite(rms))
+        return loudness * quiet, loudness * loud, loud + quiet * QUIET_ONE, infinite
+
+    def sound(self, ops: Ops, grad: Array, payload: Array) -> Array:
+        """As measured, because integers are always finite."""
+        return payload[-1] < 1 if payload.shape[0] else ops.all_finite(grad)
+
+    def payload_bytes(self, spec: Spec, phase: int = 0) -> int:
+        """B bits an element of the body, 32 of the tail, and a word for every number measured."""
+        self.levels(spec.ranks)
+        if not spec.size:
+            return 0
+        word = self._word(spec.ranks)
+        words = _words(spec.body, self.bits(spec.ranks), word) + _words(spec.tail, TAIL_BITS, word)
+        return word // 8 * (words + len(Measured._fields))
+
+    def rounding(self, ops: Ops, state: State) -> Array:
+        """Exponent of the step that values are rounded to."""
+        return state.exponent
+
+    def _state(self, ctx: Context) -> State:
+        return State(*(ctx.state[0][i : i + 1] for i in range(len(State._fields))))
+
+    def _word(self, ranks: int) -> int:
+        """32, or 64 where that wastes fewer bits: 3-bit lanes fit 10 times into the one and 21 times into the other."""
+        bits = self.bits(ranks)
+        return 64 if 64 // bits > 2 * (32 // bits) else 32
+
+
+@dataclass(frozen=True)
+class IntB(Integer):
+    """Integers of a given width."""
+
+    width: int = 8
+    """B, bits of a lane: 2 to 16."""
+    stochastic: bool = False
+    """Whether a hash rounds, instead of to the nearest."""
+
+    paper = "2102.08374"
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.width <= MOST_BITS:
+            raise ValueError(f"intB has 2 to 16 bits, e.g. int8. Received: int{self.width}")
+
+    @property
+    def name(self) -> str:
+        """``intB`` or ``intB:stochastic``."""
+        return f"int{self.width}" + ":stochastic" * self.stochastic
+
+    def bits(self, ranks: int) -> int:
+        """As asked for."""
+        return self.width
+
+
+def fewest_bits(ranks: int) -> int:
+    """Bits of the narrowest lane whose sums over ``ranks`` ranks leave a level."""
+    return ranks.bit_length() + 1
+
+
+def _words(count: int, bits: int, word: int) -> int:
+    lanes = word // bits
+    return -(-count // lanes)
+
+
+def _numbers(ops: Ops, numbers: Sequence[Array], word: int) -> Array:
+    """``Measured``, end to end."""
+    return ops.concat([ops.integers(ops.reshape(number, (-1,)), word) for number in numbers])
+
+
+def _follow(ops: Ops, loudness: Array, count: Array, offsets: Array, before: Array) -> Array:
+    """Exponents of the powers of two nearest to the steps for the mean loudness; in integers alone."""
+    known = ops.integers(count > 0)
+    following = (loudness + count * (offsets + PER_OCTAVE // 2)) // (PER_OCTAVE * (count + 1 - known))
+    # Beyond, a step and its reciprocal would not both be numbers. (following + LOUDEST - |following - LOUDEST|) / 2 is
+    # the lesser of two integers, in operations that all frameworks share.
+    following = (following + LOUDEST - abs(following - LOUDEST)) // 2
+    return following * known + before * (1 - known)

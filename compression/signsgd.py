@@ -1,0 +1,40 @@
+"""``signsgd``: the mean of the ranks' signs times a shared scale, with a residual.
+
+signSGD (Bernstein et al., arXiv 1802.04434) in its mean form with error feedback (EF-signSGD: Karimireddy et al., arXiv
+1901.09847), because the majority vote is not linear in the sum of signs. Different from the papers: the scale is half
+the ranks' last root mean square, rounded to a power of two, where EF-signSGD takes each rank's mean magnitude (about
+0.7 to 0.8 of the root mean square): the smaller one never overshoots that of a smooth distribution. Zero is sent as
+zero. A lane has as many bits as a sum of N signs needs: 3 on 2 or 3 ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hvdplus.compression.integer import Integer, State, fewest_bits
+from hvdplus.compression.ops import Array, Ops
+
+SMALLEST = -126
+"""Exponent of so small a step that everything but zero is beyond the one level."""
+
+
+@dataclass(frozen=True)
+class SignSGD(Integer):
+    """Signs that add up."""
+
+    name = "signsgd"
+    paper = "1802.04434, 1901.09847"
+
+    def bits(self, ranks: int) -> int:
+        """What a sum of signs needs."""
+        return fewest_bits(ranks)
+
+    def reach(self, levels: int) -> float:
+        """Magnitude that a sign stands for, as a multiple of the root mean square."""
+        return 0.5
+
+    def rounding(self, ops: Ops, state: State) -> Array:
+        """Everything but zero becomes its sign."""
+        return ops.from_numpy(np.array([SMALLEST], np.int32))

@@ -1,0 +1,73 @@
+"""``topk:share``: the blocks with most energy.
+
+Top-k sparsification with memory (Lin et al.: Deep Gradient Compression, arXiv 1712.01887; Stich et al., arXiv
+1809.07599) made fit for a ring: all ranks send the same blocks, chosen by the sum of their energies, which rode along
+with the payload of the step before. What rides is the norm of *what stays behind after sending + the fresh gradient*,
+the best guess of what the next step will have to send: energies from before sending would pick half of the same blocks
+again.
+
+Sent: 4 k bytes for k elements, and 4 bytes a block. Work: two arrays are read to measure the blocks, what is sent is
+copied. Different from the papers: whole blocks instead of elements, one choice for all ranks, one step late, norms
+(which add without overflow) instead of their squares.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hvdplus.compression.blocks import BlockSelection
+from hvdplus.compression.contract import Context, Spec
+from hvdplus.compression.ops import Array, Ops
+
+
+@dataclass(frozen=True)
+class TopK(BlockSelection):
+    """Choice by measured energy."""
+
+    share: float = 0.01
+
+    learns = "the choice: block energies that rode along one step earlier"
+    paper = "1712.01887, 1809.07599"
+    warms = True
+    memory_passes = 5.0
+    measured = 1
+
+    def init(self, ops: Ops, spec: Spec) -> Context:
+        """Blocks at equal distances."""
+        cut = self.cut(spec)
+        places = np.arange(cut.chosen) * cut.blocks // max(1, cut.chosen)
+        return Context(spec, 0, (ops.from_numpy(places.astype(np.int32)),))
+
+    def chosen(self, ops: Ops, ctx: Context) -> Array:
+        """As the last sum said."""
+        return ctx.state[0]
+
+    def encode(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Array:
+        """Chosen blocks, what travels dense, and every block's expected norm in the next step."""
+        payload = super().encode(ops, ctx, grad, residual)
+        cut = self.cut(ctx.spec)
+        if not cut.blocks:
+            return payload
+        chosen, blocks = ctx.state[0], self._matrix(ops, cut, grad)
+        # Half of (what stays + fresh), the latter being what is sent less the old residual.
+        before = None if residual is None else self._matrix(ops, cut, residual)
+        expected = ops.row_norms(blocks, before, -0.5)
+        before = None if before is None else ops.take_rows(before, chosen)
+        fresh = ops.row_norms(ops.take_rows(blocks, chosen), before, -1.0) * 0.5
+        return ops.concat([payload, ops.put_values(expected, chosen, fresh)])
+
+    def advance(self, ops: Ops, ctx: Context, total: Array) -> Context:
+        """The blocks of the largest norms."""
+        cut = self.cut(ctx.spec)
+        if not cut.blocks:
+            return ctx
+        return ctx._replace(state=(ops.top(total[-cut.blocks :], cut.chosen),))
+
+    def warm(self, ops: Ops, ctx: Context, total: Array) -> Context:
+        """The blocks of the reduced gradient's largest norms."""
+        cut = self.cut(ctx.spec)
+        if not cut.blocks:
+            return ctx
+        return ctx._replace(state=(ops.top(ops.row_norms(self._matrix(ops, cut, total)), cut.chosen),))

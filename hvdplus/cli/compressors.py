@@ -1,0 +1,149 @@
+"""``hvdplus compressors``: every compressor that can be named here, what it sends, keeps and learns.
+
+Ours, those that were registered, and those that other packages bring along. Nothing is run: sizes follow from the
+compressors' own ``payload_bytes``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import textwrap
+from collections.abc import Container, Iterator, Sequence
+from itertools import zip_longest
+
+from hvdplus.buckets import Bucket, bytes_per_step, make_buckets
+from hvdplus.compression import TABLE, Compressor, NoCompression, known, parse
+from hvdplus.compression.registry import ENTRY_POINTS
+
+EXAMPLE = ((4096, 1024), (4096,), (1024,))
+"""Shapes in the bucket that ratios are given for."""
+CHAINS = ("topk:0.05+int8", "lowrank:4+fp16")
+HEAD = (("spelling", "class", "ratio", "keeps", "paper", "learns"), ("", "", "to fp32", "", "arXiv", "(its context)"))
+FIGURES = (2,)
+"""Columns of ``HEAD`` that are set to the right."""
+WIDEST = {4: 11, 5: 38}
+"""Column of ``HEAD`` -> letters in a line of it."""
+LINE = 100
+"""Letters in a line of text."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the arguments of ``hvdplus compressors``."""
+    parser.add_argument("--ranks", metavar="N", default="4", help="ranks that ratios are given for (default: 4)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the list.
+
+    Returns 0, or 2 with a message for a wrong number of ranks. A compressor that fails is a row with its error.
+    """
+    try:
+        ranks = whole("--ranks", args.ranks)
+    except ValueError as error:
+        print(f"hvdplus compressors: {error}", file=sys.stderr)
+        return 2
+    buckets = _example(ranks)
+    rows = [cells for name in _names() for cells in _wrapped(_row(known()[name].usual, buckets))]
+    dense = bytes_per_step(buckets, NoCompression()) / 1e6
+    print(f"Ratios for one bucket: a 4096 x 1024 matrix and vectors of 4096 and 1024 ({dense:.1f} MB in fp32), on "
+          f"{count(ranks, 'rank')}.\n")  # fmt: skip
+    print(columns([*HEAD, *rows], FIGURES))
+    chains = "; ".join(_chain(spelling, buckets) for spelling in CHAINS)
+    print("\n" + _note(f"Chains: randomk, topk or lowrank, and fp16 or intB on what they leave: {chains}."))
+    print(_note(
+        'Your own: subclass hvdplus.compression.Compressor and call hvdplus.compression.register("name", build), or '
+        f"name build as an entry point of your package, in the group {ENTRY_POINTS}."
+    ))  # fmt: skip
+    return 0
+
+
+def whole(option: str, text: str) -> int:
+    """The whole number of at least 1 that an option was given.
+
+    Raises:
+        ValueError: it is none; the message says what was received.
+    """
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise ValueError(f"{option} wants a whole number of at least 1. Received: {text!r}")
+    return int(text)
+
+
+def count(number: int, noun: str) -> str:
+    """``1 rank``, ``4 ranks``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def reason(error: Exception) -> str:
+    """What went wrong, in one line; errors that are not worded for users say their type."""
+    words = " ".join(str(error).split())
+    return words if type(error) is ValueError else f"{type(error).__name__}: {words}"
+
+
+def ratio(buckets: Sequence[Bucket], sent_bytes: int) -> str:
+    """How many times less than fp32 that is."""
+    return f"{bytes_per_step(buckets, NoCompression()) / sent_bytes:.1f} x" if sent_bytes else "-"
+
+
+def columns(rows: Sequence[Sequence[str]], figures: Container[int]) -> str:
+    """Rows under each other; ``figures`` are columns set to the right. The last cell of a shorter row runs on."""
+    full = [row for row in rows if len(row) == len(rows[0])]
+    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
+    widths[0] = max(len(row[0]) for row in rows)
+
+    def line(row: Sequence[str]) -> str:
+        whole_row = len(row) == len(widths)
+        cells = enumerate(zip(row, widths, strict=whole_row))
+        return "  ".join(
+            cell.rjust(width) if whole_row and place in figures else cell.ljust(width) for place, (cell, width) in cells
+        ).rstrip()
+
+    return "\n".join(map(line, rows))
+
+
+def _example(ranks: int) -> tuple[Bucket, ...]:
+    room = 4 * sum(math.prod(shape) for shape in EXAMPLE)
+    return make_buckets(EXAMPLE, ["float32"] * len(EXAMPLE), bucket_bytes=room, ranks=ranks, seed=0)
+
+
+def _names() -> list[str]:
+    """Ours in the order of their table, then those of other packages."""
+    return [*TABLE, *sorted(set(known()) - set(TABLE))]
+
+
+def _row(spelling: str, buckets: Sequence[Bucket]) -> list[str]:
+    """A compressor's cells; or its spelling and what is wrong, which may be anything in another package's code."""
+    try:
+        compressor = parse(spelling)
+    except Exception as error:
+        return [spelling, f"does not load: {reason(error)}"]
+    try:
+        return [spelling, *_cells(compressor, buckets)]
+    except Exception as error:
+        return [spelling, reason(error)]
+
+
+def _cells(compressor: Compressor, buckets: Sequence[Bucket]) -> list[str]:
+    size = ratio(buckets, bytes_per_step(buckets, compressor))
+    keeps = "residual" if compressor.keeps_residual else "nothing"
+    return [compressor.kind, size, keeps, compressor.paper or "-", compressor.learns]
+
+
+def _wrapped(row: Sequence[str]) -> Iterator[Sequence[str]]:
+    """The row, in several lines where cells are wider than ``WIDEST``."""
+    if len(row) < len(HEAD[0]):
+        return iter([row])
+    lines = (textwrap.wrap(cell, WIDEST.get(place, LINE)) for place, cell in enumerate(row))
+    return zip_longest(*lines, fillvalue="")
+
+
+def _chain(spelling: str, buckets: Sequence[Bucket]) -> str:
+    try:
+        return f"{spelling} ({ratio(buckets, bytes_per_step(buckets, parse(spelling)))})"
+    except ValueError as error:
+        return f"{spelling} ({reason(error)})"
+
+
+def _note(text: str) -> str:
+    return textwrap.fill(text, LINE, subsequent_indent="  ", break_on_hyphens=False)
