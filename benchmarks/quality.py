@@ -76,6 +76,7 @@ ROWS = (
     "powersgd:1",
     "topk:0.05+int8",
     "lowrank:4+fp16",
+    "lowrank:8+fp16",
 )
 DENSE = "none"
 WARM_STEPS = 2
