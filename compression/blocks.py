@@ -38,7 +38,7 @@ class Cut(NamedTuple):
 class BlockSelection(Projection):
     """A share of the blocks a step."""
 
-    share: float
+    share: float = 0.01
     """Share of the blocks that is sent, above 0 and below 1; smaller compresses more."""
     block: int = BLOCK
     """Elements of a block, 1 or more; smaller picks more exactly and costs more."""

@@ -25,8 +25,6 @@ from hvdplus.compression.ops import Array, Ops
 class RandomK(BlockSelection):
     """Hashed choice of blocks."""
 
-    share: float = 0.01
-
     learns = "the step number"
     paper = "1809.07599"
     measured = 0

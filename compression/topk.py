@@ -26,8 +26,6 @@ from hvdplus.compression.ops import Array, Ops
 class TopK(BlockSelection):
     """Choice by measured energy."""
 
-    share: float = 0.01
-
     learns = "the choice: block energies that rode along one step earlier"
     paper = "1712.01887, 1809.07599"
     warms = True

@@ -113,18 +113,18 @@ class Controller:
     def _after_dense(self) -> Decision:
         dense = self.measured[0] = median_times(self.window)
         share = _share(dense)
-        first = self._above(0)
-        if share > self.limits.bottleneck and first is None:
-            return self._hold(
-                0,
-                f"communication holds up {share:.0%} of a {dense.step * 1e3:.2f} ms step, and there is no level that "
-                "sends less",
-            )
-        if first is None or share <= self.limits.bottleneck:
+        if share <= self.limits.bottleneck:
             return self._hold(
                 0,
                 f"communication is no bottleneck: {dense.exposed_comm * 1e3:.2f} ms exposed are {share:.0%} of a "
                 f"{dense.step * 1e3:.2f} ms step (limit {self.limits.bottleneck:.0%})",
+            )
+        first = self._above(0)
+        if first is None:
+            return self._hold(
+                0,
+                f"communication holds up {share:.0%} of a {dense.step * 1e3:.2f} ms step, and there is no level that "
+                "sends less",
             )
         return self._try(
             first,

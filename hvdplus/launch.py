@@ -42,22 +42,24 @@ def choose_ladder(compression: Any, settings: Settings, world: World, ops: Ops) 
     if stock and compression.__name__ in HOROVODS_NAMES:
         # Scripts written for Horovod name these because they have to name something: the environment may turn that.
         compression = HOROVODS_NAMES[compression.__name__] if settings.compression == AUTO else AUTO
-    if isinstance(compression, str) and compression == AUTO:
-        compression = settings.compression
-        try:
-            _one(compression, ops) if compression != AUTO else [parse(level) for level in settings.ladder]
-        except ValueError as error:
-            where = "LADDER" if compression == AUTO else "COMPRESSION"
-            raise ValueError(f"HVDPLUS_{where} in the environment: {error}") from None
-    if isinstance(compression, str) and compression == AUTO:
-        compressors = [parse(level) for level in settings.ladder]
+    from_environment = isinstance(compression, str) and compression == AUTO
+    wanted = settings.compression if from_environment else compression
+    auto = isinstance(wanted, str) and wanted == AUTO
+    try:
+        compressors = [_one(level, ops) for level in (settings.ladder if auto else [wanted])]
+    except ValueError as error:
+        if not from_environment:
+            raise
+        where = "LADDER" if auto else "COMPRESSION"
+        raise ValueError(f"HVDPLUS_{where} in the environment: {error}") from None
+    if auto:
         if compressors[0].name != "none":
             raise ValueError(
                 f"The ladder must begin with none, which every other level is measured against. "
                 f"Received: HVDPLUS_LADDER={','.join(settings.ladder)}"
             )
         return Ladder([c for c in compressors if not (c.uses_products and world.differences)]), True
-    compressor = _one(compression, ops)
+    (compressor,) = compressors
     if compressor.uses_products and world.differences:
         raise ValueError(
             f"compression={compressor.name!r} needs the same CPU capability and library versions on all ranks, or "

@@ -239,9 +239,8 @@ class TorchExchange:
         if self._sorted or self.idle:
             return
         self._sorted = True
-        mine = {} if self._sparse_as_dense else {i: rows_used(p) for i, p in enumerate(self.parameters)}
-        everyone = self.transport.gather_objects(mine)
-        used = [{i: rows for i, rows in theirs.items() if rows is not None} for theirs in everyone]
+        rows = {} if self._sparse_as_dense else {i: rows_used(p) for i, p in enumerate(self.parameters)}
+        used = self.transport.gather_objects({i: count for i, count in rows.items() if count is not None})
         self._sparse = set().union(*used)
         for i in sorted(self._sparse):
             parameter = self.parameters[i]
