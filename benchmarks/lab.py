@@ -1,0 +1,627 @@
+"""Several hosts on one machine: network namespaces on a switch, joined by links of a given rate.
+
+    python benchmarks/lab.py --hosts 4 --rate 1gbit [--ranks-per-host 1] [--gloo] [--check] -- python train.py
+
+    with Lab(hosts=2, rate="1gbit") as lab:
+        lab.check()                                            # bytes over rate come out right, or LabError
+        with lab.start(["python", "train.py"], timeout_seconds=600) as job:
+            for line in job:                                   # as the ranks print
+                if "step 100" in line:
+                    lab.shape("100mbit")                       # while the job runs
+            result = job.wait()                                # exit code, output, bytes each host sent
+
+Every host is a network namespace with a host name (h1, h2, …), an address and a /dev/shm of its own, and one link to
+the switch, a bridge in one more namespace. Both ends of a link are shaped by a token bucket (``tc tbf``), so the rate
+holds in each direction. There is bandwidth but no latency: what a message costs apart from its bytes is what it costs
+on this machine. All hosts share its processor cores, unless ``cores`` pins them.
+
+Needs Linux, root, and ``ip`` and ``tc`` (Debian: iproute2). Nothing is left behind: a lab that is killed outright is
+removed by the next one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import itertools
+import json
+import os
+import queue
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn
+
+UNSHAPED = "unshaped"
+PREFIX = "hvdlab"
+NAME = re.compile(rf"{PREFIX}-(?P<pid>\d+)-(?P<born>\d+)-\d+")
+"""Of a lab: what its namespaces and its folder begin with. It says which process owns them."""
+FOLDER = Path("/tmp")
+"""Not TMPDIR: the next lab has to find it, and Open MPI's sockets in it want a short path."""
+CLONE_NEWNET = 0x40000000
+WIRE_BYTES_PER_PAYLOAD_BYTE = 1514 / 1448
+"""Ethernet, IP and TCP headers at an MTU of 1500, as the token bucket counts them."""
+TOLERANCE = 0.07
+TRIES = 4
+
+# What runs a command on a host, in place of ssh: for `mpirun`, for `horovodrun` and for us.
+SSH = """#!/bin/sh
+# ssh [options] HOST [options] COMMAND...
+host=
+while :; do
+    case $1 in
+    -[opil]) shift 2 ;;
+    -*) shift ;;
+    *) if [ -z "$host" ]; then host=$1; shift; else break; fi ;;
+    esac
+done
+{join}
+exec nsenter --net="/run/netns/{name}-$host" unshare --uts --mount sh -c '
+    mount --bind {folder}/hosts /etc/hosts && mount -t tmpfs shm /dev/shm && hostname "$0" || exit 125
+    exec taskset -c "$(cat {folder}/cores/"$0")" bash -c "$*"
+' "$host" "$@"
+"""
+
+
+class LabError(RuntimeError):
+    """The lab cannot be set up here, or is not what it says."""
+
+
+class Result(NamedTuple):
+    """How a job ended."""
+
+    exit_code: int
+    output: str
+    """Standard output and standard error of all ranks."""
+    bytes_sent: dict[str, int]
+    """What each host put on its link while the job ran."""
+
+
+def bits_per_second(rate: str) -> float:
+    """``50mbit``, ``1gbit``, ``2.5gbit`` as a number; ``unshaped`` is infinite.
+
+    Raises:
+        ValueError: none of these.
+    """
+    if rate == UNSHAPED:
+        return float("inf")
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(k|m|g)bit", rate)
+    if not match or not float(match[1]):
+        raise ValueError(
+            f"A rate is a number with kbit, mbit or gbit, such as 200mbit, or {UNSHAPED}. Received: {rate!r}"
+        )
+    return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
+
+
+def unavailable() -> str | None:
+    """Why there can be no lab here, in one sentence; None if there can."""
+    if os.geteuid() != 0:
+        return "The lab sets up network namespaces, which needs root."
+    missing = [tool for tool in ("ip", "tc") if not shutil.which(tool)]
+    if missing:
+        return f"The lab needs {' and '.join(missing)}: apt-get install iproute2."
+    # Everything the lab asks of the kernel, in a namespace that is gone with the shell.
+    probe = (
+        "ip link add one type veth peer name two && ip link add three type bridge && mount -t tmpfs probe /dev/shm"
+        " && tc qdisc add dev one root tbf rate 1mbit burst 64kb limit 1mb"
+    )
+    tried = subprocess.run(["unshare", "--net", "--uts", "--mount", "sh", "-c", probe], capture_output=True, text=True)
+    if tried.returncode:
+        return f"The lab is not permitted or not supported by this kernel: {tried.stderr.strip()}"
+    return None
+
+
+class Job:
+    """A running job: iterate over it for its output, line by line; ``wait`` for its end. It ends with its ``with``."""
+
+    def __init__(self, lab: Lab, command: Sequence[str], timeout_seconds: float, **how: Any):
+        self._lab = lab
+        self._sent_before = lab.bytes_sent()
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C comes to us, and we end the job
+            **how,
+        )
+        self._timeout_seconds = timeout_seconds
+        self._deadline = time.monotonic() + timeout_seconds
+        self._printed: list[str] = []
+        self._unread: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        # A thread, so that a job whose output nobody reads just now is not held up by a full pipe.
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def output(self) -> str:
+        """Everything printed so far."""
+        return "".join(self._printed)
+
+    def __iter__(self) -> Iterator[str]:
+        """Lines as they come, without the line's end. Raises TimeoutError as `wait` does."""
+        while True:
+            try:
+                line = self._unread.get(timeout=max(0.0, self._deadline - time.monotonic()))
+            except queue.Empty:
+                self._give_up()
+            if line is None:
+                self._unread.put(None)  # for whoever iterates again
+                return
+            yield line.rstrip("\n")
+
+    def wait(self) -> Result:
+        """Wait for the end.
+
+        Raises:
+            TimeoutError: it took longer than ``timeout_seconds`` from its start; every process was ended.
+        """
+        try:
+            exit_code = self.process.wait(max(0.0, self._deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._give_up()
+        bytes_sent = {host: count - self._sent_before[host] for host, count in self._lab.bytes_sent().items()}
+        self._reader.join()
+        return Result(exit_code, self.output, bytes_sent)
+
+    def stop(self) -> None:
+        """End every process of the job at once. Safe to repeat."""
+        if self.process.poll() is None:
+            # Rather the first process of the job's namespace than `unshare` around it: that returns when all are gone.
+            try:
+                first = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+            except OSError:
+                first = []
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(first[0]) if first else self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._reader.join()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _give_up(self) -> NoReturn:
+        self.stop()
+        raise TimeoutError(f"The job did not end in {self._timeout_seconds:g} s. It printed:\n{self.output}")
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._printed.append(line)
+            self._unread.put(line)
+        self._unread.put(None)
+
+
+class Lab:
+    """Hosts, links and a switch, for as long as the ``with`` lasts.
+
+    Args:
+        hosts: how many; they are called h1, h2, …
+        rate: of every link in each direction: ``50mbit``, ``1gbit``, …, or ``unshaped``.
+        cores: host to processor cores, as ``taskset`` writes them: ``{"h1": "0", "h2": "1"}``. Others run anywhere.
+
+    Raises:
+        LabError: it cannot be set up here; the message says why.
+    """
+
+    _count = itertools.count()
+
+    def __init__(self, hosts: int = 2, rate: str = UNSHAPED, cores: Mapping[str, str] | None = None):
+        if not 1 <= hosts <= 250:
+            raise ValueError(f"A lab has between 1 and 250 hosts. Received: hosts={hosts}")
+        self.hosts = tuple(f"h{number}" for number in range(1, hosts + 1))
+        """Their names."""
+        unknown = set(cores or {}) - set(self.hosts)
+        if unknown:
+            raise ValueError(f"cores= names hosts that are not there. Received: {sorted(unknown)}")
+        self.rates = dict.fromkeys(self.hosts, rate)
+        """Of each host's link, as it is now."""
+        bits_per_second(rate)
+        self._cores = {host: (cores or {}).get(host) or f"0-{(os.cpu_count() or 1) - 1}" for host in self.hosts}
+        self._groups: Path | None = None
+        self._job: Job | None = None
+        self._handlers: dict[signal.Signals, Any] = {}
+        self.name = f"{PREFIX}-{os.getpid()}-{_born(os.getpid())}-{next(Lab._count)}"
+        self.folder = FOLDER / self.name
+        """A benchmark may keep files here; it is removed in the end."""
+
+    def __enter__(self) -> Lab:
+        why = unavailable()
+        if why:
+            raise LabError(why)
+        _remove_leftovers()
+        try:
+            self._end_in_order_on_signals()
+            self._set_up()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what runs and remove everything. Safe to repeat."""
+        if self._job:
+            self._job.stop()
+        _remove(self.name)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers.clear()
+
+    def shape(self, rate: str, host: str | None = None) -> None:
+        """Give all links, or one host's link, another rate in both directions; also while a job runs."""
+        bits = bits_per_second(rate)
+        changed = self.hosts if host is None else (host,)
+        if not set(changed) <= set(self.hosts):
+            raise ValueError(f"There is no such host. Received: host={host!r}; there are {', '.join(self.hosts)}")
+        # TCP hands the link segments of up to 64 kB. One that does not fit in the bucket is cut into single packets,
+        # which costs 5 to 10 times the processor time; one that hardly fits misses the rate, because tokens that come
+        # while the kernel is late are lost. In tries of 0.3 s on two cores (achieved/nominal, CPU seconds a try):
+        #     rate   bucket  segments                           rate   bucket  segments
+        #     1 Gb/s  64 kB  64 kB: 0.91-0.98, 0.19             5 Gb/s  64 kB  64 kB: 0.72-0.83, 0.26
+        #     1 Gb/s  64 kB  32 kB: 0.99-1.00, 0.03             5 Gb/s  64 kB  32 kB: 0.88-0.96, 0.25
+        #     1 Gb/s 128 kB  64 kB: 1.00,      0.02             5 Gb/s 320 kB  32 kB: 0.95-1.00, 0.24
+        #     2 Gb/s 128 kB  64 kB: 1.00,      0.02             5 Gb/s 320 kB  64 kB: 1.00,      0.07
+        # A bucket that is larger than need be lets small messages cross for nothing, so it stays at 64 kB up to 1 Gb/s.
+        segment_bytes = 65536 if bits > 1e9 else 32768
+        burst_bytes, limit_bytes = 65536 * max(1.0, bits / 1e9), max(1e6, 0.020 * bits / 8)
+        bucket = f"tbf rate {bits:.0f}bit burst {burst_bytes:.0f} limit {limit_bytes:.0f}"
+        verb, what = ("delete", "") if rate == UNSHAPED else ("replace", bucket)
+        for name in changed:
+            # Connections keep the size of a segment until they look up their route again.
+            _tool(
+                ["ip", "-n", self._namespace(name)], f"link set eth0 gso_max_size {segment_bytes}", "route flush cache"
+            )
+            for namespace, device in ((self._namespace(name), "eth0"), (self._namespace("switch"), name)):
+                if (self.rates[name], rate) != (UNSHAPED, UNSHAPED):
+                    _tool(["tc", "-n", namespace], f"qdisc {verb} dev {device} root {what}")
+            self.rates[name] = rate
+
+    def check(self, seconds: float = 0.3) -> None:
+        """See that bytes over rate come out right: one TCP stream over every shaped link in each direction, in turn.
+
+        Args:
+            seconds: how long a stream takes at the nominal rate. On a busy machine up to four are tried.
+
+        Raises:
+            LabError: a rate is off by more than 7 %, with what was expected and received.
+        """
+        for sender, receiver in zip(self.hosts, self.hosts[1:] + self.hosts[:1], strict=True):
+            slower = min(self.rates[sender], self.rates[receiver], key=bits_per_second)
+            expected = bits_per_second(slower)
+            if sender == receiver or expected == float("inf"):
+                continue
+            tries: list[float] = []
+            while not tries or (len(tries) < TRIES and abs(tries[-1] / expected - 1) > TOLERANCE):
+                tries.append(self.measure(sender, receiver, int(expected / 8 * seconds), 4 * seconds + 1))
+            if abs(tries[-1] / expected - 1) > TOLERANCE:
+                received = ", ".join(f"{rate / 1e6:.1f}" for rate in tries)
+                raise LabError(
+                    f"The link from {sender} to {receiver} is not what it should be. Expected: {slower}, that is "
+                    f"{expected / 1e6:.1f} Mbit/s within {TOLERANCE:.0%}; received: {received} Mbit/s in {len(tries)} "
+                    "tries. This machine may be too busy or too slow for that rate."
+                )
+
+    def measure(self, sender: str, receiver: str, payload_bytes: int, timeout_seconds: float) -> float:
+        """Rate of one TCP stream in bits per second on the wire, headers included, once it is under way."""
+        with self._socket(receiver) as server, self._socket(sender) as source:
+            server.bind((self.address(receiver), 0))
+            server.listen()
+            source.settimeout(timeout_seconds)
+            source.connect(server.getsockname())
+            sink = server.accept()[0]
+
+            def send() -> None:
+                chunk, left = bytes(1 << 18), payload_bytes
+                with source, contextlib.suppress(OSError):
+                    while left > 0:
+                        left -= source.send(chunk[:left])
+
+            thread = threading.Thread(target=send)
+            thread.start()
+            into, got, began, before = bytearray(1 << 20), 0, 0.0, 0
+            deadline = time.perf_counter() + timeout_seconds
+            with sink:
+                sink.settimeout(timeout_seconds)
+                while time.perf_counter() < deadline and (count := sink.recv_into(into)):
+                    got += count
+                    if not began and got > payload_bytes / 4:  # full buckets and TCP's start are behind
+                        began, before = time.perf_counter(), got
+                ended = time.perf_counter()
+            thread.join()
+        if not began or got == before:
+            raise LabError(
+                f"Only {got} of {payload_bytes} bytes from {sender} reached {receiver} in {timeout_seconds:g} s"
+            )
+        return (got - before) * WIRE_BYTES_PER_PAYLOAD_BYTE * 8 / (ended - began)
+
+    def bytes_sent(self) -> dict[str, int]:
+        """Bytes each host has put on its link since the lab began, with one header a segment (not a packet)."""
+        counts = {}
+        for host in self.hosts:
+            link = subprocess.run(
+                ["ip", "-n", self._namespace(host), "-s", "-j", "link", "show", "eth0"], capture_output=True, check=True
+            )
+            counts[host] = int(json.loads(link.stdout)[0]["stats64"]["tx"]["bytes"])
+        return counts
+
+    def address(self, host: str) -> str:
+        """A host's IP address; its name resolves to it on every host."""
+        return f"10.77.0.{self.hosts.index(host) + 1}"
+
+    def on(self, host: str, command: Sequence[str]) -> list[str]:
+        """Command line that runs a command on a host, for `subprocess`. What still runs in the end is ended."""
+        return [str(self.folder / "bin" / "ssh"), host, shlex.join(map(str, command))]
+
+    def start(
+        self,
+        command: Sequence[str],
+        *,
+        ranks_per_host: int = 1,
+        launcher: str = "mpi",
+        env: Mapping[str, str] | None = None,
+        cwd: str | Path | None = None,
+        timeout_seconds: float = 600.0,
+    ) -> Job:
+        """Start a command on all hosts, one job at a time. The job ends with the thread that started it.
+
+        Args:
+            command: what each rank runs. ``python`` is the one that runs the lab.
+            launcher: ``mpi`` for mpirun, ``gloo`` for horovodrun, which puts the rank before every line.
+            env: variables for all ranks, on top of this process's own.
+            timeout_seconds: from the start; then `Job` ends every process and raises TimeoutError.
+        """
+        if launcher not in ("mpi", "gloo"):
+            raise ValueError(f"launcher is mpi or gloo. Received: launcher={launcher!r}")
+        if self._job and self._job.process.poll() is None:
+            raise LabError("One job at a time: the one before is still running.")
+        where = f"-np {ranks_per_host * len(self.hosts)} -H " + ",".join(f"{h}:{ranks_per_host}" for h in self.hosts)
+        if launcher == "mpi":
+            # Ranks of one host share memory (vader); hosts have a /dev/shm each, so between them there is only TCP.
+            launch = (
+                f"mpirun {where} --map-by ppr:{ranks_per_host}:node --bind-to none --oversubscribe --mca plm rsh "
+                f"--mca plm_rsh_agent {self.folder}/bin/ssh --mca orte_tmpdir_base {tempfile.mkdtemp(dir=self.folder)} "
+                "--mca pml ob1 --mca btl self,vader,tcp --mca btl_tcp_if_include eth0 --mca oob_tcp_if_include eth0"
+            )
+        else:
+            launch = f"horovodrun --gloo {where} --network-interfaces eth0 --disable-cache"
+        environment = os.environ | {
+            # First our ssh, then this Python's own launchers.
+            "PATH": f"{self.folder}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        }
+        # Unbuffered, `print` writes a line in pieces, and those of several ranks mix. To the ranks mpirun looks like a
+        # terminal, so that their lines come at once anyway.
+        environment.pop("PYTHONUNBUFFERED", None)
+        # A job has a process namespace: everything in it ends when the launcher does, when `unshare` is killed, and
+        # when this process is.
+        contain = "setpriv --pdeathsig KILL unshare --pid --fork --kill-child --mount-proc"
+        command = [*contain.split(), *self.on(self.hosts[0], [*launch.split(), *command])]
+        self._job = Job(self, command, timeout_seconds, env=environment | dict(env or {}), cwd=cwd)
+        return self._job
+
+    def run(self, command: Sequence[str], **how: Any) -> Result:
+        """Run a command on all hosts to its end; arguments and errors as `start` and `Job.wait` have them."""
+        with self.start(command, **how) as job:
+            return job.wait()
+
+    @contextlib.contextmanager
+    def slow(self, host: str, share: float = 0.5) -> Iterator[None]:
+        """Give a host's processes, running or yet to come, only a share of the processor time due to it.
+
+        Due to it is every core it may use, divided by the number of hosts that may: pinned to a core of its own, a host
+        then computes as if that core ran at ``share`` of its speed, in slices of 10 ms.
+
+        Raises:
+            LabError: there are no control groups for processor time here.
+        """
+        if not 0 < share < 1:
+            raise ValueError(f"share is between 0 and 1. Received: share={share}")
+        if self._groups is None:
+            raise LabError("A host is slowed by the cpu control group, which this process cannot use.")
+        mine = _numbers(self._cores[host])
+        due = sum(1 / sum(core in _numbers(cores) for cores in self._cores.values()) for core in mine)
+        self._limit(host, share * due)
+        try:
+            yield
+        finally:
+            self._limit(host, None)
+
+    def _limit(self, host: str, cores: float | None) -> None:
+        assert self._groups is not None
+        group, period_us, quota_us = self._groups / self._namespace(host), 10_000, None
+        if cores is not None:
+            period_us = max(period_us, round(1000 / cores))  # the least quota is 1 ms
+            quota_us = round(cores * period_us)
+        if (group / "cpu.max").exists():
+            (group / "cpu.max").write_text(f"{quota_us or 'max'} {period_us}")
+        else:
+            (group / "cpu.cfs_period_us").write_text(str(period_us))
+            (group / "cpu.cfs_quota_us").write_text(str(quota_us or -1))
+
+    def _namespace(self, host: str) -> str:
+        return f"{self.name}-{host}"
+
+    def _set_up(self) -> None:
+        for folder in ("bin", "cores"):
+            (self.folder / folder).mkdir(parents=True)
+        self._groups, join = _control_groups(), ""
+        if self._groups:
+            try:
+                for host in self.hosts:
+                    (self._groups / self._namespace(host)).mkdir()
+                join = f'echo $$ > "{self._groups}/{self.name}-$host/cgroup.procs"'
+            except OSError:  # mounted read-only, as in many containers
+                self._groups = None
+        ssh = self.folder / "bin" / "ssh"
+        ssh.write_text(SSH.format(name=self.name, folder=self.folder, join=join))
+        ssh.chmod(0o755)
+        names = "".join(f"{self.address(host)} {host}\n" for host in self.hosts)
+        (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+        switch = self._namespace("switch")
+        _tool(["ip"], f"netns add {switch}", *(f"netns add {self._namespace(host)}" for host in self.hosts))
+        _tool(["ip", "-n", switch], "link add switch type bridge", "link set switch up")
+        for host in self.hosts:
+            (self.folder / "cores" / host).write_text(self._cores[host])
+            namespace = self._namespace(host)
+            _tool(["ip"], f"link add eth0 netns {namespace} type veth peer name {host} netns {switch}")
+            _tool(["ip", "-n", switch], f"link set {host} master switch up")
+            _tool(
+                ["ip", "-n", namespace],
+                "link set lo up",
+                f"addr add {self.address(host)}/24 dev eth0",
+                "link set eth0 up",
+            )
+        rates, self.rates = self.rates, dict.fromkeys(self.hosts, UNSHAPED)
+        for host in self.hosts:
+            self.shape(rates[host], host)
+
+    def _socket(self, host: str) -> socket.socket:
+        """A socket on a host: it stays where it was made, so a thread goes there for a moment."""
+
+        def make() -> socket.socket:
+            libc = ctypes.CDLL(None, use_errno=True)
+            with Path("/run/netns", self._namespace(host)).open() as namespace:
+                if libc.setns(namespace.fileno(), CLONE_NEWNET):
+                    raise OSError(ctypes.get_errno(), "setns")
+            return socket.socket()
+
+        with ThreadPoolExecutor(1) as visitor:
+            return visitor.submit(make).result()
+
+    def _end_in_order_on_signals(self) -> None:
+        """Being told to end is like Ctrl-C: everything unwinds, the lab is removed."""
+
+        def interrupt(number: int, _: FrameType | None) -> None:
+            raise KeyboardInterrupt(number)
+
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                self._handlers[number] = signal.signal(number, interrupt)
+
+
+def _tool(tool: Sequence[str], *commands: str) -> None:
+    """Give `ip` or `tc` some commands at once."""
+    done = subprocess.run([*tool, "-batch", "-"], input="\n".join(commands) + "\n", capture_output=True, text=True)
+    if done.returncode:
+        raise LabError(f"{shlex.join(tool)} refused: {done.stderr.strip()}; it was told: {'; '.join(commands)}")
+
+
+def _born(pid: int) -> int | None:
+    """When a process began, in clock ticks; None if there is none. With the number it names a process for good."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+def _numbers(listed: str) -> set[int]:
+    """``0,2-3`` as numbers."""
+    spans = [span.split("-") for span in listed.split(",")]
+    return {core for span in spans for core in range(int(span[0]), int(span[-1]) + 1)}
+
+
+def _control_groups() -> Path | None:
+    """Where groups with a limit on processor time are made: version 1's cpu hierarchy, or version 2 if cpu is on."""
+    first, second = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
+    if (first / "cgroup.procs").exists():
+        return first
+    enabled = second / "cgroup.subtree_control"
+    return second if enabled.exists() and "cpu" in enabled.read_text().split() else None
+
+
+def _remove(lab: str) -> None:
+    """End what runs in a lab, of this process or of one that is no more, and remove it."""
+    deadline = time.monotonic() + 10
+    groups = _control_groups()
+    while True:
+        namespaces = [path.name for path in Path("/run/netns").glob(f"{lab}-*")]
+        for name in namespaces:
+            listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+            for pid in listed.stdout.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            if not listed.stdout:
+                subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+        left = list(groups.glob(f"{lab}-*")) if groups else []
+        for group in left:
+            with contextlib.suppress(OSError):  # its processes are about to end
+                group.rmdir()
+        if not (namespaces or left) or time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    shutil.rmtree(FOLDER / lab, ignore_errors=True)
+
+
+def _remove_leftovers() -> None:
+    """Remove labs whose process is no more."""
+    for path in [*Path("/run/netns").glob(f"{PREFIX}-*"), *FOLDER.glob(f"{PREFIX}-*")]:
+        match = NAME.match(path.name)
+        if match and path.exists() and _born(int(match["pid"])) != int(match["born"]):
+            _remove(match[0])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns the job's exit code, or 2 if there can be no lab."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--rate", default=UNSHAPED, help="of each link: 50mbit, 1gbit, …, unshaped (default)")
+    parser.add_argument("--ranks-per-host", type=int, default=1)
+    parser.add_argument("--gloo", action="store_true", help="horovodrun over Gloo instead of mpirun")
+    parser.add_argument("--pin", action="store_true", help="host i runs on core i, modulo the number of cores")
+    parser.add_argument("--check", action="store_true", help="check the links' rates first")
+    parser.add_argument("--timeout-seconds", type=float, default=24 * 3600.0)
+    parser.add_argument("command", nargs="+", help="what each rank runs, after --")
+    given = parser.parse_args(arguments)
+    cores = {f"h{i + 1}": str(i % (os.cpu_count() or 1)) for i in range(given.hosts)} if given.pin else None
+    try:
+        with Lab(given.hosts, given.rate, cores) as lab:
+            if given.check:
+                lab.check()
+            with lab.start(
+                given.command,
+                ranks_per_host=given.ranks_per_host,
+                launcher="gloo" if given.gloo else "mpi",
+                timeout_seconds=given.timeout_seconds,
+            ) as job:
+                for line in job:
+                    print(line, flush=True)
+                result = job.wait()
+    except (LabError, ValueError) as error:
+        print(f"lab.py: {error}", file=sys.stderr)
+        return 2
+    except TimeoutError as error:
+        print(f"lab.py: {str(error).partition(' It printed:')[0]}", file=sys.stderr)
+        return 124
+    except KeyboardInterrupt as interrupt:
+        return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
+    for host, count in result.bytes_sent.items():
+        print(f"{host} sent {count / 1e6:.2f} MB")
+    return result.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

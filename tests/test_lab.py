@@ -1,0 +1,349 @@
+"""The laboratory: hosts, links and jobs are real."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from lab import Lab, LabError, bits_per_second, unavailable
+
+LAB = Path(__file__).parents[1] / "benchmarks" / "lab.py"
+
+ALLREDUCE = """
+import socket, sys
+import numpy
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+local = world.Split_type(MPI.COMM_TYPE_SHARED)
+total = numpy.ones(int(sys.argv[1]) // 4, numpy.float32)
+world.Allreduce(MPI.IN_PLACE, total)
+assert (total == world.size).all()
+print(f"{world.rank} of {world.size} on {socket.gethostname()}, {local.rank} of {local.size}")
+"""
+
+HOROVOD_ALLREDUCE = """
+import socket, sys
+import torch
+import horovod.torch as hvd
+hvd.init()
+total = hvd.allreduce(torch.ones(int(sys.argv[1]) // 4), op=hvd.Sum)
+assert (total == hvd.size()).all()
+host = f"{socket.gethostname()}, {hvd.local_rank()} of {hvd.local_size()}"
+print(f"{hvd.rank()} of {hvd.size()} on {host}")
+hvd.shutdown()
+"""
+
+SEND = """
+import time
+import numpy
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+data = numpy.ones(1_000_000, numpy.uint8)
+while True:
+    world.Barrier()
+    began = time.perf_counter()
+    world.Send(data, 1) if world.rank == 0 else world.Recv(data, 0)
+    world.Barrier()
+    if world.rank == 0:
+        print("seconds", time.perf_counter() - began, flush=True)
+"""
+
+SPIN = """
+import time
+while True:
+    used, began = time.process_time(), time.monotonic()
+    while time.monotonic() < began + 0.4:
+        pass
+    print((time.process_time() - used) / (time.monotonic() - began), flush=True)
+"""
+
+RING = {
+    "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
+    "OMPI_MCA_coll_tuned_allreduce_algorithm": "4",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+}
+
+
+def python(program, *arguments):
+    return ["python", "-P", "-c", program, *map(str, arguments)]
+
+
+def traces(name):
+    """What there is of a lab: namespaces, processes, control groups, its folder."""
+    found = [str(path) for path in Path("/run/netns").glob(f"{name}*")]
+    found += [str(path) for path in Path("/tmp").glob(f"{name}*")]
+    found += [str(path) for path in Path("/sys/fs/cgroup").glob(f"*/{name}*")]
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if name in (process / "cmdline").read_text():
+                found.append((process / "cmdline").read_text())
+    return found
+
+
+def running(name):
+    """Programs on the hosts of a lab, or of all labs whose names begin so."""
+    found = []
+    for path in Path("/run/netns").glob(f"{name}*-h[0-9]"):
+        pids = subprocess.run(["ip", "netns", "pids", path.name], capture_output=True, text=True).stdout.split()
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                found.append(Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0])
+    return found
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def command(*arguments, **how):
+    process = subprocess.Popen(
+        [sys.executable, "-P", str(LAB), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **how,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("rate", "bits"), [("50mbit", 50e6), ("1gbit", 1e9), ("2.5gbit", 2.5e9), ("8kbit", 8e3), ("unshaped", float("inf"))]
+)
+def test_rates(rate, bits):
+    assert bits_per_second(rate) == bits
+
+
+@pytest.mark.parametrize("rate", ["", "1g", "gbit", "1 gbit", "-1mbit", "0mbit"])
+def test_other_rates_are_refused(rate):
+    with pytest.raises(ValueError, match=f"Received: '{rate}'"):
+        bits_per_second(rate)
+
+
+def test_links_have_their_rate(lab):
+    lab = lab(hosts=3, rate="100mbit")
+    lab.check()
+    lab.shape("1gbit")
+    lab.check()
+    lab.shape("50mbit", host="h2")
+    lab.check()  # with a slow link between
+    for sender, receiver in (("h1", "h2"), ("h2", "h3")):
+        assert max(lab.measure(sender, receiver, 1_000_000, 5) for _ in range(3)) == pytest.approx(50e6, rel=0.1)
+    assert lab.measure("h3", "h1", 10_000_000, 5) > 200e6
+    lab.shape("unshaped")
+    lab.check()
+    assert lab.measure("h2", "h1", 50_000_000, 5) > 1.1e9
+
+
+def test_check_tells_a_link_that_is_not_what_it_should_be(lab):
+    lab = lab(rate="100mbit")
+    lab.rates["h1"] = lab.rates["h2"] = "200mbit"
+    with pytest.raises(LabError, match=r"from h1 to h2.*Expected: 200mbit.*200\.0 Mbit/s.*received: (9|10)\d\.\d"):
+        lab.check(seconds=0.1)
+
+
+def test_a_rate_changes_while_a_job_runs(lab):
+    lab = lab(rate="100mbit")
+
+    seconds = {}
+    with lab.start(python(SEND), env=RING, timeout_seconds=60) as job:
+        lines = iter(job)
+        for rate in ("100mbit", "20mbit", "200mbit"):
+            lab.shape(rate)
+            for _ in range(3):  # what was under way, and what was printed before
+                next(lines)
+            seconds[rate] = min(float(next(lines).split()[1]) for _ in range(5))
+    for rate, found in seconds.items():
+        # A bucket of 64 kB, perhaps two, crosses for nothing.
+        assert 0.85 <= found / (8e6 / bits_per_second(rate)) <= 1.3, seconds
+    assert not running(lab.name)
+
+
+MOST_SENT_AGAIN = 1.15
+"""Bytes on the wire for each of payload: what a full queue drops is sent again (seen: up to 1.07)."""
+
+
+@pytest.mark.parametrize(("hosts", "ranks_per_host"), [(2, 1), (3, 1), (2, 2)])
+def test_bytes_on_the_wire_are_a_rings_over_mpi(lab, hosts, ranks_per_host):
+    """Only TCP joins hosts, and ranks of one host share memory: one of them has its neighbour on the next host."""
+    lab = lab(hosts=hosts)
+    size, ranks = 12_000_000, hosts * ranks_per_host
+    before = lab.bytes_sent()
+    result = lab.run(python(ALLREDUCE, size), ranks_per_host=ranks_per_host, env=RING, timeout_seconds=60)
+    assert result.exit_code == 0, result.output
+    where = [(rank, rank // ranks_per_host + 1, rank % ranks_per_host) for rank in range(ranks)]
+    expected = [f"{rank} of {ranks} on h{host}, {local} of {ranks_per_host}" for rank, host, local in where]
+    # Open MPI now and then adds a line of its own.
+    assert sorted(line for line in result.output.splitlines() if " of " in line) == expected
+    for host, count in result.bytes_sent.items():
+        payload = 2 * (ranks - 1) / ranks * size
+        assert 0.99 * payload <= count <= MOST_SENT_AGAIN * payload
+        assert lab.bytes_sent()[host] - before[host] == pytest.approx(count, rel=0.01)
+
+
+def test_bytes_on_the_wire_are_a_rings_over_gloo(lab):
+    lab = lab(rate="1gbit")
+    result = lab.run(python(HOROVOD_ALLREDUCE, 12_000_000), launcher="gloo", timeout_seconds=120)
+    assert result.exit_code == 0, result.output
+    for rank in range(2):
+        assert f"[{rank}]<stdout>:{rank} of 2 on h{rank + 1}, 0 of 1" in result.output
+    for count in result.bytes_sent.values():
+        assert 0.99 * 12_000_000 <= count <= MOST_SENT_AGAIN * 12_000_000
+
+
+def test_a_failing_command_gives_its_exit_code(lab):
+    assert lab().run(python("import sys; print('hello'); sys.exit(7)"), timeout_seconds=30)[0] == 7
+
+
+def test_one_job_at_a_time(lab):
+    lab = lab()
+    with lab.start(["sleep", "600"]) as job:
+        with pytest.raises(LabError, match="still running"):
+            lab.start(["true"])
+        job.stop()
+        assert lab.run(["true"]).exit_code == 0
+        with pytest.raises(ValueError, match="launcher='slurm'"):
+            lab.start(["true"], launcher="slurm")
+
+
+def test_a_job_that_takes_too_long_is_ended_with_all_its_processes(lab):
+    lab = lab()
+    stubborn = "trap '' TERM; echo started on $(hostname); setsid sleep 600 & sleep 600; sleep 600"
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"did not end in 3 s. It printed:\n(.*\n)*started on h2"):
+        lab.run(["bash", "-c", stubborn], timeout_seconds=3)
+    assert time.monotonic() - began < 10
+    assert not running(lab.name)
+    with lab.start(["bash", "-c", stubborn], timeout_seconds=3) as job, pytest.raises(TimeoutError):
+        list(job)
+    assert not running(lab.name)
+
+
+def test_what_outlives_its_launcher_is_ended(lab):
+    lab = lab()
+    assert lab.run(["bash", "-c", "setsid sleep 600 > /dev/null 2>&1 &"], timeout_seconds=30).exit_code == 0
+    assert not running(lab.name)
+
+
+def test_hosts_stay_on_their_cores(lab):
+    lab = lab(cores={"h2": "0"})
+    program = python("import os, socket; print(f'{socket.gethostname()} {sorted(os.sched_getaffinity(0))}')")
+    result = lab.run(program, timeout_seconds=30)
+    assert sorted(result.output.splitlines()) == [f"h1 {sorted(os.sched_getaffinity(0))}", "h2 [0]"]
+
+
+def test_a_slow_host_gets_a_share_of_its_core(lab):
+    lab = lab(cores={"h1": "0", "h2": "0"})
+    spin = [
+        subprocess.Popen(lab.on(h, [sys.executable, "-c", SPIN]), stdout=subprocess.PIPE, text=True) for h in lab.hosts
+    ]
+
+    def core_shares():
+        return [max(float(process.stdout.readline()) for _ in range(2)) for process in spin]
+
+    try:
+        core_shares()
+        assert min(core_shares()) > 0.06
+        with lab.slow("h1", share=0.1):  # of the half that is due to it
+            core_shares()
+            slow, other = core_shares()
+            assert 0.03 < slow < 0.06 < other
+        core_shares()
+        assert min(core_shares()) > 0.06
+        with pytest.raises(ValueError, match="share=2"), lab.slow("h1", share=2):
+            pass
+    except LabError as error:
+        pytest.skip(str(error))
+    finally:
+        for process in spin:
+            process.kill()
+            process.communicate()
+
+
+def test_labs_do_not_meet(lab):
+    first, second = lab(rate="100mbit"), lab(rate="200mbit")
+    first.check(seconds=0.1)
+    second.check(seconds=0.1)
+    assert first.bytes_sent()["h1"] < 0.7 * second.bytes_sent()["h1"]
+
+
+def test_nothing_is_left_behind(lab):
+    with Lab() as inside:
+        inside.run(["true"])
+        assert len(traces(inside.name)) >= 4
+    assert not traces(inside.name)
+    with pytest.raises(ZeroDivisionError), Lab() as inside:
+        inside.start(["sleep", "600"])
+        _ = 1 / 0
+    assert not traces(inside.name)
+
+
+def test_a_lab_that_fails_half_way_leaves_nothing(lab):
+    inside = Lab()
+    in_the_way = f"{inside.name}-h2"
+    subprocess.run(["ip", "netns", "add", in_the_way], check=True)
+    with pytest.raises(LabError, match="refused.*exists"), inside:
+        pass
+    assert not traces(inside.name)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_removes_the_lab(lab, number):
+    with command("--rate", "100mbit", "--", "sleep", "600") as process:
+        name = f"hvdlab-{process.pid}-"
+        wait_for(lambda: running(name).count("sleep") == 2)
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+    assert not traces(name)
+
+
+def test_the_next_lab_removes_one_that_was_killed(lab):
+    with command("--rate", "100mbit", "--", "sleep", "600") as process:
+        name = f"hvdlab-{process.pid}-"
+        wait_for(lambda: running(name).count("sleep") == 2)
+        process.kill()
+    wait_for(lambda: not running(name))  # the job notices
+    assert traces(name)
+    lab()
+    assert not traces(name)
+
+
+def test_command(lab):
+    with command(
+        "--hosts", "3", "--rate", "1gbit", "--check", "--", "python", "-P", "-c", ALLREDUCE, "3000000"
+    ) as process:
+        output = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, output
+    for number in range(3):
+        assert f"{number} of 3 on h{number + 1}" in output
+        assert re.search(rf"^h{number + 1} sent [1-9]\.\d\d MB$", output, re.MULTILINE)
+    with command("--", "false") as process:
+        assert "h1 sent" in process.communicate(timeout=60)[0]
+    assert process.returncode == 1
+    with command("--timeout-seconds", "1", "--", "sleep", "600") as process:
+        assert "did not end in 1 s" in process.communicate(timeout=60)[0]
+    assert process.returncode == 124
+
+
+def test_command_without_what_it_needs():
+    with command("--", "true", env={"PATH": "/nonexistent"}) as process:
+        output = process.communicate(timeout=20)[0]
+    assert process.returncode == 2
+    assert output.startswith("lab.py: The lab ") and output.count("\n") == 1
+    if os.geteuid() == 0 and not unavailable():
+        nobody = ["unshare", "--user", sys.executable, "-P", str(LAB), "--", "true"]
+        done = subprocess.run(nobody, capture_output=True, text=True)
+        assert done.returncode == 2
+        assert done.stderr == "lab.py: The lab sets up network namespaces, which needs root.\n"
