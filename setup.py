@@ -44,7 +44,7 @@ setup(
     packages=list(PACKAGE_DIR),
     package_dir=PACKAGE_DIR,
     package_data={"hvdplus": ["py.typed"]},
-    install_requires=["numpy>=1.24"],
+    install_requires=["numpy>=1.24", "pyyaml>=6.0"],
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["hvdplus = hvdplus.cli:main"]},
 )

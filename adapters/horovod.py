@@ -57,6 +57,9 @@ class HorovodTorch(Horovod):
             )
         return self.binding.allreduce_async_(array, op=self.binding.Sum, name=name)
 
+    def done(self, handle: Any) -> bool:
+        return bool(self.binding.poll(handle))
+
     def wait(self, handle: Any) -> Array:
         return self.binding.synchronize(handle)
 
@@ -66,6 +69,9 @@ class HorovodTensorFlow(Horovod):
 
     def start(self, array: Array, name: str) -> Any:
         return self.binding.allreduce(array, op=self.binding.Sum, name=name, ignore_name_scope=True)
+
+    def done(self, handle: Any) -> bool:
+        return True
 
     def wait(self, handle: Any) -> Array:
         return handle

@@ -45,6 +45,9 @@ class Mpi4py:
     def start(self, array: Array, name: str) -> Future[Array]:
         return self._thread.submit(self._sum, array, self._sums)
 
+    def done(self, handle: Future[Array]) -> bool:
+        return handle.done()
+
     def wait(self, handle: Future[Array]) -> Array:
         return handle.result()
 

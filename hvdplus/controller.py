@@ -1,28 +1,44 @@
 """Which level to run: a pure function of measurements that every rank shares.
 
-No clock, no MPI, no framework: numbers in, decisions out, so that it is tested with numbers alone and can be replayed
-from a run log. Every rank runs it on the same figures and so decides the same at the same step.
+No clock, no MPI, no framework: numbers in, decisions out, so that it is tested with numbers alone and replayed from a
+run log. Every rank runs it on the same figures and so decides the same at the same step.
 
-    dense ──(communication is a bottleneck)──► try the next level ──► keep the fastest tried, if it beats dense
-      ▲                                                                   │
-      └───────────────(step time or exposed communication changed)────────┘ hold and watch
+    dense start ──► try what the cost model promises most ──► hold the best ──► watch
+                        ▲        (each level at most once)                        │
+                        └────── the wire or the computation has changed ──────────┘
 
-The least compression that removes the bottleneck wins: levels are tried from the least upwards, and the walk ends at
-the first under which communication is no bottleneck any more. A level that does not beat dense by a margin is given
-up and not tried again while the link stays as it is.
+What is held is the least compression among the fastest levels *measured*: the model only says what is worth a try.
+Times of levels are compared as medians of a few steps each, which noise can turn around, so a level that turns out
+slower than another one was measured is compared with it once more, and ever more rarely.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from statistics import median
 from typing import NamedTuple
 
+from hvdplus.costmodel import LevelCost, Link, fit_link
 from hvdplus.meter import StepTimes, median_times
 
 
+class Observation(NamedTuple):
+    """What all ranks know of one step."""
+
+    times: StepTimes
+    error: float = math.nan
+    """Norm of the residuals over the norm of the gradients, ranks' root mean squares; NaN: not gauged in this step."""
+    gradient_norm: float = math.nan
+    """Root mean square over the ranks; NaN: not gauged."""
+    learning_rate: float = 0.0
+    """0: unknown."""
+
+
 class Decision(NamedTuple):
-    """One decision, with its reason and the evidence behind it; times in milliseconds."""
+    """One decision, with its reason and the evidence behind it; the unit of every figure stands in its name."""
 
     level: int
     reason: str
@@ -32,9 +48,10 @@ class Decision(NamedTuple):
 class Mode(Enum):
     """What the controller is busy with."""
 
-    DENSE = "measuring dense steps"
+    START = "dense start"
     TRIAL = "trying a level"
     HOLD = "holding a level"
+    CRITICAL = "dense in a critical phase"
 
 
 @dataclass(frozen=True)
@@ -42,22 +59,42 @@ class Limits:
     """The numbers that decisions hang on."""
 
     dense_steps: int = 15
-    """Steps at level 0 before anything else is tried; the first ``settle_steps`` are not counted in medians."""
-    trial_steps: int = 12
+    """Steps at level 0 before anything else is tried, and in a critical phase; twice as many at the start while
+    gradients change fast."""
+    trial_steps: int = 8
     """Steps that a level is measured for."""
-    settle_steps: int = 4
-    """Steps after a change that are not counted: new buffers, new names, figures that arrive late."""
+    settle_steps: int = 3
+    """Steps after a change that are not counted: new buffers, new names."""
     bottleneck: float = 0.05
-    """Share of the step above which exposed communication is a bottleneck."""
-    margin: float = 0.03
-    """Share of the dense step that a level must save to be kept."""
-    drift: float = 0.3
-    """Relative change of the step time that makes the controller measure anew."""
-    watch_steps: int = 25
-    """Steps between two looks at the drift; two in a row must agree."""
+    """Share of the dense step above which exposed communication is a bottleneck."""
+    margin: float = 0.02
+    """Share of the step that counts as a difference between levels."""
+    optimism: float = 0.1
+    """Share of the step by which a prediction may be too long: a level that could be the fastest is tried."""
+    change: float = 0.3
+    """Relative change of communication, or of computation as a share of the step, that may change the choice; then a
+    level must promise to save ``worthwhile`` of the step to be tried."""
+    worthwhile: float = 0.1
+    watch_steps: int = 5
+    """Steps in a look at the held level; ``patience`` looks in a row must agree on a change."""
+    patience: int = 2
+    memory_steps: int = 40
+    """Latest steps of a level that its medians are taken from."""
     probe_steps: int = 400
-    """Steps after which a compressed run looks at dense again: a faster link cannot be seen through compression.
-    Doubles after every look that changed nothing."""
+    """Steps after which a compressed run looks at dense again, in case a faster link cannot be seen through
+    compression. Doubles after every look that changed nothing."""
+    probe_share: float = 0.01
+    """Share of the time that such looks may cost."""
+    drain_steps: int = 10
+    """Dense steps that pay out a residual before a look at dense begins."""
+    error_budget: float = 1.0
+    """Largest error of a level, smoothed as the median of the last 10 readings: at 1, no more than about one step's
+    gradient is held back. ``benchmarks/quality.py`` shows what that costs."""
+    critical_change: float = 2.0
+    """Factor by which gradient norms rise, or a learning rate falls, as a critical phase begins; at the start, by which
+    two gradient norms in a row differ."""
+    critical_pause: int = 300
+    """Steps between two critical phases."""
 
 
 @dataclass
@@ -65,161 +102,374 @@ class Controller:
     """State of the decision maker. Levels are indices of the ladder, least compression first; 0 is dense."""
 
     names: tuple[str, ...]
+    costs: tuple[LevelCost, ...]
+    """What every level asks of wire and processor; a level that sends no less than one below it is passed over."""
     limits: Limits = field(default_factory=Limits)
-    payload_bytes: tuple[int, ...] = ()
-    """Bytes that a rank sends a step at every level, as estimated; a level that sends no less than the one below it is
-    passed over. Empty: unknown."""
-    mode: Mode = Mode.DENSE
+    mode: Mode = Mode.START
     level: int = 0
-    measured: dict[int, StepTimes] = field(default_factory=dict)
-    """Median times of every level measured since the last look at dense."""
-    steps_at_level: int = 0
-    steps_held: int = 0
-    window: list[StepTimes] = field(default_factory=list)
-    drifted: int = 0
-    probe_after: int = 0
-    chosen_before: int | None = None
+    link: Link = Link(0.0, 0.0)
+    refused: dict[int, str] = field(default_factory=dict)
+    """Levels that are not run any more, and why."""
+    _samples: dict[int, list[StepTimes]] = field(default_factory=dict)
+    """Level -> its latest steps, at the present link."""
+    _past: dict[int, list[StepTimes]] = field(default_factory=dict)
+    """What was known before a change was suspected that is not confirmed yet."""
+    _doubt: str = ""
+    """What may have changed: ``communication``, ``computation``, or ``need`` of compression; empty: nothing."""
+    _link_before: Link = Link(0.0, 0.0)
+    _codec: dict[int, float] = field(default_factory=dict)
+    """Level -> its codec's seconds, as last measured: no wire changes them."""
+    _hidden_share: float = 0.0
+    """Communication that was hidden, as a share of the computation it hid behind: the most that was seen."""
+    _window: list[StepTimes] = field(default_factory=list)
+    _steps: int = 0
+    _steps_at_level: int = 0
+    _steps_held: int = 0
+    _strikes: int = 0
+    _patience: int = 0
+    _probe_after: int = 0
+    _compare_after: int = 0
+    _errors: list[float] = field(default_factory=list)
+    """Of the present level."""
+    _norms: list[float] = field(default_factory=list)
+    _learning_rate: float = 0.0
+    _critical: str = ""
+    """Why a critical phase is due."""
+    _calm_since: int = 0
+    _resume: int = 0
+    """Level that the last critical phase broke off; 0: there has been none."""
 
     def __post_init__(self) -> None:
-        self.probe_after = self.limits.probe_steps
+        self._become_watchful()
 
-    def forbid(self, level: int) -> None:
-        """Never again run ``level`` or one above it (1 or more)."""
-        if len(self.names) > level:
-            self.names = self.names[:level]
-            if self.level >= level:
-                self.measured.clear()
-                self._measure_anew("")
+    def forbid(self, level: int, why: str) -> None:
+        """Never again run ``level`` or one above it (1 or more); where one of them runs, the run starts anew, dense."""
+        self.refused.update({above: why for above in range(level, len(self.names))})
+        if self.level >= level:
+            self._samples.clear()
+            self._past.clear()
+            self._doubt = ""
+            self._enter(Mode.START, 0)
 
-    def observe(self, level: int, times: StepTimes) -> Decision | None:
-        """Take in one step that ran at ``level``; times are reduced over ranks. Returns a decision, if one is due."""
+    def observe(self, level: int, seen: Observation) -> Decision | None:
+        """Take in one step that ran at ``level``. Returns a decision, if one is due."""
         if level != self.level:  # a step that was under way when the level changed
             return None
-        self.steps_at_level += 1
-        if self.steps_at_level <= self.limits.settle_steps:
+        self._steps += 1
+        self._steps_at_level += 1
+        self._note_training(seen)
+        settle = self.limits.settle_steps
+        if self.mode is Mode.START:
+            settle = min(settle, self.limits.dense_steps - 1)
+        if self._steps_at_level <= settle:
             return None
-        self.window.append(times)
-        if self.mode is Mode.DENSE:
-            return self._after_dense() if self.steps_at_level >= self._dense_wanted() else None
+        self._window.append(seen.times)
+        if self.mode is Mode.START:
+            return self._after_start() if self._started() else None
         if self.mode is Mode.TRIAL:
-            return self._after_trial() if len(self.window) >= self.limits.trial_steps else None
-        return self._while_holding()
+            return self._after_trial() if self._tried() else None
+        if self.mode is Mode.CRITICAL:
+            return self._after_critical() if self._steps_at_level >= self.limits.dense_steps else None
+        self._steps_held += 1
+        return self._while_holding() if len(self._window) >= self.limits.watch_steps else None
 
-    def _dense_wanted(self) -> int:
-        """A later look at dense is as long as a trial, the first as long as the user wants."""
-        later = self.limits.settle_steps + self.limits.trial_steps
-        return later if self.chosen_before is not None else max(self.limits.dense_steps, self.limits.settle_steps + 3)
+    def predict(self, level: int) -> float:
+        """Seconds that a step at ``level`` takes: as measured, or else as the cost model expects."""
+        if level in self._samples:
+            return self._measured(level).step
+        now, cost = self._measured(self.level), self.costs[level]
+        codec = self._codec.get(level, self._codec.get(0, 0.0) + cost.codec)
+        hideable = self._hidden_share * now.compute
+        return now.compute + now.input_wait + codec + self.link.exposed(cost, hideable)
 
-    def _after_dense(self) -> Decision:
-        dense = self.measured[0] = median_times(self.window)
+    # -- the four modes
+
+    def _started(self) -> bool:
+        wanted = self.limits.dense_steps
+        if self._steps_at_level < wanted:
+            return False
+        if self._steps_at_level >= 2 * wanted or len(self._norms) < 3:
+            return True
+        low, high = sorted(self._norms[-2:])
+        return high <= self.limits.critical_change * low
+
+    def _after_start(self) -> Decision:
+        self._calm_since, self._critical = self._steps, ""
+        self._keep_window()
+        dense = self._measured(0)
         share = _share(dense)
         if share <= self.limits.bottleneck:
             return self._hold(
                 0,
-                f"communication is no bottleneck: {dense.exposed_comm * 1e3:.2f} ms exposed are {share:.0%} of a "
-                f"{dense.step * 1e3:.2f} ms step (limit {self.limits.bottleneck:.0%})",
+                f"communication is no bottleneck: {_ms(dense.exposed_comm)} exposed are {share:.0%} of a "
+                f"{_ms(dense.step)} step (limit {self.limits.bottleneck:.0%})",
             )
-        first = self._above(0)
-        if first is None:
-            return self._hold(
-                0,
-                f"communication holds up {share:.0%} of a {dense.step * 1e3:.2f} ms step, and there is no level that "
-                "sends less",
-            )
-        return self._try(
-            first,
-            f"communication holds up {share:.0%} of a {dense.step * 1e3:.2f} ms step "
-            f"({dense.exposed_comm * 1e3:.2f} ms exposed, limit {self.limits.bottleneck:.0%})",
+        return self._go_on(
+            f"communication holds up {share:.0%} of a {_ms(dense.step)} step ({_ms(dense.exposed_comm)} exposed, limit "
+            f"{self.limits.bottleneck:.0%})"
         )
 
-    def _after_trial(self) -> Decision:
-        times = self.measured[self.level] = median_times(self.window)
-        dense = self.measured[0]
-        share, name = _share(times), self.names[self.level]
-        following = self._above(self.level)
-        if following is not None:
-            if share > self.limits.bottleneck:
-                return self._try(
-                    following,
-                    f"at {name} communication still holds up {share:.0%} of a {times.step * 1e3:.2f} ms step "
-                    f"({times.exposed_comm * 1e3:.2f} ms exposed)",
-                )
-            if times.step > (1 - self.limits.margin) * dense.step:
-                return self._try(
-                    following,
-                    f"{name} hides communication, but its {times.step * 1e3:.2f} ms step saves less than "
-                    f"{self.limits.margin:.0%} of the dense {dense.step * 1e3:.2f} ms",
-                )
-        fastest = min(times.step for times in self.measured.values())
-        # The least compression that is as good as the fastest: a margin is the least that counts as a difference.
-        best = min(level for level, times in self.measured.items() if times.step * (1 - self.limits.margin) <= fastest)
-        tried = ", ".join(f"{self.names[i]} {times.step * 1e3:.2f} ms" for i, times in sorted(self.measured.items()))
-        if best == 0:
-            return self._hold(
-                0, f"compression does not pay: no level saves {self.limits.margin:.0%} of the dense step ({tried})"
-            )
-        saved = 1 - self.measured[best].step / dense.step
-        return self._hold(best, f"{self.names[best]} saves {saved:.0%} of the dense step ({tried})")
+    def _tried(self) -> bool:
+        """Enough steps for a median, or for seeing that the level is hopeless."""
+        if len(self._window) >= self.limits.trial_steps:
+            return True
+        others = [self._measured(level).step for level in self._samples if level != self.level]
+        return len(self._window) >= 3 and bool(others) and median_times(self._window).step > 2 * min(others)
 
-    def _above(self, level: int) -> int | None:
-        """The next level that sends less than ``level``."""
-        sent = self.payload_bytes or range(len(self.names), 0, -1)
-        return next((i for i in range(level + 1, len(self.names)) if sent[i] < sent[level]), None)
+    def _after_trial(self) -> Decision:
+        name = self.names[self.level]
+        # A short trial still shows what the level before it left behind: only what is far off is out at once.
+        over = self._over_budget(self._errors[-1:], 2 * self.limits.error_budget)
+        nothing_changed = self._nothing_changed()
+        if nothing_changed:
+            # What was known counts, and suspicion has to be stronger from now on.
+            self._samples, self._past, self.link = {**self._samples, **self._past}, {}, self._link_before
+            self._doubt = ""
+            self._patience = min(2 * self._patience, 64)
+            self._probe_after *= 2
+            self._keep_window()
+            if not over:
+                return self._hold_best(f"{name} takes {_ms(self._measured(self.level).step)} as before")
+        else:
+            if nothing_changed is not None:
+                self._past, self._doubt = {}, ""
+                self._become_watchful()
+            known = self._samples.get(self.level)
+            if known and _changed(median_times(self._window), median_times(known), self.limits.change):
+                del self._samples[self.level]  # of another time: together their median would still be the old one
+            self._keep_window()
+        times = self._measured(self.level)
+        if over:
+            return self._refuse(over)
+        return self._go_on(f"{name} takes {_ms(times.step)} a step, {_ms(times.exposed_comm)} of it exposed")
+
+    def _nothing_changed(self) -> bool | None:
+        """Whether the level that was tried shows that a suspicion was wrong; None: there is none, or it cannot tell."""
+        if not self._doubt:
+            return None
+        seen, known = median_times(self._window), self._past.get(self.level)
+        if self._doubt != "communication":
+            return None if known is None else not _changed(seen, median_times(known), self.limits.change)
+        cost = self.costs[self.level]
+        before = median_times(known).comm if known else self._link_before.seconds(cost)
+        after = self.link.seconds(cost)
+        if abs(after - before) <= self.limits.change * before:
+            return None
+        return abs(seen.comm - before) < abs(seen.comm - after)
 
     def _while_holding(self) -> Decision | None:
-        self.steps_held += 1
-        if len(self.window) < self.limits.watch_steps:
+        now, before = median_times(self._window), self._measured(self.level)
+        what = _changed(now, before, self.limits.change)
+        self._strikes = self._strikes + 1 if what else 0
+        if over := self._over_budget(self._errors[-10:] if len(self._errors) >= 5 else [], self.limits.error_budget):
+            return self._refuse(over)
+        if what:
+            if self._strikes >= self._patience:
+                return self._look_anew(what, now, before)
+            self._window = []
             return None
-        now, self.window = median_times(self.window), []
-        before = self.measured[self.level]
-        change = now.step / before.step - 1 if before.step else 0.0
-        # A step that got longer or shorter for other reasons than the wire is none of our business.
-        wire = abs(now.exposed_comm - before.exposed_comm) > self.limits.margin * before.step
-        self.drifted = self.drifted + 1 if abs(change) > self.limits.drift and wire else 0
-        if self.drifted >= 2:
-            return self._measure_anew(
-                f"the step changed by {change:+.0%} to {now.step * 1e3:.2f} ms, with {now.exposed_comm * 1e3:.2f} ms "
-                f"of exposed communication instead of {before.exposed_comm * 1e3:.2f} ms"
-            )
-        if self.level and self.steps_held >= self.probe_after:
-            return self._measure_anew(f"{self.steps_held} steps at {self.names[self.level]}: is it still needed?")
+        self._keep_window()
+        if self._critical and self._errors and self._errors[-1] > 0:
+            return self._go_critical()
+        self._critical = ""
+        held = self._measured(self.level)
+        if self._steps_held >= self._compare_after:
+            other = min(self._known(), key=lambda level: self._measured(level).step)
+            times = self._measured(other)
+            if times.step < (1 - self.limits.margin) * held.step:
+                self._compare_after *= 4
+                return self._try(
+                    other,
+                    f"{self.names[self.level]} takes {_ms(held.step)} a step over {len(self._samples[self.level])} "
+                    f"steps, {self.names[other]} took {_ms(times.step)}: compared once more",
+                )
+        if self.level and self._steps_held >= self._probe_after:
+            look = self.limits.drain_steps + self.limits.settle_steps + self.limits.trial_steps
+            cost = look * max(0.0, self.predict(0) - held.step)
+            if cost <= self.limits.probe_share * self._steps_held * held.step:
+                self._past, self._samples = self._samples, {self.level: self._samples[self.level]}
+                self._doubt, self._link_before = "need", self.link
+                return self._try(0, f"{self._steps_held} steps at {self.names[self.level]}: is it still needed?")
         return None
 
-    def _measure_anew(self, why: str) -> Decision:
-        self.chosen_before = self.level
-        self.mode = Mode.DENSE
-        self.steps_at_level = 0  # also where level 0 goes on: a look at dense is never a look at a single step
-        return self._change(0, why)
+    def _after_critical(self) -> Decision:
+        self._keep_window()
+        self._calm_since, self._critical = self._steps, ""
+        if self._resume in self.refused:
+            return self._go_on("the critical phase is over")
+        return self._hold(self._resume, "the critical phase is over")
+
+    # -- what they share
+
+    def _become_watchful(self) -> None:
+        """What was learned about how seldom things change is of another link."""
+        self._patience = self.limits.patience
+        self._probe_after = self.limits.probe_steps
+        self._compare_after = 4 * self.limits.watch_steps
+
+    def _go_on(self, why: str) -> Decision:
+        """Try the next level that is worth it, or hold the best."""
+        following = self._next(self.limits.optimism)
+        if following is None:
+            return self._hold_best(why)
+        return self._try(following, f"{why}; {self._promise(following)}")
+
+    def _next(self, optimism: float) -> int | None:
+        """The untried level most worth a try: the least compression among the fastest that are predicted."""
+        untried = [level for level in self._usable(range(len(self.names))) if level not in self._samples]
+        fastest = min((self._measured(level).step for level in self._known()), default=math.inf)
+        predicted = {level: (1 - optimism) * self.predict(level) for level in untried}
+        promising = {level: step for level, step in predicted.items() if step < (1 - self.limits.margin) * fastest}
+        if not promising:
+            return None
+        best = min(promising.values())
+        return min(level for level, step in promising.items() if (1 - self.limits.margin) * step <= best)
+
+    def _hold_best(self, why: str) -> Decision:
+        """Hold the least compression that is as good as the fastest."""
+        steps = {level: self._measured(level).step for level in self._known()}
+        fastest = min(steps.values())
+        best = min(level for level, step in steps.items() if (1 - self.limits.margin) * step <= fastest)
+        tried = ", ".join(f"{self.names[level]} {_ms(step)}" for level, step in sorted(steps.items()))
+        if best == 0:
+            return self._hold(0, f"{why}; compression does not pay ({tried})")
+        saves = f", {1 - steps[best] / steps[0]:.0%} less than dense" if 0 in steps else ""
+        return self._hold(best, f"{why}; {self.names[best]} is best{saves} ({tried})")
+
+    def _look_anew(self, what: str, now: StepTimes, before: StepTimes) -> Decision | None:
+        """The wire or the computation has changed: what was measured at other levels may hold no more."""
+        was, is_now = (before.comm, now.comm) if what == "communication" else (before.compute, now.compute)
+        why = f"{what} takes {_ms(is_now)} a step instead of {_ms(was)}"
+        self._strikes = 0
+        self._past, self._samples = self._samples, {}
+        self._doubt, self._link_before = what, self.link
+        self._keep_window()
+        following = self._next(optimism=0.0)
+        if following is not None and self.predict(following) < (1 - self.limits.worthwhile) * now.step:
+            return self._try(following, f"{why}; {self._promise(following)}")
+        self._past, self._doubt = {}, ""
+        stay = self._hold(self.level, f"{why}; nothing else promises to be {self.limits.worthwhile:.0%} faster")
+        # What is no news to anybody needs no explanation.
+        return stay if abs(now.step - before.step) > self.limits.change * before.step else None
+
+    def _refuse(self, why: str) -> Decision:
+        """The present level is out."""
+        self.refused[self.level] = why
+        if not self._usable(self._samples):
+            return self._try(0, why)
+        return self._go_on(why)
+
+    def _go_critical(self) -> Decision:
+        self._resume, why, self._critical = self.level, self._critical, ""
+        return self._enter(Mode.CRITICAL, 0, f"{why}: dense for {self.limits.dense_steps} steps")
+
+    def _usable(self, levels: Iterable[int]) -> list[int]:
+        """Those of ``levels`` that may run, and that send less than every level below them."""
+        return [
+            level
+            for level in sorted(levels)
+            if level not in self.refused and all(self.sends_less(level, below) for below in range(level))
+        ]
+
+    def _known(self) -> list[int]:
+        """Levels that have been measured and may run, whatever they send since."""
+        return [level for level in sorted(self._samples) if level not in self.refused]
+
+    def sends_less(self, level: int, below: int) -> bool:
+        """Whether ``level`` sends fewer bytes than the level ``below`` it."""
+        return self.costs[level].payload_bytes < self.costs[below].payload_bytes
+
+    def _measured(self, level: int) -> StepTimes:
+        return median_times(self._samples[level])
+
+    def _keep_window(self) -> None:
+        """The window's steps are the present level's latest; the link is fitted to all that is known."""
+        samples = [*self._samples.get(self.level, []), *self._window]
+        self._samples[self.level], self._window = samples[-self.limits.memory_steps :], []
+        times = self._measured(self.level)
+        self._codec[self.level] = times.codec
+        if times.compute:
+            self._hidden_share = max(self._hidden_share, times.overlapped_comm / times.compute)
+        comm = [(self.costs[level], self._measured(level).comm) for level in self._samples]
+        sizes = [cost.payload_bytes for cost, _ in comm]
+        if max(sizes) > 1.5 * min(sizes):
+            self.link = fit_link(comm)
+        else:
+            self.link = self.link.changed(self.costs[self.level], times.comm)
+
+    def _over_budget(self, errors: Sequence[float], most: float) -> str:
+        """Why the present level may not go on, or nothing."""
+        if not errors or median(errors) <= most:
+            return ""
+        return (
+            f"the residual at {self.names[self.level]} is {median(errors):.2f} times the gradient (budget "
+            f"{self.limits.error_budget:g})"
+        )
+
+    def _note_training(self, seen: Observation) -> None:
+        """Watch for phases in which what is lost would be missed most (Agarwal et al., Accordion, MLSys 2021)."""
+        if not math.isnan(seen.error):
+            self._errors.append(seen.error)
+        last, self._learning_rate = self._learning_rate, seen.learning_rate
+        calm = self._steps - self._calm_since >= self.limits.critical_pause
+        fell = 0 < seen.learning_rate * self.limits.critical_change <= last
+        if fell and (calm or not self._resume):
+            self._critical = f"the learning rate fell from {last:.3g} to {seen.learning_rate:.3g}"
+        if math.isnan(seen.gradient_norm):
+            return
+        self._norms = [*self._norms[-7:], seen.gradient_norm]
+        before, now = self._norms[:4], self._norms[4:]
+        if calm and len(now) == 4 and median(now) > self.limits.critical_change * median(before):
+            self._critical = f"gradient norms rose from {median(before):.3g} to {median(now):.3g}"
+
+    def _promise(self, level: int) -> str:
+        return f"{self.names[level]} promises {_ms(self.predict(level))}"
 
     def _try(self, level: int, why: str) -> Decision:
-        self.mode = Mode.TRIAL
-        return self._change(level, why)
+        return self._enter(Mode.TRIAL, level, why)
 
     def _hold(self, level: int, why: str) -> Decision:
-        # A look at dense that changed nothing was not worth much: wait twice as long for the next.
-        same = level == self.chosen_before
-        self.probe_after = 2 * self.probe_after if same else self.limits.probe_steps
-        self.chosen_before = level
-        self.mode = Mode.HOLD
-        self.steps_held = self.drifted = 0
-        return self._change(level, why)
+        if level != self.level or self.mode is not Mode.HOLD:
+            self._steps_held = self._strikes = 0
+        return self._enter(Mode.HOLD, level, why)
 
-    def _change(self, level: int, why: str) -> Decision:
-        # The evidence behind the decision, before a new look at dense makes it old.
+    def _enter(self, mode: Mode, level: int, why: str = "") -> Decision:
+        decision = Decision(level, why, self._evidence())
+        if level != self.level or mode is not Mode.HOLD:
+            self._steps_at_level = 0
+            self._errors = []
+        self.mode, self.level, self._window = mode, level, []
+        return decision
+
+    def _evidence(self) -> dict[str, float]:
         evidence = {
-            f"{self.names[i]}.{figure}_ms": round(getattr(times, figure) * 1e3, 4)
-            for i, times in sorted(self.measured.items())
-            for figure in ("step", "exposed_comm", "codec")
+            f"{self.names[level]}.{figure}_ms": getattr(self._measured(level), figure) * 1e3
+            for level in sorted(self._samples)
+            for figure in ("step", "exposed_comm", "overlapped_comm", "codec")
         }
-        if self.mode is Mode.DENSE:
-            self.measured.clear()
-        if level != self.level:
-            self.steps_at_level = 0
-        self.level = level
-        self.window = []
-        return Decision(level, why, evidence)
+        if self._samples.get(self.level):
+            for level in self._usable(range(len(self.names))):
+                if level not in self._samples:
+                    evidence[f"{self.names[level]}.predicted_step_ms"] = self.predict(level) * 1e3
+            evidence["link.ms_per_allreduce"] = self.link.alpha * 1e3
+            evidence["link.ms_per_MB"] = self.link.beta * 1e9
+        if self._errors:
+            evidence[f"{self.names[self.level]}.error"] = median(self._errors[-10:])
+        return {name: round(value, 4) for name, value in evidence.items()}
+
+
+def _changed(now: StepTimes, before: StepTimes, limit: float) -> str:
+    """What changed by more than ``limit``: ``communication``, ``computation``, or nothing."""
+    if abs(now.comm - before.comm) > max(limit * before.comm, 0.02 * before.step):
+        return "communication"
+    busy = (now.compute + now.input_wait) - (before.compute + before.input_wait)
+    return "computation" if abs(busy) > limit * before.step else ""
 
 
 def _share(times: StepTimes) -> float:
     """Exposed communication as a share of the step."""
     return times.exposed_comm / times.step if times.step else 0.0
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"

@@ -41,6 +41,8 @@ class Plan(NamedTuple):
     """Share of the residual that joins the gradient; 0: none is outstanding, or it waits."""
     warms: int = 0
     """A level whose contexts learn from this dense step; 0: none."""
+    gauge: bool = False
+    """Whether ranks say how large their gradients and residuals are."""
 
 
 class Ladder:
@@ -98,15 +100,22 @@ class SideSlot(NamedTuple):
     codec: float = 0.0
     exposed_comm: float = 0.0
     input_wait: float = 0.0
+    overlapped_comm: float = 0.0
     """Seconds of the *previous* step, see ``StepTimes``."""
     loss: float = 0.0
     has_loss: float = 0.0
     """1 if ``loss`` was reported."""
+    learning_rate: float = 0.0
+    """0: unknown."""
+    gradient_norm: float = 0.0
+    residual_norm: float = 0.0
+    """Euclidean norms of this rank's fresh gradient and of what it keeps back after sending; 0 where the plan does not
+    gauge them."""
 
     @property
     def times(self) -> StepTimes:
         """The previous step's times."""
-        return StepTimes(self.step, self.codec, self.exposed_comm, self.input_wait)
+        return StepTimes(self.step, self.codec, self.exposed_comm, self.input_wait, self.overlapped_comm)
 
 
 SLOT_FLOATS = len(SideSlot._fields)

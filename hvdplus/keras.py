@@ -8,7 +8,7 @@ over mpi4py, the essentials are here too.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
@@ -37,10 +37,11 @@ _world: World | None = None
 def init(*arguments: Any, **keywords: Any) -> None:
     """Start the transport; arguments are those of ``horovod.tensorflow.keras.init``. A second call does nothing.
 
-    Rank 0 prints one line: ranks, hosts, transport, collective, compression.
+    Rank 0 prints one line: ranks, hosts, transport, collective.
 
     Raises:
         TransportError: nothing that could carry the bytes is installed; the message names the command that mends it.
+        ValueError: a setting in the environment or the file is wrong.
     """
     global _world
     if _world is None:
@@ -78,6 +79,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     groups: Any = None,
     process_set: Any = None,
     scale_local_gradients: bool = True,
+    settings: Mapping[str, Any] | None = None,
 ) -> keras.optimizers.Optimizer:
     """Wrap any Keras 3 optimizer so that gradients are averaged over all ranks before each update.
 
@@ -85,7 +87,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         optimizer: the optimizer; the result is an instance of its class and shares its variables.
         name: accepted.
         device_dense, device_sparse: accepted; TensorFlow places the ops.
-        compression: ``auto`` (measure, and compress as much as it takes; ``HVDPLUS_COMPRESSION`` may say otherwise),
+        compression: ``auto`` (measure, and compress as much as it takes; the setting of that name may say otherwise),
             a level (``none``, ``fp16``, ``int8``, ``lowrank:4``, ``topk:0.05+int8``; ``hvdplus compressors`` lists
             them), Horovod's ``Compression.none`` / ``Compression.fp16``, another class with Horovod's ``compress`` and
             ``decompress``, or an ``hvdplus.compression.Compressor`` object.
@@ -99,9 +101,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         num_groups, groups: accepted; hvdplus makes its own groups (buckets).
         process_set: only the global one.
         scale_local_gradients: accepted.
+        settings: name -> value, over ``HVDPLUS_*`` and over the file that ``HVDPLUS_CONFIG`` names, e.g.
+            ``{"dense_steps": 20, "ladder": ["none", "fp16"]}``; ``hvdplus doctor`` lists them.
 
     Raises:
-        ValueError: wrapped twice, not an optimizer, unknown compression, or an argument that has no meaning here.
+        ValueError: wrapped twice, not an optimizer, unknown compression or a wrong setting, or an argument that has no
+            meaning here.
         TransportError: ``hvd.init()`` was not called.
     """
     world = _require_world()
@@ -118,7 +123,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             "Keras averages over accumulated passes; pass average_aggregated_gradients=True to say that you know.",
             stacklevel=2,
         )
-    return wrap(optimizer, world, compression=compression, passes=backward_passes_per_step, average=op == average)
+    return wrap(
+        optimizer,
+        world,
+        compression=compression,
+        settings=settings,
+        passes=backward_passes_per_step,
+        average=op == average,
+    )
 
 
 def broadcast_global_variables(root_rank: int, model: keras.Model | None = None) -> None:
@@ -141,17 +153,19 @@ def load_model(
     custom_objects: Any = None,
     compression: Any = "auto",
     legacy_opts: bool = False,
+    settings: Mapping[str, Any] | None = None,
 ) -> keras.Model:
     """Load a Keras model and wrap its optimizer, so that training can go on.
 
-    Args are Horovod's; ``legacy_opts`` must stay False: Keras 3 has no legacy optimizers.
+    Args are Horovod's, and ``settings`` as of ``DistributedOptimizer``; ``legacy_opts`` must stay False: Keras 3 has no
+    legacy optimizers.
     """
     if legacy_opts:
         raise ValueError("Keras 3 has no legacy optimizers. Received: legacy_opts=True")
     objects = {cls.__name__: cls for cls in custom_optimizers or []} | dict(custom_objects or {})
     model = keras.models.load_model(filepath, custom_objects=objects)
     if getattr(model, "optimizer", None) is not None:
-        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
+        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, settings=settings)
     return model
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
-from hvdplus.compression import Compressor, HorovodCompressor, Ops, known, parse
+from hvdplus.compression import Compressor, HorovodCompressor, Ops, Spec, known, parse
 from hvdplus.exchange import Ladder
 from hvdplus.runlog import RunLog
-from hvdplus.settings import Settings
+from hvdplus.settings import SETTINGS, Settings
 from hvdplus.transport import World
 
 AUTO = "auto"
@@ -30,7 +30,7 @@ def choose_ladder(compression: Any, settings: Settings, world: World, ops: Ops) 
     """The ladder to run, and whether a controller chooses from it.
 
     Args:
-        compression: ``auto`` (then ``HVDPLUS_COMPRESSION`` decides, ``auto`` by default), a level such as
+        compression: ``auto`` (then the setting ``compression`` decides, ``auto`` by default), a level such as
             ``lowrank:4`` or ``topk:0.05+int8``, a ``Compressor`` object, Horovod's own ``Compression.none`` or
             ``Compression.fp16``, or another class of Horovod's ``Compressor`` kind.
         ops: operations of the framework in use.
@@ -40,25 +40,28 @@ def choose_ladder(compression: Any, settings: Settings, world: World, ops: Ops) 
     """
     stock = isinstance(compression, type) and compression.__module__.partition(".")[0] in ("horovod", "hvdplus")
     if stock and compression.__name__ in HOROVODS_NAMES:
-        # Scripts written for Horovod name these because they have to name something: the environment may turn that.
+        # Scripts written for Horovod name these because they have to name something: a setting may turn that.
         compression = HOROVODS_NAMES[compression.__name__] if settings.compression == AUTO else AUTO
-    from_environment = isinstance(compression, str) and compression == AUTO
-    wanted = settings.compression if from_environment else compression
+    from_settings = isinstance(compression, str) and compression == AUTO
+    wanted = settings.compression if from_settings else compression
     auto = isinstance(wanted, str) and wanted == AUTO
     try:
         compressors = [_one(level, ops) for level in (settings.ladder if auto else [wanted])]
     except ValueError as error:
-        if not from_environment:
+        if not from_settings:
             raise
-        where = "LADDER" if auto else "COMPRESSION"
-        raise ValueError(f"HVDPLUS_{where} in the environment: {error}") from None
+        raise ValueError(f"{settings.whence('ladder' if auto else 'compression')}: {error}") from None
     if auto:
         if compressors[0].name != "none":
             raise ValueError(
-                f"The ladder must begin with none, which every other level is measured against. "
-                f"Received: HVDPLUS_LADDER={','.join(settings.ladder)}"
+                f"{settings.whence('ladder')} must begin with none, which every other level is measured against. "
+                f"Received: {','.join(settings.ladder)}"
             )
-        return Ladder([c for c in compressors if not (c.uses_products and world.differences)]), True
+        left_out = {c.name: why for c in compressors if (why := _unfit(c, world))}
+        if left_out and world.transport.rank == 0:
+            for name, why in left_out.items():
+                print(f"hvdplus: auto leaves out {name}: {why}", file=sys.stderr, flush=True)
+        return Ladder([c for c in compressors if c.name not in left_out]), True
     (compressor,) = compressors
     if compressor.uses_products and world.differences:
         raise ValueError(
@@ -68,6 +71,24 @@ def choose_ladder(compression: Any, settings: Settings, world: World, ops: Ops) 
         )
     # A level that learns is led up to by dense steps.
     return Ladder(["none", compressor] if compressor.warms else [compressor]), False
+
+
+def _unfit(compressor: Compressor, world: World) -> str:
+    """Why a level cannot serve this job, or nothing."""
+    if compressor.uses_products and world.differences:
+        return f"it needs equal CPUs and libraries, but ranks differ in {'; '.join(world.differences)}"
+    try:
+        compressor.payload_bytes(Spec(((32, 32),), 0, 0, world.transport.size))
+    except ValueError as error:  # integers run out of levels where many ranks' sums have to fit
+        return str(error)
+    return ""
+
+
+def announce(ladder: Ladder, auto: bool, world: World) -> None:
+    """Rank 0 prints one line: the compression that an optimizer runs with."""
+    if world.transport.rank == 0:
+        what = f"auto, ladder {' > '.join(ladder.names)}" if auto else ladder.names[-1]
+        print(f"hvdplus: compression {what}", file=sys.stderr, flush=True)
 
 
 def check_same_model(mine: Sequence[Any], world: World) -> None:
@@ -97,15 +118,15 @@ def check_same_settings(settings: Settings, ladder: Ladder, world: World, **argu
     Raises:
         ValueError: a rank has other settings or arguments; on every rank, with the first that differs.
     """
-    mine = {"levels": ladder.names, **arguments, **asdict(settings)}
-    del mine["run_log"]  # only rank 0 writes one
+    values = {name: getattr(settings, name) for name in SETTINGS if name != "run_log"}  # only rank 0 writes one
+    mine = {"levels": ladder.names, **arguments, **values}
     everyone = world.transport.gather_objects(mine)
     for rank, theirs in enumerate(everyone):
         for name, value in theirs.items():
             if value != everyone[0][name]:
                 raise ValueError(
                     f"Ranks 0 and {rank} differ in {name}: {everyone[0][name]!r} against {value!r}. Give all ranks the "
-                    "same arguments and HVDPLUS_* variables (mpirun passes a variable on to other hosts with -x NAME)."
+                    "same arguments, HVDPLUS_* variables (mpirun passes one on to other hosts with -x NAME) and file."
                 )
 
 

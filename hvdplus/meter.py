@@ -6,8 +6,9 @@ own timestamps. ``reduce_times`` turns all ranks' figures into the one set that 
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import fmean, median
 from typing import NamedTuple
@@ -24,6 +25,13 @@ class StepTimes(NamedTuple):
     """Standing still until sums arrive; what overlaps with computation does not count."""
     input_wait: float = 0.0
     """From the end of a step to the first computation of the next."""
+    overlapped_comm: float = 0.0
+    """Communication that went on while this rank computed: no part of the step's time, but of what the wire did."""
+
+    @property
+    def comm(self) -> float:
+        """All communication, hidden or not."""
+        return self.exposed_comm + self.overlapped_comm
 
     @property
     def compute(self) -> float:
@@ -35,13 +43,15 @@ def reduce_times(ranks: Sequence[StepTimes]) -> StepTimes:
     """One set of figures for the job.
 
     Whoever comes last waits least, and for the wire alone: the least exposed time over the ranks is communication,
-    the rest of the others' waiting is somebody's computation.
+    the rest of the others' waiting is somebody's computation. So is it with all communication, exposed or not.
     """
+    exposed = min(times.exposed_comm for times in ranks)
     return StepTimes(
         step=fmean(times.step for times in ranks),
         codec=max(times.codec for times in ranks),
-        exposed_comm=min(times.exposed_comm for times in ranks),
+        exposed_comm=exposed,
         input_wait=max(times.input_wait for times in ranks),
+        overlapped_comm=min(times.comm for times in ranks) - exposed,
     )
 
 
@@ -50,13 +60,30 @@ def median_times(steps: Sequence[StepTimes]) -> StepTimes:
     return StepTimes(*(median(figure) for figure in zip(*steps, strict=True)))
 
 
+def union_seconds(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of what (begin, end) intervals cover together; one that ends before it begins covers nothing."""
+    covered, until = 0.0, -math.inf
+    for begin, end in sorted(intervals):
+        covered += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return covered
+
+
 class StepMeter:
-    """Stopwatch of one rank. Nothing is measured until the first ``end_step``, because no step has begun before."""
+    """Stopwatch of one rank. Nothing is measured until the first ``end_step``, because no step has begun before.
+
+    The wire is busy while a sum is under way or is waited for. That a sum has ended is noticed when somebody looks: its
+    end is taken to lie half way between two looks, so it is known to half the time between them; an end that is waited
+    for is exact.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._began: float | None = None
         self._codec = self._exposed_comm = self._input_wait = 0.0
+        self._busy: list[tuple[float, float]] = []
+        self._under_way: dict[int, tuple[float, Callable[[], bool]]] = {}
+        self._looked = 0.0
         self.last = StepTimes()
         """The last complete step; zeros if there is none yet."""
 
@@ -76,7 +103,32 @@ class StepMeter:
         try:
             yield
         finally:
-            self._exposed_comm += self._clock() - began
+            now = self._clock()
+            self._exposed_comm += now - began
+            self._busy.append((began, now))
+
+    def sum_begins(self, key: int, done: Callable[[], bool]) -> None:
+        """A sum is on its way; ``done`` tells whether it is there."""
+        self._under_way[key] = (self._clock(), done)
+
+    def look(self) -> None:
+        """Notice which sums have ended. They end in the order in which they began, so that few are asked."""
+        now = self._clock()
+        for key, (began, done) in list(self._under_way.items()):
+            if not done():
+                break
+            del self._under_way[key]
+            self._busy.append((began, (max(began, self._looked) + now) / 2))
+        self._looked = now
+
+    @contextmanager
+    def awaited(self, key: int) -> Iterator[None]:
+        """Time spent inside is exposed communication, and then the sum is there."""
+        self.look()
+        with self.exposed_comm():
+            yield
+        if key in self._under_way:
+            self._busy.append((self._under_way.pop(key)[0], self._clock()))
 
     def input_arrived(self) -> None:
         """The first computation of a step begins now."""
@@ -87,6 +139,8 @@ class StepMeter:
         """The optimizer has taken its step; the next begins now."""
         now = self._clock()
         if self._began is not None:
-            self.last = StepTimes(now - self._began, self._codec, self._exposed_comm, self._input_wait)
+            overlapped = max(0.0, union_seconds(self._busy) - self._exposed_comm)
+            self.last = StepTimes(now - self._began, self._codec, self._exposed_comm, self._input_wait, overlapped)
         self._began = now
         self._codec = self._exposed_comm = self._input_wait = 0.0
+        self._busy.clear()

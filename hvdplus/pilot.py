@@ -10,12 +10,14 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from hvdplus.controller import Controller, Limits
+from hvdplus.controller import Controller, Limits, Observation
+from hvdplus.costmodel import LevelCost
 from hvdplus.exchange import Ladder, Plan, SideSlot, read_side
 from hvdplus.meter import StepTimes, median_times, reduce_times
 from hvdplus.residual import release_factor
@@ -27,27 +29,34 @@ DRAINING = "draining"
 """What the run log calls dense steps that pay out a residual: neither a level of the ladder nor plain dense."""
 WARMING = "warming"
 """What it calls dense steps from which a level's contexts learn before it begins."""
+GAUGE_STEPS = 5
+"""In every so manieth step ranks say how large gradients and residuals are: it costs passes over memory."""
+LOSS_SCALING = "loss scaling would mix the units of residual and gradient"
+TRACE_STEPS = 50
+"""Steps of what the controller saw in one line of the run log."""
 
 
 class Pilot:
     """Makes the plan of every step. ``auto`` follows the controller, anything else stays at one level."""
 
     def __init__(
-        self, ladder: Ladder, settings: Settings, *, auto: bool, ranks: int, payload_bytes: Sequence[int], log: RunLog
+        self, ladder: Ladder, settings: Settings, *, auto: bool, ranks: int, costs: Sequence[LevelCost], log: RunLog
     ) -> None:
-        """``payload_bytes``: bytes that one rank sends a step, one entry a level of the ladder.
+        """``costs``: what every level of the ladder asks of wire and processor, equal on all ranks.
 
         Without ``auto`` the ladder's last level runs throughout.
         """
         self.ladder = ladder
         self.ranks = ranks
         self.log = log
-        self.payload_bytes = tuple(payload_bytes)
+        self.costs = tuple(cost._replace(codec=_whole_microseconds(cost.codec)) for cost in costs)
         self._window_steps = settings.window_steps
         self._drain_steps = settings.drain_steps
         self._warm_steps = settings.warm_steps
-        limits = Limits(dense_steps=settings.dense_steps)
-        self._controller = Controller(ladder.names, limits, payload_bytes=self.payload_bytes) if auto else None
+        limits = Limits(
+            dense_steps=settings.dense_steps, drain_steps=settings.drain_steps, error_budget=settings.error_budget
+        )
+        self._controller = Controller(ladder.names, self.costs, limits) if auto else None
         self._level = 0
         self._phases = [0] * len(ladder.names)
         self._drain_left = self._warm_left = 0
@@ -61,17 +70,28 @@ class Pilot:
         """Steps observed so far."""
         self._measured = Plan(self._level)
         """What the step did that the next times are of."""
-        self._window: list[tuple[StepTimes, float]] = []
+        self._gauged = Observation(StepTimes())
+        """What else is known of that step."""
+        self._window: list[tuple[Observation, float]] = []
+        self._trace: list[list[float | None]] = []
+        """What the controller saw since the log's last line of it."""
         self._began = time.monotonic()
         self._finished = False
         self.plan = self._next_plan()
         """The coming step's plan."""
 
-    def resize(self, payload_bytes: Sequence[int]) -> None:
-        """Buckets have been cut anew: ``payload_bytes`` as above."""
-        self.payload_bytes = tuple(payload_bytes)
+    @property
+    def payload_bytes(self) -> tuple[int, ...]:
+        """Bytes that one rank sends a step at every level."""
+        return tuple(cost.payload_bytes for cost in self.costs)
+
+    def resize(self, costs: Sequence[LevelCost]) -> None:
+        """Buckets have been cut anew: ``costs`` as above."""
+        self.costs = tuple(cost._replace(codec=_whole_microseconds(cost.codec)) for cost in costs)
         if self._controller:
-            self._controller.payload_bytes = self.payload_bytes
+            self._controller.costs = self.costs
+            self._write_trace()
+        self.log.write("resize", levels=self._levels())
 
     def observe(self, plan: Plan, total: np.ndarray, healthy: bool = True) -> None:
         """Take in the summed side tensor of a step that ran ``plan``; every rank does so at the same point.
@@ -85,10 +105,12 @@ class Pilot:
         self._check_contexts(plan, slots)
         if healthy and not any(slot.nonfinite for slot in slots):
             self._commit(plan)
-        self._measure(reduce_times([slot.times for slot in slots]), _mean_loss(slots))
+        times = StepTimes(*map(_whole_microseconds, reduce_times([slot.times for slot in slots])))
+        self._measure(self._gauged._replace(times=times), _mean_loss(slots))
         if self._label(plan) != self._label(self._measured):
             self._close_window()
-        self._measured = plan  # the next side tensor brings this step's times
+        # The next side tensor brings this step's times.
+        self._measured, self._gauged = plan, _gauged(plan, slots)
 
     def advance(self) -> Plan:
         """Make the next step's plan."""
@@ -135,6 +157,8 @@ class Pilot:
             parameters=parameters,
             gradient_bytes=4 * parameters,
             payload_bytes=dict(zip(self.ladder.names, self.payload_bytes, strict=True)),
+            levels=self._levels(),
+            limits=asdict(self._controller.limits) if self._controller else None,
         )
         atexit.register(self._finish_at_exit)
 
@@ -149,10 +173,12 @@ class Pilot:
             return
         if self._controller is None:
             raise ValueError(
-                f"{self.ladder.names[self._level]} keeps a residual, which loss scaling would mix units in. Use "
+                f"{self.ladder.names[self._level]} keeps a residual: {LOSS_SCALING}. Use "
                 "fp16 or none, or train in bfloat16, which needs no loss scaling."
             )
-        self._controller.forbid(lossy[0])
+        self._write_trace()
+        self.log.write("forbid", step=self.steps, level=self.ladder.names[lossy[0]], reason=LOSS_SCALING)
+        self._controller.forbid(lossy[0], LOSS_SCALING)
         if self._level >= lossy[0]:
             self.set_level(0)
 
@@ -162,12 +188,13 @@ class Pilot:
         Times are medians over the windows at the last level, in milliseconds.
         """
         self._finished = True
+        self._write_trace()
         self._close_window()
         windows = [record for record in self.log.records if record["kind"] == "window"]
         last = [record for record in windows if record["level"] == self.ladder.names[self._level]] or windows
         figures = {
             key: median(record[key] for record in last) if last else math.nan
-            for key in ("step_ms", "compute_ms", "codec_ms", "exposed_comm_ms", "input_wait_ms")
+            for key in ("step_ms", "compute_ms", "codec_ms", "exposed_comm_ms", "overlapped_comm_ms", "input_wait_ms")
         }
         seconds = time.monotonic() - self._began
         self.log.write("end", steps=self.steps, wall_seconds=round(seconds, 3), **facts)
@@ -186,10 +213,23 @@ class Pilot:
     def _next_plan(self) -> Plan:
         if self._heir_of is not None:
             self._phases[self._level], self._heir_of = self._phases[self._heir_of], None
+        gauge = self.ranks > 1 and self.steps % GAUGE_STEPS == 0
         if self._warm_left:
-            return Plan(warms=self._level)
+            return Plan(warms=self._level, gauge=gauge)
         release = 1.0 if self.ladder.compressors[self._level].keeps_residual else release_factor(self._drain_left)
-        return Plan(self._level, self._phases[self._level], release)
+        return Plan(self._level, self._phases[self._level], release, gauge=gauge)
+
+    def _levels(self) -> dict[str, dict[str, float]]:
+        """The costs, for the log."""
+        return {
+            name: {
+                "payload_bytes": cost.payload_bytes,
+                "last_bytes": cost.last_bytes,
+                "messages": cost.messages,
+                "codec_ms": round(cost.codec * 1e6) / 1e3,
+            }
+            for name, cost in zip(self.ladder.names, self.costs, strict=True)
+        }
 
     def _check_contexts(self, plan: Plan, slots: Sequence[SideSlot]) -> None:
         sums = [(slot.checksum_high, slot.checksum_low) for slot in slots]
@@ -218,34 +258,45 @@ class Pilot:
         drains = plan.release > 0 and not self.ladder.compressors[plan.level].keeps_residual
         return DRAINING if drains else self.ladder.names[plan.level]
 
-    def _measure(self, times: StepTimes, loss: float) -> None:
+    def _measure(self, seen: Observation, loss: float) -> None:
         self.steps += 1
-        if not times.step:  # the first step has no step before it
+        if not seen.times.step:  # the first step has no step before it
             return
-        self._window.append((times, loss))
+        self._window.append((seen, loss))
         if len(self._window) >= self._window_steps:
             self._close_window()
         # A step that pays out a residual, or learns, is dearer than a dense one: it says nothing about dense.
-        decision = None
-        if self._controller and self._label(self._measured) == self.ladder.names[self._measured.level]:
-            decision = self._controller.observe(self._measured.level, times)
+        if not self._controller or self._label(self._measured) != self.ladder.names[self._measured.level]:
+            return
+        level = self._measured.level
+        gauged = (None if math.isnan(value) else value for value in (seen.error, seen.gradient_norm))
+        self._trace.append([level, *(round(value * 1e6) for value in seen.times), *gauged, seen.learning_rate])
+        decision = self._controller.observe(level, seen)
+        if decision or len(self._trace) >= TRACE_STEPS:
+            self._write_trace()
         if decision:
             self._close_window()
-            self.log.write(
-                "decision",
-                step=self.steps,
-                **{"from": self.ladder.names[self._level]},
-                to=self.ladder.names[decision.level],
-                reason=decision.reason,
-                evidence=decision.evidence,
-            )
+            record: dict[str, Any] = {
+                "step": self.steps,
+                "from": self.ladder.names[self._level],
+                "to": self.ladder.names[decision.level],
+                "reason": decision.reason,
+                "evidence": decision.evidence,
+            }
+            self.log.write("decision", **record)
             self.set_level(decision.level)
+
+    def _write_trace(self) -> None:
+        if self._trace:
+            self.log.write("trace", keep=False, last_step=self.steps - 1, steps=self._trace)
+            self._trace = []
 
     def _close_window(self) -> None:
         if not self._window:
             return
-        times = median_times([times for times, _ in self._window])
+        times = median_times([seen.times for seen, _ in self._window])
         losses = [loss for _, loss in self._window if math.isfinite(loss)]
+        errors = [seen.error for seen, _ in self._window if not math.isnan(seen.error)]
         self.log.write(
             "window",
             first_step=self.steps - len(self._window),
@@ -256,11 +307,33 @@ class Pilot:
             compute_ms=times.compute * 1e3,
             codec_ms=times.codec * 1e3,
             exposed_comm_ms=times.exposed_comm * 1e3,
+            overlapped_comm_ms=times.overlapped_comm * 1e3,
             input_wait_ms=times.input_wait * 1e3,
             payload_bytes=self.payload_bytes[self._measured.level] + self.row_bytes,
+            error=median(errors) if errors else None,
             loss=sum(losses) / len(losses) if losses else None,
         )
         self._window = []
+
+
+def _whole_microseconds(seconds: float) -> float:
+    """Rounded, so that the log holds exactly what decisions are made from."""
+    return round(seconds * 1e6) / 1e6
+
+
+def _gauged(plan: Plan, slots: Sequence[SideSlot]) -> Observation:
+    """What the ranks said of a step besides its times, which come with the next."""
+    learning_rate = float(f"{slots[0].learning_rate:.7g}")
+    if not plan.gauge:
+        return Observation(StepTimes(), learning_rate=learning_rate)
+    gradient, residual = (
+        math.sqrt(sum(norm * norm for norm in norms) / len(slots))
+        for norms in zip(*((slot.gradient_norm, slot.residual_norm) for slot in slots), strict=True)
+    )
+    if not (math.isfinite(gradient) and math.isfinite(residual)):  # a step that is not taken
+        return Observation(StepTimes(), learning_rate=learning_rate)
+    error = residual / gradient if gradient else math.nan
+    return Observation(StepTimes(), float(f"{error:.7g}"), float(f"{gradient:.7g}"), learning_rate)
 
 
 def _mean_loss(slots: Sequence[SideSlot]) -> float:

@@ -2,7 +2,9 @@
 
 Works on the records of a run log (``hvdplus.runlog``), read from a file or still in memory. Every figure and every
 sentence is computed from the records; where they hold too little, the report says so. Times of several windows are
-medians weighted by steps, so that a first window with a compilation in it does not colour the rest.
+medians weighted by steps, so that a first window with a compilation in it does not colour the rest. Decisions stand
+with the figures they were made from. The sentence at the end credits a level with what it changes, communication and
+codec, and with nothing else.
 
 The table needs nothing but Python; the picture needs matplotlib, imported when it is drawn.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -18,6 +21,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hvdplus.controller import Limits
 from hvdplus.pilot import DRAINING, WARMING, Pilot
 from hvdplus.runlog import Record
 from hvdplus.transport import World
@@ -26,10 +30,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 DENSE = "none"
-# The controller's own limits: below the first, communication counts as hidden; below the second, a gain as noise.
-HIDDEN_SHARE = 0.05
-GAIN = 1.03
+LIMITS = Limits()
+"""What counts as a bottleneck, and as a difference between steps, is what the controller takes for one."""
 ENOUGH_STEPS = 5  # fewer steps at a level are no evidence
+LETTERS = 110  # letters in a line of text
 
 FRAMEWORKS = {"torch": "PyTorch", "keras": "Keras"}
 TRANSPORTS = {
@@ -73,6 +77,12 @@ def close(pilot: Pilot, world: World, png: str | os.PathLike[str] | None, facts:
 # ---------------------------------------------------------------------------------------------------- facts
 
 
+MEDIANS = (
+    "step_ms", "compute_ms", "codec_ms", "exposed_comm_ms", "overlapped_comm_ms", "input_wait_ms", "error",
+)  # fmt: skip
+"""Fields of a window, and of a span."""
+
+
 class Span(NamedTuple):
     """Windows at one level taken together. Times in milliseconds; NaN stands for what is not known."""
 
@@ -84,7 +94,11 @@ class Span(NamedTuple):
     compute_ms: float
     codec_ms: float
     exposed_comm_ms: float
+    overlapped_comm_ms: float
+    """Hidden behind computation: no part of the step."""
     input_wait_ms: float
+    error: float
+    """Norm of the residuals over the norm of the gradients."""
     payload_bytes: float
     """What one rank sends a step."""
     loss: float
@@ -92,8 +106,13 @@ class Span(NamedTuple):
 
     @property
     def exposed_share(self) -> float:
-        """Exposed communication as a share of the step."""
-        return self.exposed_comm_ms / self.step_ms if self.step_ms else math.nan
+        """Exposed communication as a share of the step. (Parts beyond the step: logs of old, sparse gradients.)"""
+        return min(self.exposed_comm_ms / self.step_ms, 1.0) if self.step_ms else math.nan
+
+    @property
+    def held_up_ms(self) -> float:
+        """What of the step a level has a say in."""
+        return min(self.exposed_comm_ms + self.codec_ms, self.step_ms)
 
 
 def stretches(records: Sequence[Record]) -> list[Span]:
@@ -112,18 +131,15 @@ def _span(windows: Sequence[Record], run_record: Record) -> Span:
     losses = [loss for loss in (_number(window.get("loss")) for window in windows) if not math.isnan(loss)]
 
     def middle(field: str) -> float:
-        return _weighted_median([_number(window.get(field)) for window in windows], steps)
+        value = _weighted_median([_number(window.get(field)) for window in windows], steps)
+        return 0.0 if value < 0 else value
 
     return Span(
         level=level,
         first_step=windows[0]["first_step"],
         last_step=windows[-1]["last_step"],
         steps=sum(steps),
-        step_ms=middle("step_ms"),
-        compute_ms=middle("compute_ms"),
-        codec_ms=middle("codec_ms"),
-        exposed_comm_ms=middle("exposed_comm_ms"),
-        input_wait_ms=middle("input_wait_ms"),
+        **{field: middle(field) for field in MEDIANS},
         payload_bytes=sent,
         loss=losses[-1] if losses else math.nan,
     )
@@ -169,6 +185,39 @@ def _decisions(records: Iterable[Record]) -> list[Record]:
     return [record for record in records if record["kind"] == "decision"]
 
 
+def _passed_over(records: Sequence[Record]) -> list[str]:
+    """Levels that ``auto`` never runs, since they send no less than one below them."""
+    run_record = _run(records)
+    if run_record.get("compression") != "auto":
+        return []
+    # Buckets may have been cut anew since the run began.
+    levels = [record.get("levels") for record in records if record["kind"] in ("run", "resize")][-1] or {}
+    sent = {name: _number(level.get("payload_bytes")) / 1e6 for name, level in levels.items()}
+    names, passed_over = list(sent), []
+    for place, name in enumerate(names):
+        below = next((lower for lower in names[:place] if sent[lower] <= sent[name]), None)
+        if below:
+            sends, less = _figure(sent[name]), _figure(sent[below])
+            passed_over.append(f"{name} (sends {sends} MB, no less than {below}: {less} MB)")
+    return passed_over
+
+
+def _refused(records: Sequence[Record]) -> dict[str, str]:
+    """Levels that may not run any more -> why. One that is forbidden takes those above it along."""
+    ladder, refused = list(_run(records).get("ladder") or []), dict[str, str]()
+    for record in records:
+        reason = str(record.get("reason")).partition(";")[0]
+        if record["kind"] == "forbid":
+            level = str(record.get("level"))
+            levels = ladder[ladder.index(level) :] if level in ladder else [level]
+        elif record["kind"] == "decision" and "(budget " in reason:
+            levels = [record["from"]]
+        else:
+            continue
+        refused.update(dict.fromkeys(levels, f"from step {record.get('step', '?')} on, since {reason}"))
+    return refused
+
+
 # ---------------------------------------------------------------------------------------------------- words
 
 
@@ -190,30 +239,48 @@ def closing(records: Sequence[Record]) -> str:
         return f"One rank has nobody to talk to: {_ms(main.step_ms)} a step, and no communication to shorten."
     asked = run_record.get("compression") not in (None, "auto")
     others = [span for level, span in levels.items() if level != main.level and span.steps >= ENOUGH_STEPS]
-    if main.level == DENSE:
-        return _closing_dense(main, others, steps, asked)
-    return _closing_compressed(main, next((span for span in others if span.level == DENSE), None), steps, asked)
-
-
-def _closing_dense(dense: Span, others: Sequence[Span], steps: int, asked: bool) -> str:
-    """Most steps ran uncompressed."""
-    share = f"{dense.exposed_share:.0%} of the step"
-    best = min(others, key=lambda span: span.step_ms, default=None)
+    if main.level != DENSE:
+        return _closing_compressed(main, next((span for span in others if span.level == DENSE), None), steps, asked)
     if asked:
-        return f"Gradients were sent uncompressed, as asked for: communication held up {share} ({_ms(dense.step_ms)})."
-    if best and dense.step_ms / best.step_ms >= GAIN:
         return (
-            f"{best.level} took {_ms(best.step_ms)} a step against {_ms(dense.step_ms)} dense "
-            f"({_times(dense, best)}), but ran for only {best.steps} of {steps} steps."
+            f"Gradients were sent uncompressed, as asked for: communication held up {main.exposed_share:.0%} of the "
+            f"step ({_ms(main.step_ms)})."
         )
-    if best:
+    if others:
+        best = max(others, key=lambda span: _saved(span, main))
+        return _closing_tried(main, best, steps, _refused(records).get(best.level))
+    return _closing_dense(main, steps, _decisions(records))
+
+
+def _closing_tried(dense: Span, best: Span, steps: int, refused: str | None) -> str:
+    """Most steps ran uncompressed, others at levels of which ``best`` saved most."""
+    if _saved(best, dense) <= LIMITS.margin:
         return (
-            f"Compression did not pay: the best level tried, {best.level}, took {_ms(best.step_ms)} a step against "
-            f"{_ms(dense.step_ms)} dense, so gradients were sent uncompressed."
+            f"Compression did not pay: the best level tried, {best.level}, took {_versus(best, dense)}, so most steps "
+            "ran uncompressed."
         )
-    if dense.exposed_share <= HIDDEN_SHARE:
+    but = f"was refused {refused}" if refused else f"ran for only {best.steps} of {steps} steps"
+    return f"{best.level} took {_versus(best, dense)}, but {but}."
+
+
+def _closing_dense(dense: Span, steps: int, decisions: Sequence[Record]) -> str:
+    """Nothing but uncompressed steps, or as good as nothing."""
+    share = f"{dense.exposed_share:.0%} of the step"
+    held_up = [decision for decision in decisions if _share(decision) > LIMITS.bottleneck]
+    if not held_up and dense.exposed_share <= LIMITS.bottleneck:
         return f"Communication was never the bottleneck ({share}): gradients were sent uncompressed."
-    return f"Communication held up {share}, but no other level ran long enough to compare ({_count(steps, 'step')})."
+    if not held_up or held_up[-1]["to"] != DENSE:
+        return (
+            f"Communication held up {share}, but no other level ran long enough to compare ({_count(steps, 'step')})."
+        )
+    decision, found = held_up[-1], _by_level(held_up[-1])
+    promises = {name: level["predicted_step_ms"] for name, level in found.items() if "predicted_step_ms" in level}
+    best = min(promises, key=lambda name: promises[name], default="")
+    why = f"no level promised enough ({best}, the best: {_ms(promises[best])})" if best else "no other level may run"
+    return (
+        f"Communication held up {_share(decision):.0%} of a {_ms(found[DENSE]['step_ms'])} step (step "
+        f"{decision['step']}), but {why}: gradients were sent uncompressed."
+    )
 
 
 def _closing_compressed(main: Span, dense: Span | None, steps: int, asked: bool) -> str:
@@ -225,16 +292,38 @@ def _closing_compressed(main: Span, dense: Span | None, steps: int, asked: bool)
             f"{main.steps} of {steps} steps ran at level {main.level}{why} ({_ms(main.step_ms)}, communication "
             f"{share}); too few ran dense to compare with."
         )
-    versus = f"{_ms(main.step_ms)} a step against {_ms(dense.step_ms)} dense ({_times(dense, main)})"
-    if dense.step_ms / main.step_ms < GAIN:
+    versus = _versus(main, dense)
+    if _saved(main, dense) <= LIMITS.margin:
         return f"Level {main.level} made the step no shorter: {versus}."
-    if main.exposed_share <= HIDDEN_SHARE:
+    if main.exposed_share <= LIMITS.bottleneck:
         return f"Communication was hidden at level {main.level}: {versus}."
     return f"Level {main.level} made the step shorter: {versus}; communication still held up {share}."
 
 
-def _times(dense: Span, span: Span) -> str:
-    return f"{dense.step_ms / span.step_ms:.2f} x"
+def _alike(span: Span, dense: Span) -> float:
+    """Milliseconds of a dense step that computes as long as ``span`` does."""
+    alike = span.step_ms + dense.held_up_ms - span.held_up_ms
+    return dense.step_ms if math.isnan(alike) else alike
+
+
+def _saved(span: Span, dense: Span) -> float:
+    """Share of the dense step that a level saves: as measured, and not because computation took less."""
+    least = min(_alike(span, dense), dense.step_ms)
+    return 1 - span.step_ms / least if least else 0.0
+
+
+def _versus(span: Span, dense: Span) -> str:
+    """A level's step and the dense one; where they computed unequally, that is said."""
+    alike, tolerance = _alike(span, dense), LIMITS.margin * dense.step_ms
+    if alike < dense.step_ms - tolerance:
+        return (
+            f"{_ms(span.step_ms)} a step against {_ms(alike)} dense with the same computation "
+            f"({alike / span.step_ms:.2f} x; dense as it ran: {_ms(dense.step_ms)})"
+        )
+    longer = alike - dense.step_ms
+    remark = f"; its computation took {_ms(longer)} longer" if longer > tolerance else ""
+    times = f"{dense.step_ms / span.step_ms:.2f} x"
+    return f"{_ms(span.step_ms)} a step against {_ms(dense.step_ms)} dense ({times}{remark})"
 
 
 def _ms(value: float) -> str:
@@ -268,8 +357,59 @@ def _place(run_record: Record) -> str:
 def _decision(record: Record, arrow: str) -> str:
     """One decision in one line."""
     before, after = record["from"], record["to"]
-    change = f"stays at {after}" if before == after else f"{before}{arrow}{after}"
-    return f"step {record['step']}, {change}: {record['reason']}"
+    step = f"step {record['step']}, " if "step" in record else ""
+    return f"{step}{f'stays at {after}' if before == after else f'{before}{arrow}{after}'}: {record['reason']}"
+
+
+def _by_level(decision: Record) -> dict[str, dict[str, float]]:
+    """The evidence of a decision: level, or ``link`` -> figure -> value."""
+    figures: dict[str, dict[str, float]] = {}
+    for key, value in (decision.get("evidence") or {}).items():
+        name, _, figure = key.rpartition(".")
+        if not math.isnan(_number(value)):
+            figures.setdefault(name, {})[figure] = _number(value)
+    return figures
+
+
+def _share(decision: Record) -> float:
+    """Exposed communication as a share of the dense step, as a decision found it; 0: it does not say."""
+    dense = _by_level(decision).get(DENSE, {})
+    step_ms = dense.get("step_ms")
+    return min(dense.get("exposed_comm_ms", 0.0) / step_ms, 1.0) if step_ms else 0.0
+
+
+def _evidence(decision: Record) -> str:
+    """The figures that a decision rests on, in sentences; logs of old hold fewer."""
+    measured, predicted, last = [], [], []
+    parts = {"exposed_comm_ms": "exposed", "overlapped_comm_ms": "hidden", "codec_ms": "codec"}
+    for name, figures in _by_level(decision).items():
+        if "step_ms" in figures:
+            of_it = ", ".join(f"{figures[part]:.2f} ms {word}" for part, word in parts.items() if part in figures)
+            measured.append(f"{name} {figures['step_ms']:.2f} ms a step" + (f" ({of_it})" if of_it else ""))
+        if "predicted_step_ms" in figures:
+            predicted.append(f"{name} {figures['predicted_step_ms']:.2f} ms")
+        if figures.get("error"):
+            last.append(f"Residual at {name}: {figures['error']:.2f} times the gradient.")
+        if "ms_per_allreduce" in figures:
+            slope = figures.get("ms_per_MB")
+            rate = f" and {_figure(1e3 / slope)} MB/s" if slope else ", whatever it sends"
+            last.insert(0, f"Link: {figures['ms_per_allreduce']:.2f} ms an all-reduce{rate}.")
+    groups = {"Measured": measured, "Predicted": predicted}
+    return " ".join([*(f"{title}: {', '.join(group)}." for title, group in groups.items() if group), *last])
+
+
+def explain(number: int, decision: Record) -> str:
+    """A decision with its reason, and below it what it rests on."""
+    lines = [_fill(_decision(decision, " -> "), f"{number:3}. "), _fill(_evidence(decision), " " * 5)]
+    return "\n".join(filter(None, lines))
+
+
+def _fill(text: str, indent: str) -> str:
+    """``text`` in lines that a terminal shows whole; all but the first as far in as ``indent`` is wide."""
+    glued = re.sub(r"(?<=\d) (?=ms|MB|x)", "\xa0", text)  # a figure and its unit
+    further = " " * len(indent)
+    lines = textwrap.fill(glued, LETTERS, initial_indent=indent, subsequent_indent=further, break_on_hyphens=False)
+    return lines.replace("\xa0", " ")
 
 
 # ---------------------------------------------------------------------------------------------------- table
@@ -280,16 +420,17 @@ def table(records: Sequence[Record]) -> str:
     return "\n\n".join(
         block
         for block in (
-            _facts(_run(records)),
+            _facts(records),
             _rows(stretches(records), _number(_run(records).get("gradient_bytes"))),
-            _decision_list(_decisions(records)),
-            _end(records) + "\n" + closing(records),
+            _decision_list(records),
+            _fill(_end(records), "") + "\n" + _fill(closing(records), ""),
         )
         if block
     )
 
 
-def _facts(run_record: Record) -> str:
+def _facts(records: Sequence[Record]) -> str:
+    run_record = _run(records)
     if not run_record:
         return "hvdplus run: the log has no record of who ran."
     hosts = run_record.get("hosts") or {}
@@ -306,25 +447,37 @@ def _facts(run_record: Record) -> str:
         "gradient": f"{run_record.get('parameters') or 0:,} parameters, "
         f"{_figure(_number(run_record.get('gradient_bytes')) / 1e6)} MB in fp32",
     }
-    return "\n".join(["hvdplus run", *(f"  {name:<11}  {fact}" for name, fact in facts.items())])
+    if passed_over := _passed_over(records):
+        facts["passed over"] = "; ".join(passed_over)
+    if refused := _refused(records):
+        reasons = dict.fromkeys(refused.values())
+        facts["refused"] = "; ".join(
+            f"{', '.join(level for level, why in refused.items() if why == reason)} {reason}" for reason in reasons
+        )
+    return "\n".join(["hvdplus run", *(_fill(fact, f"  {name:<11}  ") for name, fact in facts.items())])
+
+
+COLUMNS = (
+    ("steps", ""), ("level", ""), ("step", "ms"), ("compute", "ms"), ("codec", "ms"), ("exposed", "comm ms"),
+    ("hidden", "comm ms"), ("input", "wait ms"), ("error", "to gradient"), ("MB sent", "a step"), ("ratio", "to fp32"),
+    ("loss", "at end"),
+)  # fmt: skip
 
 
 def _rows(spans: Sequence[Span], gradient_bytes: float) -> str:
     """``gradient_bytes``: what an uncompressed step sends."""
     if not spans:
         return ""
-    rows = [
-        ["steps", "level", "step", "compute", "codec", "exposed comm", "input wait", "MB sent", "ratio", "loss"],
-        ["", "", *["ms"] * 5, "a step", "to fp32", "at end"],
-    ]
+    rows = [list(row) for row in zip(*COLUMNS, strict=True)]
     for span in spans:
         ratio = gradient_bytes / span.payload_bytes if span.payload_bytes else math.nan
-        times = (getattr(span, field) for field in ("step_ms", *(field for field, _, _ in PARTS)))
+        times = (getattr(span, field) for field in MEDIANS if field.endswith("_ms"))
         rows.append(
             [
                 f"{span.first_step}-{span.last_step}",
                 span.level,
                 *("-" if math.isnan(time) else f"{time:.2f}" for time in times),
+                "-" if math.isnan(span.error) else f"{span.error:.2f}",
                 _figure(span.payload_bytes / 1e6),
                 "-" if math.isnan(ratio) else f"{ratio:.1f} x",
                 _figure(span.loss),
@@ -340,12 +493,12 @@ def _rows(spans: Sequence[Span], gradient_bytes: float) -> str:
     )
 
 
-def _decision_list(decisions: Sequence[Record]) -> str:
-    lines = [
-        textwrap.fill(_decision(record, " -> "), 100, initial_indent=f"{number:3}. ", subsequent_indent=" " * 5)
-        for number, record in enumerate(decisions, start=1)
-    ]
-    return "\n".join(["Decisions", *lines]) if lines else ""
+def _decision_list(records: Sequence[Record]) -> str:
+    decisions = _decisions(records)
+    memory = (_run(records).get("limits") or {}).get("memory_steps")
+    rests_on = f", and what each rests on: medians of a level's latest steps, {memory} at most" if memory else ""
+    lines = [explain(number, decision) for number, decision in enumerate(decisions, start=1)]
+    return "\n".join([f"Decisions{rests_on}", *lines]) if lines else ""
 
 
 def _end(records: Sequence[Record]) -> str:

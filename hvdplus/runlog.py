@@ -3,8 +3,12 @@
 One JSON object a line, written by rank 0, each line handed to the operating system at once. ``kind`` says what it is:
 
     run       who ran: framework, ranks, hosts, transport, ladder, bytes a level sends
-    window    medians over a few steps: level, step_ms and its four parts, loss
+    window    medians over a few steps: level, step_ms and its four parts, hidden communication, error, loss
+    trace     what the controller saw, step by step, in whole microseconds: [level, step, codec, exposed_comm,
+              input_wait, overlapped_comm, error, gradient_norm, learning_rate]
     decision  a change of level (or a choice to stay): from, to, reason, evidence
+    resize    levels: what they send since buckets were cut anew (sparse gradients)
+    forbid    level: it and those above it are out, with the reason
     end       steps, wall_seconds, and whatever else the job wants to keep
 
 Times are in milliseconds, sizes in bytes. Strict JSON: NaN and infinities are written as null. A reader skips kinds and
@@ -65,8 +69,10 @@ class RunLog:
                 ) from error
             weakref.finalize(self, self._file.close)
 
-    def write(self, kind: str, **fields: Any) -> None:
+    def write(self, kind: str, *, keep: bool = True, **fields: Any) -> None:
         """Append one record: numbers, text, None, and lists and dicts of them. ``run`` gets format, version and time.
+
+        ``keep``: also in memory, for the report at the end of the job.
 
         A disk that fills up later does not end the training: the log ends there with a warning, memory goes on.
 
@@ -77,7 +83,8 @@ class RunLog:
             now = datetime.now(timezone.utc).isoformat(timespec="seconds")
             fields = {"format": FORMAT, "hvdplus": __version__, "started_at": now, **fields}
         record = {"kind": kind, **{name: _plain(value, name) for name, value in fields.items()}}
-        self.records.append(record)
+        if keep:
+            self.records.append(record)
         if self._file is None or self._file.closed:
             return
         line = json.dumps(record, allow_nan=False).encode() + b"\n"

@@ -1,22 +1,39 @@
-"""Settings: environment variables ``HVDPLUS_*`` over defaults that need no thought.
+"""Settings: what a script passes, over ``HVDPLUS_*`` in the environment, over a YAML file, over defaults.
 
-An argument that a script passes comes before both. Units stand in the names.
+The file is the one that ``HVDPLUS_CONFIG`` names; none is searched for. Its keys are the settings' names::
+
+    compression: auto
+    ladder: [none, fp16, "lowrank:2"]
+    dense_steps: 20
+
+Units stand in the names.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
+import operator
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
 PREFIX = "HVDPLUS_"
+CONFIG = PREFIX + "CONFIG"
+"""Variable that names the file."""
 
 
-def _at_least(least: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        number = int(text)
+# Values come as the text of a variable, or typed from YAML or Python. What has the wrong type is a TypeError or a
+# ValueError; True is no number here, though Python counts with it.
+
+
+def _at_least(least: int) -> Callable[[Any], int]:
+    def convert(value: Any) -> int:
+        if isinstance(value, bool):
+            raise TypeError
+        number = int(value) if isinstance(value, str) else operator.index(value)
         if number < least:
             raise ValueError
         return number
@@ -25,36 +42,50 @@ def _at_least(least: int) -> Callable[[str], int]:
     return convert
 
 
-def _one_of(*words: str) -> Callable[[str], str]:
-    def convert(text: str) -> str:
-        if text not in words:
+def _above_zero(value: Any) -> float:
+    """a number above 0"""
+    if isinstance(value, bool):
+        raise TypeError
+    number = float(value)
+    if not 0 < number < math.inf:
+        raise ValueError
+    return number
+
+
+def _one_of(*words: str) -> Callable[[Any], str]:
+    def convert(value: Any) -> str:
+        if not isinstance(value, str) or value not in words:
             raise ValueError
-        return text
+        return value
 
     convert.__doc__ = "one of " + ", ".join(words)
     return convert
 
 
-def _words(text: str) -> tuple[str, ...]:
-    """comma-separated names"""
-    words = tuple(word.strip() for word in text.split(","))
-    if not all(words):
+def _words(value: Any) -> tuple[str, ...]:
+    """a list of names, or names with commas between them"""
+    if not isinstance(value, (str, list, tuple)):
+        raise TypeError
+    words = tuple(_text(word).strip() for word in (value.split(",") if isinstance(value, str) else value))
+    if not words or not all(words):
         raise ValueError
     return words
 
 
-def _text(text: str) -> str:
+def _text(value: Any) -> str:
     """text"""
-    return text
+    if not isinstance(value, str):
+        raise TypeError
+    return value
 
 
-def _setting(default: Any, convert: Callable[[str], Any], explanation: str) -> Any:
+def _setting(default: Any, convert: Callable[[Any], Any], explanation: str) -> Any:
     return field(default=default, metadata={"convert": convert, "help": explanation})
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What can be set. ``Settings.from_environment()`` reads and checks the environment."""
+    """What can be set. ``Settings.load()`` finds and checks the values."""
 
     compression: str = _setting(
         "auto", _text, "level of compression: auto, or a fixed one such as fp16, int8, lowrank:4, topk:0.01+int8"
@@ -63,36 +94,67 @@ class Settings:
         "auto", _one_of("auto", "horovod", "mpi4py", "local"), "what carries the bytes: auto, horovod, mpi4py or local"
     )
     ladder: tuple[str, ...] = _setting(
-        ("none", "fp16", "lowrank:4"), _words, "levels that auto may choose from, least compression first"
+        ("none", "fp16", "int8", "lowrank:32+fp16", "lowrank:16+fp16", "lowrank:8+fp16"),
+        _words,
+        "levels that auto may choose from, least compression first",
     )
     dense_steps: int = _setting(15, _at_least(1), "steps without compression at the start of training")
     warm_steps: int = _setting(2, _at_least(1), "dense steps from which a level learns before it begins")
     drain_steps: int = _setting(10, _at_least(1), "steps over which a residual is paid out on the way back to dense")
+    error_budget: float = _setting(
+        1.0, _above_zero, "largest smoothed ||residual|| / ||gradient|| at which auto keeps a level"
+    )
     bucket_bytes: int = _setting(8 << 20, _at_least(4), "size of the buckets that gradients are exchanged in, in bytes")
     window_steps: int = _setting(10, _at_least(1), "steps summed up in one line of the run log")
     run_log: str = _setting("", _text, "file for the run log (JSON lines, written by rank 0); empty: none")
     seed: int = _setting(0, _at_least(0), "seed of the compressors' randomness, the same on all ranks")
 
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """Setting -> where its value is from: ``argument``, ``environment``, ``file PATH``. The others are defaults."""
+
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
-        """Settings with everything that ``environ`` (default ``os.environ``) names in ``HVDPLUS_*``.
+    def load(cls, arguments: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
+        """Every setting from the highest source that has it.
+
+        Args:
+            arguments: name -> value, as a script passes them to ``DistributedOptimizer(settings=)``.
+            environ: the environment; default ``os.environ``.
 
         Raises:
-            ValueError: a value has the wrong form; the message names variable, value and what would be right.
+            ValueError: the file cannot be read, a name is unknown, or a value has the wrong form; the message says
+                where, what was received and what would be right.
         """
         environ = os.environ if environ is None else environ
-        values = {}
-        for entry in fields(cls):
-            variable = PREFIX + entry.name.upper()
-            if variable in environ:
-                convert = entry.metadata["convert"]
-                try:
-                    values[entry.name] = convert(environ[variable])
-                except ValueError:
-                    raise ValueError(
-                        f"{variable} wants {convert.__doc__}. Received: {variable}={environ[variable]!r}"
-                    ) from None
-        return cls(**values)
+        path = environ.get(CONFIG, "")
+        sources = {  # the highest comes last
+            f"file {path}": _read(path) if path else {},
+            "environment": {name: environ[variable(name)] for name in SETTINGS if variable(name) in environ},
+            "argument": _checked(arguments),
+        }
+        values, origins = {}, {}
+        for origin, written in sources.items():
+            for name, value in written.items():
+                if name not in SETTINGS:
+                    near = _nearest(str(name), SETTINGS)
+                    right = f"; did you mean {near}?" if near else f". Settings are {', '.join(SETTINGS)}."
+                    raise ValueError(f"{name} ({origin}) is not a setting{right}")
+                origins[name] = origin
+                values[name] = _converted(name, value, origin)
+        return cls(**values, origins=origins)
+
+    def whence(self, name: str) -> str:
+        """The setting as its source spells it, and that source: ``HVDPLUS_LADDER (environment)``."""
+        origin = self.origins.get(name, "default")
+        return f"{_spelled(name, origin)} ({origin})"
+
+
+SETTINGS = {entry.name: entry for entry in fields(Settings) if "convert" in entry.metadata}
+"""Name -> the field, with its converter and help."""
+
+
+def variable(name: str) -> str:
+    """The environment variable of a setting."""
+    return PREFIX + name.upper()
 
 
 class Described(NamedTuple):
@@ -104,19 +166,68 @@ class Described(NamedTuple):
     help: str
 
 
-def describe(environ: Mapping[str, str] | None = None) -> Iterable[Described]:
-    """Every setting with its value and where it came from (``environment`` or ``default``)."""
-    environ = os.environ if environ is None else environ
-    settings = Settings.from_environment(environ)
-    for entry in fields(settings):
-        variable = PREFIX + entry.name.upper()
-        value = getattr(settings, entry.name)
+def describe(settings: Settings) -> Iterable[Described]:
+    """Every setting, under its variable's name, with its value and where that is from."""
+    for name, entry in SETTINGS.items():
+        value = getattr(settings, name)
         text = ",".join(value) if isinstance(value, tuple) else str(value)
-        yield Described(variable, text, "environment" if variable in environ else "default", entry.metadata["help"])
+        yield Described(variable(name), text, settings.origins.get(name, "default"), entry.metadata["help"])
 
 
 def unknown(environ: Mapping[str, str]) -> list[tuple[str, str]]:
     """Variables that look like settings and are none, each with the setting spelled most like it, or nothing."""
-    known = [PREFIX + entry.name.upper() for entry in fields(Settings)]
+    known = {variable(name): name for name in SETTINGS} | {CONFIG: "config"}
     others = [name for name in environ if name.startswith(PREFIX) and name not in (*known, "HVDPLUS_VENV")]
-    return [(name, next(iter(difflib.get_close_matches(name, known, 1, 0.8)), "")) for name in sorted(others)]
+    nearest = {name: _nearest(name, known.values()) for name in sorted(others)}
+    return [(name, variable(near) if near else "") for name, near in nearest.items()]
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    """The one of ``names`` that is spelled most like ``name``; empty if none is like it."""
+    bare = name.lower().removeprefix(PREFIX.lower())
+    return next(iter(difflib.get_close_matches(bare, list(names), 1)), "")
+
+
+def _spelled(name: str, origin: str) -> str:
+    return variable(name) if origin == "environment" else name
+
+
+def _converted(name: str, value: Any, origin: str) -> Any:
+    convert = SETTINGS[name].metadata["convert"]
+    try:
+        return convert(value)
+    except (TypeError, ValueError, OverflowError):
+        spelled = _spelled(name, origin)
+        raise ValueError(f"{spelled} ({origin}) wants {convert.__doc__}. Received: {spelled}={value!r}") from None
+
+
+def _checked(arguments: Any) -> Mapping[str, Any]:
+    """What a script passed, if it can be used there."""
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, Mapping):
+        raise ValueError(f"settings= wants names with values, such as {{'dense_steps': 20}}. Received: {arguments!r}")
+    if "transport" in arguments:
+        raise ValueError(
+            "transport (argument) comes too late: hvd.init() starts it before there is an optimizer. Set "
+            f"{variable('transport')}, or transport in the file that {CONFIG} names. "
+            f"Received: transport={arguments['transport']!r}"
+        )
+    return arguments
+
+
+def _read(path: str) -> Mapping[Any, Any]:
+    """What the YAML file at ``path`` says; nothing if it is empty."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_bytes())
+    except OSError as error:
+        raise ValueError(f"{CONFIG} names a file that cannot be read: {error.strerror}. Received: {path!r}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # an impossible date is a plain ValueError
+        raise ValueError(f"{CONFIG} names a file that is not YAML: {path}: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} ({CONFIG}) wants lines such as `dense_steps: 20`. Received: {content!r}")
+    return content

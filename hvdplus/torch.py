@@ -7,7 +7,7 @@ job over mpi4py, the essentials are here too, and the rest says that it needs Ho
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -28,10 +28,11 @@ _collectives: Collectives | None = None
 def init(*arguments: Any, **keywords: Any) -> None:
     """Start the transport; arguments are those of ``horovod.torch.init``. A second call does nothing.
 
-    Rank 0 prints one line: ranks, hosts, transport, collective, compression.
+    Rank 0 prints one line: ranks, hosts, transport, collective.
 
     Raises:
         TransportError: nothing that could carry the bytes is installed; the message names the command that mends it.
+        ValueError: a setting in the environment or the file is wrong.
     """
     global _world, _collectives
     if _world is None:
@@ -64,13 +65,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     groups: Any = None,
     sparse_as_dense: bool = False,
     process_set: Any = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Any:
     """Wrap ``optimizer`` so that ``step`` first averages gradients over all ranks.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``; the result is an instance of its class and shares its state.
         named_parameters: ``model.named_parameters()``; must name every parameter of the optimizer.
-        compression: ``auto`` (measure, and compress as much as it takes; ``HVDPLUS_COMPRESSION`` may say otherwise),
+        compression: ``auto`` (measure, and compress as much as it takes; the setting of that name may say otherwise),
             a level (``none``, ``fp16``, ``int8``, ``lowrank:4``, ``topk:0.05+int8``; ``hvdplus compressors`` lists
             them), Horovod's ``Compression.none`` / ``Compression.fp16``, another class with Horovod's ``compress`` and
             ``decompress``, or an ``hvdplus.compression.Compressor`` object.
@@ -82,9 +84,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             these rows exchanged, exact and uncompressed, and the others are exchanged dense; they come back sparse.
             The first step decides which parameters have sparse gradients.
         process_set: other than the global one runs on Horovod's own optimizer, uncompressed.
+        settings: name -> value, over ``HVDPLUS_*`` and over the file that ``HVDPLUS_CONFIG`` names, e.g.
+            ``{"dense_steps": 20, "ladder": ["none", "fp16"]}``; ``hvdplus doctor`` lists them.
 
     Raises:
-        ValueError: wrapped twice, bad names, types or arguments, another model on another rank.
+        ValueError: wrapped twice, bad names, types, arguments or settings, another model on another rank.
         TransportError: ``hvd.init()`` was not called.
     """
     world = _require_world()
@@ -110,6 +114,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         named_parameters,
         world,
         compression=compression,
+        settings=settings,
         passes=backward_passes_per_step,
         average=op == average,
         sparse_as_dense=sparse_as_dense,

@@ -35,6 +35,9 @@ class Transport(Protocol):
         ``name`` is the same on every rank and unique among sums in flight.
         """
 
+    def done(self, handle: Any) -> bool:
+        """Whether the sum that ``start`` began, and nobody has waited for yet, is there. At once."""
+
     def wait(self, handle: Any) -> Array:
         """The sum that ``start`` began, bit-identical on every rank."""
 

@@ -2,426 +2,905 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
+import random
 import re
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import cache
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulating import (
+    GAUGE_STEPS,
+    LIMITS,
+    LOSSY,
+    NAMES,
+    NOISES,
+    WARM_STEPS,
+    Course,
+    Job,
+    Noise,
+    Training,
+    any_job,
+    calm,
+    drive,
+    jobs,
+    ms,
+    some_jobs,
+)
 
-from hvdplus.controller import Controller, Decision, Limits, Mode
+from hvdplus.controller import Controller, Decision, Limits, Mode, Observation
+from hvdplus.costmodel import LevelCost
 from hvdplus.meter import StepTimes, reduce_times
 
-NAMES = ("none", "fp16", "lowrank:4")
-NONE, FP16, LOWRANK = range(3)
-LIMITS = Limits()
-ms = 1e-3
+NONE, FP16, INT8, LOWRANK_16, LOWRANK_8 = range(5)
+SETTLED = LIMITS.dense_steps + 80
+"""Steps after which a level has been chosen."""
+ENOUGH = 1 / (1 - LIMITS.bottleneck)
+"""How much longer than the best a step may take: dense is kept where its communication is no bottleneck."""
+WORTHWHILE = 1 / (1 - LIMITS.worthwhile) / (1 - LIMITS.margin)
+"""The same after a change of the link, when only what promises to save so much is tried."""
+EXACT = 1 + 1e-9
 
+examples = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+some_examples = settings(examples, max_examples=40)
+few_examples = settings(examples, max_examples=20)
 
-@dataclass(frozen=True)
-class Job:
-    """What a step costs. The wire works while the backward pass does; what it needs beyond that is exposed."""
-
-    compute: float = 20 * ms
-    bytes_per_second: float = 125e6
-    payload_bytes: tuple[float, ...] = (4e6, 2e6, 4e5)
-    codec: tuple[float, ...] = (0.0, 0.3 * ms, 0.6 * ms)
-    overlap: float = 0.5
-    """Share of the computation that communication can hide behind."""
-    ranks: int = 4
-    slow_rank: float = 0.0
-    """Seconds that rank 0 computes longer than the others."""
-    noise: float = 0.0
-    """Standard deviation of every figure of every rank, as a share of it."""
-
-    def step(self, level: int, rng: np.random.Generator) -> StepTimes:
-        """Times of one step, reduced over ranks."""
-        wire = self.payload_bytes[level] / self.bytes_per_second
-        exposed = max(0.0, wire - self.overlap * self.compute)
-        shaken = 1 + self.noise * rng.standard_normal((self.ranks, 3))
-        compute = self.compute * shaken[:, 0]
-        compute[0] += self.slow_rank
-        codec = self.codec[level] * shaken[:, 1]
-        # All leave the exchange together: who computed less waits longer.
-        busy = compute + codec
-        waits = exposed * shaken[:, 2].mean() + busy.max() - busy
-        return reduce_times([StepTimes(b + w, c, w) for b, c, w in zip(busy, codec, waits, strict=True)])
-
-
-@dataclass
-class Course:
-    """What happened in a run."""
-
-    controller: Controller
-    levels: list[int]
-    """Level of every step."""
-    decisions: list[tuple[int, Decision]]
-    """(step, decision)."""
-
-    @property
-    def last(self) -> Decision:
-        return self.decisions[-1][1]
-
-
-def drive(
-    job: Callable[[int], Job],
-    steps: int,
-    *,
-    limits: Limits = LIMITS,
-    seed: int = 0,
-    names: tuple[str, ...] = NAMES,
-    estimated: tuple[int, ...] = (),
-) -> Course:
-    """Run ``steps`` steps of ``job(step)`` under a controller; figures arrive one step late, as in a real run.
-
-    ``estimated``: what the controller is told that every level of ``names`` sends.
-    """
-    controller = Controller(names, limits, estimated)
-    rng = np.random.default_rng(seed)
-    course = Course(controller, [], [])
-    late: tuple[int, StepTimes] | None = None
-    for step in range(steps):
-        level = controller.level
-        if late:
-            decision = controller.observe(*late)
-            if decision:
-                course.decisions.append((step, decision))
-        course.levels.append(level)
-        late = level, job(step).step(level, rng)
-    return course
-
-
-FAST = Job(bytes_per_second=10e9)
-SLOW = Job(bytes_per_second=20e6)
-MIDDLE = Job(bytes_per_second=220e6)
+FAST = Job(rate=10e9)
+SLOW = Job(rate=10e6)
+MIDDLE = Job(rate=300e6, messages=20, codec=(0.0, 0.5 * ms, 1 * ms, 4 * ms, 3 * ms))
 """At this speed float16 alone hides behind the computation."""
 
 
-def exposed_share(job: Job, level: int) -> float:
-    """Exposed communication as a share of the step, without noise."""
-    times = dataclasses.replace(job, noise=0.0).step(level, np.random.default_rng(0))
-    return times.exposed_comm / times.step
+def share(job: Job, level: int) -> float:
+    """Exposed communication as a share of the step."""
+    return job.exposed(level) / job.seconds(level)
 
 
-def step_seconds(job: Job, level: int) -> float:
-    """Step time without noise."""
-    return dataclasses.replace(job, noise=0.0).step(level, np.random.default_rng(0)).step
+def least(job: Job) -> int:
+    """The least compression that is as good as the best level."""
+    return min(level for level in range(5) if job.seconds(level) * (1 - LIMITS.margin) <= job.best() * EXACT)
 
 
 def test_the_simulated_links_are_what_they_are_called() -> None:
-    assert exposed_share(FAST, NONE) == 0
-    assert exposed_share(MIDDLE, NONE) > 2 * LIMITS.bottleneck > 0 == exposed_share(MIDDLE, FP16)
-    assert all(exposed_share(SLOW, level) > LIMITS.bottleneck for level in range(3))
+    assert share(FAST, NONE) < LIMITS.bottleneck / 2
+    assert share(MIDDLE, NONE) > 2 * LIMITS.bottleneck and least(MIDDLE) == FP16
+    assert share(SLOW, NONE) > 0.9 and least(SLOW) == LOWRANK_8
+    dice = random.Random(0)
+    figures = reduce_times(SLOW.step(FP16, dice))
+    assert figures.step == pytest.approx(SLOW.seconds(FP16)) and figures.comm == pytest.approx(SLOW.wire(FP16))
 
 
-@pytest.mark.parametrize("dense_steps", [1, 15, 40])
+# -- the start ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dense_steps", [1, 2, 7, 15, 40])
 def test_the_first_steps_are_dense(dense_steps: int) -> None:
-    """However slow the link. A few are always needed, to know what dense costs."""
-    course = drive(lambda step: SLOW, 100, limits=Limits(dense_steps=dense_steps))
-    first, decision = course.decisions[0]
-    assert set(course.levels[: max(dense_steps, LIMITS.settle_steps + 3)]) == {NONE}
-    assert first == max(dense_steps, LIMITS.settle_steps + 3)
-    assert decision.level == FP16
-    assert course.levels[first + 1] == FP16
+    """However slow the link. The last one's figures arrive with the step after it."""
+    course = drive(SLOW, 100, limits=Limits(dense_steps=dense_steps))
+    (first, decision), *_ = course.decisions
+    assert first == dense_steps and "communication holds up" in decision.reason
+    assert set(course.levels[: dense_steps + 1]) == {NONE}
+    assert course.levels[dense_steps + 1] == decision.level != NONE
 
 
-def test_without_a_bottleneck_it_stays_dense_and_says_so() -> None:
-    course = drive(lambda step: dataclasses.replace(FAST, noise=0.05), 1000)
-    assert set(course.levels) == {NONE}
-    assert len(course.decisions) == 1
-    assert "communication is no bottleneck" in course.last.reason
+@pytest.mark.parametrize("dense_steps", [15, 20, 40])
+@pytest.mark.parametrize("restless", [0, 17, 23, 1000])
+def test_the_start_lasts_while_gradients_change_fast_but_never_twice_as_long(dense_steps: int, restless: int) -> None:
+    """``restless``: until this step every norm is three times as large or small as the one before."""
+
+    def norm(step: int) -> float:
+        return 3.0 if step < restless and step // GAUGE_STEPS % 2 else 1.0
+
+    def is_calm(steps: int) -> bool:
+        """After so many steps, of which every fifth was gauged."""
+        latest = (steps - 1) // GAUGE_STEPS * GAUGE_STEPS
+        return norm(latest) == norm(latest - GAUGE_STEPS)
+
+    limits = Limits(dense_steps=dense_steps)
+    course = drive(SLOW, 100, limits=limits, training=lambda step, level, age: (0.0, norm(step), 0.1))
+    first = course.decisions[0][0]
+    assert first == next((steps for steps in range(dense_steps, 2 * dense_steps) if is_calm(steps)), 2 * dense_steps)
+    assert first == (dense_steps if restless == 0 else 2 * dense_steps if restless == 1000 else first)
 
 
-def test_a_slow_link_is_walked_up_to_the_fastest_level() -> None:
-    course = drive(lambda step: dataclasses.replace(SLOW, noise=0.02), 300)
-    assert [decision.level for _, decision in course.decisions] == [FP16, LOWRANK, LOWRANK]
-    assert course.controller.mode is Mode.HOLD
-    assert course.last.reason.startswith("lowrank:4 saves")
-    assert set(course.levels[-200:]) == {LOWRANK}
+def test_norms_that_shrink_slowly_do_not_extend_the_start() -> None:
+    course = drive(SLOW, 60, training=lambda step, level, age: (0.0, 10 * 0.9**step, 0.1))
+    assert course.decisions[0][0] == LIMITS.dense_steps
 
 
-def test_the_fastest_is_held_even_if_it_is_not_the_last_one_tried() -> None:
-    """lowrank:4 sends less, but its codec costs more than that saves."""
-    job = dataclasses.replace(SLOW, codec=(0.0, 1 * ms, 150 * ms))
-    course = drive(lambda step: job, 300)
-    assert [decision.level for _, decision in course.decisions] == [FP16, LOWRANK, FP16]
-
-
-def test_the_least_compression_that_removes_the_bottleneck_wins() -> None:
-    """lowrank:4 would be no slower, but it is never tried: float16 is enough."""
-    course = drive(lambda step: dataclasses.replace(MIDDLE, noise=0.02), 300)
-    assert [decision.level for _, decision in course.decisions] == [FP16, FP16]
-    assert LOWRANK not in course.levels
-
-
-def test_compression_that_does_not_pay_is_given_up_with_a_reason() -> None:
-    job = dataclasses.replace(SLOW, codec=(0.0, 120 * ms, 210 * ms))
-    course = drive(lambda step: job, 2000)
-    assert [decision.level for _, decision in course.decisions] == [FP16, LOWRANK, NONE]
-    assert "does not pay" in course.last.reason
-    assert all(name in course.last.reason for name in NAMES), "what was tried, with its times"
-    assert set(course.levels[100:]) == {NONE}, "remembered while the link stays as it is"
-
-
-def test_a_ladder_of_one_level_has_nothing_to_decide() -> None:
-    controller = Controller(("none",))
-    rng = np.random.default_rng(0)
-    decisions = [controller.observe(0, SLOW.step(0, rng)) for _ in range(200)]
-    assert [decision.level for decision in decisions if decision] == [0]
-
-
-FIVE = ("none", "fp16", "int8", "topk:0.1", "lowrank:4")
-CROWD = dataclasses.replace(SLOW, payload_bytes=(4e6, 3e6, 2e6, 1e6, 4e5), codec=(0.0,) * 5)
-"""A link on which every level of five is faster than the one below it."""
-
-
-@pytest.mark.parametrize(
-    ("estimated", "tried"),
-    [
-        ((), [1, 2, 3, 4]),  # unknown: all of them
-        ((5, 4, 3, 2, 1), [1, 2, 3, 4]),
-        ((5, 5, 3, 2, 1), [2, 3, 4]),  # no less than dense
-        ((5, 7, 3, 2, 1), [2, 3, 4]),
-        ((5, 4, 4, 2, 1), [1, 3, 4]),  # no less than the one below it
-        ((5, 4, 6, 5, 1), [1, 4]),  # of those that are passed over nobody is the one below
-        ((5, 4, 2, 3, 2), [1, 2]),  # the last ones: the walk ends
-        ((5, 5, 5, 5, 4), [4]),
-    ],
-)
-def test_a_level_that_sends_no_less_is_passed_over(estimated: tuple[int, ...], tried: list[int]) -> None:
-    """Its trial would cost steps and could save nothing."""
-    course = drive(lambda step: CROWD, 600, names=FIVE, estimated=estimated)
-    assert list(dict.fromkeys(course.levels[:300])) == [0, *tried]
-    assert course.levels[300] == tried[-1], "the fastest of those that were tried"
-    assert set(course.levels) == {0, *tried}, "nor in a later walk"
-    for _, decision in course.decisions:
-        assert all(key.rsplit(".", 1)[0] in {FIVE[level] for level in (0, *tried)} for key in decision.evidence)
-
-
-@pytest.mark.parametrize("estimated", [(5, 5, 5, 5, 5), (5, 6, 7, 8, 9)])
-def test_where_no_level_sends_less_there_is_nothing_to_try(estimated: tuple[int, ...]) -> None:
-    course = drive(lambda step: CROWD, 300, names=FIVE, estimated=estimated)
-    assert set(course.levels) == {NONE} and course.controller.mode is Mode.HOLD
-    assert [decision.level for _, decision in course.decisions] == [NONE]
-
-
-@pytest.mark.parametrize(("names", "estimated"), [(("none",), ()), (FIVE, (5, 5, 5, 5, 5))])
-def test_a_bottleneck_without_a_remedy_is_not_denied(names: tuple[str, ...], estimated: tuple[int, ...]) -> None:
-    course = drive(lambda step: CROWD, 100, names=names, estimated=estimated)
-    assert exposed_share(CROWD, NONE) > 0.9
-    assert "no bottleneck" not in course.last.reason
-
-
-@pytest.mark.parametrize("held", [1, 4])
-def test_forbidden_levels_are_not_tried_whatever_they_send(held: int) -> None:
-    """Also where a walk has gone beyond them: it begins anew, at dense."""
-    controller = Controller(FIVE, LIMITS, (5, 4, 4, 2, 1))
-    rng = np.random.default_rng(0)
-    while controller.level != held:
-        controller.observe(controller.level, CROWD.step(controller.level, rng))
-    controller.forbid(2)
-    assert controller.level == (held if held < 2 else NONE)
-    seen = set()
-    for _ in range(1000):
-        seen.add(controller.level)
-        controller.observe(controller.level, CROWD.step(controller.level, rng))
-    assert seen == {0, 1}
-
-
-def test_a_link_that_turns_slow_is_noticed() -> None:
-    course = drive(lambda step: dataclasses.replace(SLOW if step >= 300 else FAST, noise=0.03), 700)
-    noticed = [step for step, decision in course.decisions if "the step changed" in decision.reason]
-    assert noticed and 300 < noticed[0] <= 300 + 3 * LIMITS.watch_steps
-    assert set(course.levels[-200:]) == {LOWRANK}
-
-
-def test_a_link_that_turns_fast_is_noticed() -> None:
-    """Dense is looked at again now and then, because a faster link cannot be seen through compression."""
-    course = drive(lambda step: dataclasses.replace(FAST if step >= 300 else SLOW, noise=0.03), 900)
-    assert course.levels[299] == LOWRANK
-    after = [decision for step, decision in course.decisions if step > 300]
-    assert "is it still needed" in after[0].reason or "the step changed" in after[0].reason
-    assert after[0].level == NONE
-    assert "no bottleneck" in course.last.reason
-    assert set(course.levels[-200:]) == {NONE}
-
-
-def test_a_new_look_at_dense_is_never_a_look_at_one_step() -> None:
-    """Also where dense was running all along: one step's hiccup would decide."""
-    course = drive(lambda step: SLOW if step >= 300 else FAST, 700)
-    steps = [step for step, _ in course.decisions]
-    (noticed,) = (step for step, decision in course.decisions if "the step changed" in decision.reason)
-    assert steps[steps.index(noticed) + 1] - noticed >= LIMITS.trial_steps
-
-
-def test_a_change_that_is_not_the_wires_changes_nothing() -> None:
-    """Longer sequences, a bigger batch: the step takes twice as long, and communication as before."""
-    job = dataclasses.replace(SLOW, overlap=0.0)
-    course = drive(lambda step: dataclasses.replace(job, compute=(40 if step >= 200 else 20) * ms), 400)
-    assert all(step < 100 for step, _ in course.decisions)
-
-
-@pytest.mark.parametrize("start", range(300, 300 + LIMITS.watch_steps, 4))
-def test_one_bad_stretch_is_no_change_of_the_link(start: int) -> None:
-    """Two looks in a row must agree, so trouble that is as long as one is sat out."""
-    course = drive(lambda step: SLOW if start <= step < start + LIMITS.watch_steps - 1 else FAST, 500)
-    assert len(course.decisions) == 1
-
-
-def test_a_slow_rank_is_not_answered_with_compression() -> None:
-    """The others wait for half of the step, and it looks like communication to each of them."""
-    job = dataclasses.replace(FAST, slow_rank=20 * ms, noise=0.02)
-    times = job.step(NONE, np.random.default_rng(0))
-    assert times.exposed_comm < 0.1 * ms < 30 * ms < times.step
-    course = drive(lambda step: job, 400)
-    assert set(course.levels) == {NONE}
-    assert "no bottleneck" in course.last.reason
-
-
-@pytest.mark.parametrize("job", [FAST, MIDDLE, SLOW], ids=("fast", "middle", "slow"))
-@pytest.mark.parametrize("seed", range(8))
-def test_noise_makes_nothing_oscillate(job: Job, seed: int) -> None:
-    """500 steady steps with 5 % of noise: one walk, one look at dense later on at most, and the same choice again."""
-    course = drive(lambda step: dataclasses.replace(job, noise=0.05), 500, seed=seed)
-    settled = next(step for step, decision in course.decisions if course_held(decision))
-    assert settled <= 60
-    later = [(step, decision) for step, decision in course.decisions if step > settled]
-    if later:
-        assert later[0][0] >= settled + LIMITS.probe_steps and "is it still needed" in later[0][1].reason
-    held = course.levels[settled + 1]
-    assert set(course.levels[settled + 1 : settled + LIMITS.probe_steps]) == {held}
-
-
-def course_held(decision: Decision) -> bool:
-    """Whether a decision ended a walk."""
-    return any(words in decision.reason for words in ("no bottleneck", "saves", "does not pay"))
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("threshold", ["bottleneck", "margin"])
-def test_a_link_right_at_a_limit_does_not_oscillate_either(threshold: str, seed: int) -> None:
-    if threshold == "bottleneck":  # 1.05 ms of a 21 ms step
-        job = Job(bytes_per_second=4e6 / (11.05 * ms), codec=(0.0, 0.0, 0.0), noise=0.05)
-        assert exposed_share(job, NONE) == pytest.approx(LIMITS.bottleneck, rel=0.05)
-    else:  # what float16 saves, its codec takes away again, but for 3 %
-        job = Job(bytes_per_second=4e6 / (12 * ms), codec=(0.0, 1.34 * ms, 1.34 * ms), noise=0.05)
-        assert step_seconds(job, FP16) / step_seconds(job, NONE) == pytest.approx(1 - LIMITS.margin, abs=0.002)
-    course = drive(lambda step: job, 400, seed=seed)
-    assert len([step for step, _ in course.decisions if step > 60]) == 0
-
-
-def test_looks_at_dense_become_rarer_while_they_change_nothing() -> None:
-    course = drive(lambda step: SLOW, 7000)
-    looks = [step for step, decision in course.decisions if "is it still needed" in decision.reason]
-    gaps = np.diff(looks)
-    assert len(looks) == 4  # after 400, 800, 1600 and 3200 steps
-    assert (gaps[1:] > 1.8 * gaps[:-1]).all()
-    dense = sum(level == NONE for level in course.levels[100:])
-    assert dense / len(course.levels) < 0.02, "what looking costs"
-
-
-jobs = st.builds(
-    Job,
-    compute=st.floats(1 * ms, 100 * ms),
-    bytes_per_second=st.floats(1e6, 1e10),
-    codec=st.tuples(st.just(0.0), st.floats(0, 20 * ms), st.floats(0, 40 * ms)),
-    overlap=st.floats(0, 1),
-    slow_rank=st.floats(0, 5 * ms),
-)
+# -- what is chosen on a steady link -----------------------------------------------------------------------------------
 
 
 @given(jobs)
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
-def test_whatever_the_link_it_never_ends_slower_than_dense(job: Job) -> None:
-    """Promise 1, without noise: dense, or the least level that is within the margin of the fastest tried."""
-    course = drive(lambda step: job, 200)
-    held = course.controller.level
-    assert course.controller.mode is Mode.HOLD
-    tried = sorted(set(course.levels))
-    assert tried == list(range(len(tried))), "from the least compression upwards"
-    for level in tried[:-1]:
-        enough = exposed_share(job, level) <= LIMITS.bottleneck
-        pays = step_seconds(job, level) <= (1 - LIMITS.margin) * step_seconds(job, NONE)
-        assert not (enough and (pays or level == NONE)), "no level above one that was enough"
-    fastest = min(step_seconds(job, level) for level in tried)
-    good = [level for level in tried if step_seconds(job, level) * (1 - LIMITS.margin) <= fastest * (1 + 1e-9)]
-    if held:
-        assert step_seconds(job, held) * (1 - LIMITS.margin) <= fastest * (1 + 1e-9)
-        assert held == min(good), "the least compression that is as good as the fastest"
-    elif len(tried) > 1:
-        assert fastest > (1 - LIMITS.margin) * step_seconds(job, NONE) * (1 - 1e-9)
+@examples
+def test_the_best_level_is_found_within_80_steps(job: Job) -> None:
+    """Whatever the link and the codecs, and whether or not their times are known beforehand (wrong by 30 %)."""
+    course = drive(job, SETTLED + 2)
+    held = course.levels[-1]
+    assert course.modes[-1] is Mode.HOLD
+    if share(job, NONE) <= LIMITS.bottleneck / EXACT:
+        assert set(course.levels) == {NONE} and job.seconds(NONE) <= ENOUGH * EXACT * job.best()
+    elif share(job, NONE) > LIMITS.bottleneck * EXACT:
+        assert held == least(job), "the least compression that is as good as the best"
+        assert job.seconds(held) * (1 - LIMITS.margin) <= job.best() * EXACT
 
 
-@given(jobs, st.integers(0, 1000))
-@settings(max_examples=30, deadline=None, derandomize=True, database=None)
-def test_every_decision_explains_itself(job: Job, seed: int) -> None:
-    """Promise 3: a reason with figures and units, and the times of all that was measured, in milliseconds."""
-    shaky = dataclasses.replace(job, noise=0.05)
-    quick = dataclasses.replace(shaky, bytes_per_second=1e11)
-    course = drive(lambda step: quick if step > 150 else shaky, 700, seed=seed)
-    assert course.decisions
-    before = NONE
-    for _, decision in course.decisions:
-        assert re.search(r"\d", decision.reason)
-        assert decision.evidence
-        figure = re.compile(r"(none|fp16|lowrank:4)\.(step|exposed_comm|codec)_ms")
-        assert all(figure.fullmatch(key) for key in decision.evidence)
-        assert all(np.isfinite(value) and value >= 0 for value in decision.evidence.values())
-        assert f"{NAMES[before]}.step_ms" in decision.evidence, "the level that was left or kept has been measured"
-        if course_held(decision) or "holds up" in decision.reason:
-            said = [float(text) for text in re.findall(r"(\d+\.\d\d) ms", decision.reason)]
-            known = np.array(list(decision.evidence.values()))
-            assert said and all(np.abs(known - value).min() < 0.0051 for value in said), "the same figures in both"
-        before = decision.level
+@given(jobs)
+@examples
+def test_a_level_is_tried_once_at_most(job: Job) -> None:
+    course = drive(job, SETTLED + 300)
+    trials = Counter(
+        new for old, new in zip(course.levels, course.levels[1:], strict=False) if old != new and new != NONE
+    )
+    assert all(count <= (2 if level == course.levels[-1] else 1) for level, count in trials.items())
+    assert course.changes(SETTLED) == 0
 
 
-def test_evidence_is_in_milliseconds() -> None:
-    course = drive(lambda step: Job(compute=20 * ms, bytes_per_second=100e6), 17)
-    ((_, decision),) = course.decisions
-    assert decision.evidence == {"none.step_ms": 50.0, "none.exposed_comm_ms": 30.0, "none.codec_ms": 0.0}
-    assert "50.00 ms" in decision.reason and "30.00 ms" in decision.reason and "60%" in decision.reason
+@pytest.mark.parametrize("kind", NOISES)
+def test_with_noise_39_of_40_jobs_are_within_5_percent_of_the_best(kind: str) -> None:
+    """And all within 15 %."""
+    slower = []
+    for seed, job in enumerate(some_jobs(80, NOISES[kind])):
+        course = drive(job, SETTLED + 2, seed=seed)
+        slower.append(job.seconds(course.levels[-1]) / job.best())
+    assert sum(ratio > ENOUGH for ratio in slower) <= len(slower) / 40 and max(slower) < 1.15
 
 
-@given(jobs, st.integers(0, 1000))
-@settings(max_examples=20, deadline=None, derandomize=True, database=None)
-def test_equal_figures_give_equal_decisions(job: Job, seed: int) -> None:
-    """Every rank decides for itself, and a run log can be replayed."""
-    shaky = dataclasses.replace(job, noise=0.05)
-    rng = np.random.default_rng(seed)
-    mine, other = Controller(NAMES), Controller(NAMES)
-    said = []
-    for _ in range(600):
-        level = mine.level
-        times = shaky.step(level, rng)
-        said.append((level, times, mine.observe(level, times)))
-        assert other.observe(level, times) == said[-1][2]
-    assert mine == other
-    replay = Controller(NAMES)
-    assert [replay.observe(level, times) for level, times, _ in said] == [decision for *_, decision in said]
-    assert any(decision for *_, decision in said)
+@given(jobs)
+@examples
+def test_never_slower_than_dense_or_float16(job: Job) -> None:
+    """Promise 1: what is held compresses only where that saves time, against float16 too. Where communication is no
+    bottleneck dense is kept, though float16 could save a part of that 5 %."""
+    course = drive(job, SETTLED + 2)
+    held = course.levels[-1]
+    better = min(job.seconds(NONE), job.seconds(FP16))
+    assert job.seconds(held) <= better * EXACT * (1 / (1 - LIMITS.margin) if held else ENOUGH)
 
 
-def test_steps_of_another_level_and_steps_right_after_a_change_do_not_count() -> None:
-    controller = Controller(NAMES)
-    rng = np.random.default_rng(0)
-    while controller.level == NONE:
-        controller.observe(NONE, SLOW.step(NONE, rng))
-    nonsense = StepTimes(step=1e6, exposed_comm=1e6)
-    for _ in range(50):  # still under way when the level changed
-        assert controller.observe(NONE, nonsense) is None
-    for _ in range(LIMITS.settle_steps):
-        assert controller.observe(FP16, nonsense) is None
-    for _ in range(LIMITS.trial_steps - 1):
-        assert controller.observe(FP16, SLOW.step(FP16, rng)) is None
-    decision = controller.observe(FP16, SLOW.step(FP16, rng))
-    assert decision is not None
-    assert decision.evidence["fp16.step_ms"] == pytest.approx(step_seconds(SLOW, FP16) * 1e3)
+def test_a_slow_link_is_answered_with_the_fastest_level() -> None:
+    course = drive(replace(SLOW, noise=NOISES["jitter"]), 300)
+    assert set(course.levels[SETTLED:]) == {LOWRANK_8}
+    assert "lowrank:8+fp16 is best, 9" in course.last.reason
+
+
+def test_the_fastest_is_held_even_if_it_is_not_the_last_one_tried() -> None:
+    """lowrank:8 sends least, and its codec, of which nothing was known, costs more than that saves."""
+    job = replace(SLOW, codec=(0.0, 1 * ms, 2 * ms, 4 * ms, 150 * ms), told=0.0)
+    course = drive(job, 300)
+    assert course.levels[16] == LOWRANK_8, "promises most"
+    assert set(course.levels[SETTLED:]) == {LOWRANK_16}
+    assert course.levels.count(LOWRANK_8) < 20
+
+
+def test_what_is_hopeless_is_given_up_before_its_trial_is_over() -> None:
+    job = replace(SLOW, codec=(0.0, 1 * ms, 2 * ms, 4 * ms, 9.0), told=0.0)
+    assert drive(job, 300).levels.count(LOWRANK_8) == WARM_STEPS + LIMITS.settle_steps + 3 + 1
+
+
+def test_the_least_compression_that_removes_the_bottleneck_wins() -> None:
+    """int8 and lowrank would be no slower, but what they save is within the margin."""
+    job = replace(MIDDLE, codec=(0.0, *[0.5 * ms] * 4))
+    assert job.seconds(LOWRANK_8) < job.seconds(FP16)
+    for seed in range(10):
+        course = drive(replace(job, noise=Noise(compute=0.005, wire=0.05)), 300, seed=seed)
+        assert course.decisions[0][1].level == FP16, "tried first"
+        assert course.levels[-1] == FP16 and "fp16 is best" in course.last.reason
+
+
+def test_compression_that_does_not_pay_is_given_up_with_a_reason() -> None:
+    job = replace(SLOW, codec=(0.0, 0.5, 0.9, 1.1, 1.2), told=0.0)
+    course = drive(job, 1000)
+    assert "compression does not pay" in course.last.reason
+    assert all(name in course.last.reason for name in NAMES), "what was tried, with its times"
+    assert set(course.levels[SETTLED:]) == {NONE}, "remembered while the link stays as it is"
+
+
+def test_codecs_that_are_known_to_be_dear_are_not_even_tried() -> None:
+    job = replace(SLOW, codec=(0.0, 0.9, 1.3, 1.6, 1.7))
+    course = drive(job, 300)
+    assert set(course.levels) == {NONE} and "compression does not pay (none" in course.last.reason
+
+
+# -- communication that is none ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["jitter", "odd steps", "restless wire"])
+def test_without_a_bottleneck_it_never_leaves_dense(kind: str) -> None:
+    for seed in range(10):
+        course = drive(replace(FAST, noise=NOISES[kind]), 500, seed=seed)
+        assert set(course.levels) == {NONE}
+        ((_, decision),) = course.decisions
+        assert "communication is no bottleneck" in decision.reason
+
+
+@given(jobs, st.floats(0.2, 3))
+@few_examples
+def test_a_slow_rank_is_not_answered_with_compression(job: Job, slow: float) -> None:
+    """Each of the others waits for much of the step, and it looks like communication to them."""
+    job = replace(job, rate=1e12, alpha=0.0, slow_rank=slow * job.compute, noise=NOISES["jitter"])
+    theirs = job.step(NONE, random.Random(0))[1]
+    assert theirs.exposed_comm > 2 * LIMITS.bottleneck * theirs.step
+    course = drive(job, 200)
+    assert set(course.levels) == {NONE} and "communication is no bottleneck" in course.last.reason
+
+
+def test_a_rank_that_turns_slow_is_not_answered_with_compression_either() -> None:
+    for slow in (0.1, 0.5, 2.0):
+        job = replace(FAST, noise=NOISES["jitter"])
+        later = replace(job, slow_rank=slow * job.compute)
+        course = drive(lambda step, job=job, later=later: job if step < 100 else later, 400)
+        assert set(course.levels) == {NONE}
+        assert not course.times("communication takes")
+
+
+@pytest.mark.parametrize("names", [("none",), NAMES])
+def test_a_bottleneck_without_a_remedy_is_not_denied(names: tuple[str, ...]) -> None:
+    """A ladder of one level, or one whose levels all send the same."""
+    costs = (LevelCost(8_000_000, 1_600_000, 5),) * len(names)
+    controller = Controller(names, costs)
+    dice = random.Random(0)
+    decided = [controller.observe(0, Observation(reduce_times(SLOW.step(NONE, dice)))) for _ in range(300)]
+    (decision,) = filter(None, decided)
+    assert decision.level == NONE and "holds up" in decision.reason and "no bottleneck" not in decision.reason
 
 
 def test_a_job_that_takes_no_time_divides_by_nothing() -> None:
-    controller = Controller(NAMES)
-    decisions = [controller.observe(NONE, StepTimes()) for _ in range(200)]
+    controller = Controller(NAMES, FAST.costs)
+    decisions = [controller.observe(NONE, Observation(StepTimes())) for _ in range(200)]
     assert [decision.level for decision in decisions if decision] == [NONE]
+
+
+def test_levels_that_send_nothing_divide_by_nothing() -> None:
+    """As in a model without parameters that may be compressed."""
+    for costs in ((LevelCost(0, 0, 0),) * 5, (LevelCost(100, 50, 2), *(LevelCost(0, 0, 0),) * 4)):
+        controller = Controller(NAMES, costs)
+        dice = random.Random(0)
+        for _ in range(600):
+            controller.observe(controller.level, Observation(reduce_times(SLOW.step(controller.level, dice))))
+
+
+# -- steadiness --------------------------------------------------------------------------------------------------------
+
+
+STEADY_STEPS = 500
+
+
+@cache
+def steady(kind: str) -> list[tuple[Job, Course]]:
+    """40 jobs with noise, each with what happened until it was settled and 500 steps longer."""
+    drawn = some_jobs(40, NOISES[kind], seed=2)
+    return [(job, drive(job, SETTLED + STEADY_STEPS, seed=seed)) for seed, job in enumerate(drawn)]
+
+
+@pytest.mark.parametrize("kind", NOISES)
+def test_noise_makes_nothing_oscillate(kind: str) -> None:
+    """In 500 steady steps no job changes its level more than 6 times, and 9 of 10 spend 95 % of the steps at one level.
+    Where two are as good as each other the choice may change, and costs nothing."""
+    courses = [course for _, course in steady(kind)]
+    assert max(course.changes(SETTLED) for course in courses) <= 6
+    assert sum(course.most(SETTLED)[1] >= 0.95 for course in courses) >= 0.9 * len(courses)
+
+
+@pytest.mark.parametrize("kind", NOISES)
+def test_with_noise_the_steady_state_is_nearly_the_best(kind: str) -> None:
+    """Every one of 500 steps counts, looks at dense and comparisons too: 39 of 40 jobs are within 5 % of the best, and
+    38 of 40 within the margin of dense and float16 (but 5 % where communication is no bottleneck)."""
+    slower, not_better = [], []
+    for job, course in steady(kind):
+        mean = sum(map(job.seconds, course.levels[SETTLED:])) / STEADY_STEPS
+        slower.append(mean / job.best())
+        margin = ENOUGH if share(job, NONE) < 2 * LIMITS.bottleneck else 1 / (1 - LIMITS.margin)
+        not_better.append(mean / job.best((NONE, FP16)) / margin)
+    assert sum(ratio > ENOUGH for ratio in slower) <= 1 and max(slower) < 1.15
+    assert sum(ratio > 1 for ratio in not_better) <= 2 and max(not_better) < 1.1
+
+
+@pytest.mark.parametrize("kind", NOISES)
+def test_on_a_steady_link_levels_are_changed_for_rare_looks_and_comparisons_only(kind: str) -> None:
+    """Comparisons come after 20, 80 and 320 held steps, looks at dense after 400: each named as what it is."""
+    for _, course in steady(kind):
+        held = 0
+        compared: list[int] = []
+        for step in range(len(course.levels) - 1):
+            held = held + 1 if course.modes[step] is Mode.HOLD else 0
+            if course.modes[step] is Mode.HOLD and course.modes[step + 1] is Mode.TRIAL:
+                reason = dict(course.decisions)[step].reason
+                assert re.search("compared once more|is it still needed|communication takes|computation takes", reason)
+                if "compared once more" in reason:
+                    compared.append(held)
+                if "is it still needed" in reason:
+                    assert held >= LIMITS.probe_steps
+        assert len(compared) <= 3
+        assert all(steps >= 20 * 4**number for number, steps in enumerate(compared))
+
+
+def test_comparisons_become_rarer() -> None:
+    """Where everything takes longer and longer, what was measured long ago always looks better than what is held."""
+    start = Job(rate=100e6, codec=(0.0, 30 * ms, 24 * ms, 5 * ms, 5 * ms))
+    course = drive(lambda step: replace(start, compute=start.compute * 1.0004**step), 2000)
+    compared = course.times("compared once more")
+    assert 3 <= len(compared) <= 5
+    gaps = [later - earlier for earlier, later in zip(compared, compared[1:], strict=False)]
+    assert all(later > 3 * earlier for earlier, later in zip(gaps, gaps[1:], strict=False))
+
+
+@pytest.mark.parametrize("threshold", ["bottleneck", "margin"])
+def test_a_link_right_at_a_limit_does_not_oscillate_either(threshold: str) -> None:
+    if threshold == "bottleneck":  # float16 and all others are dearer than what they save
+        job = Job(overlap=0.0, alpha=0.0, rate=8e6 / (50 / 19 * ms), codec=(0.0, *[4 * ms] * 4))
+        assert share(job, NONE) == pytest.approx(LIMITS.bottleneck, rel=0.01)
+    else:  # what float16 saves, its codec takes away again, but for 2 %
+        job = Job(overlap=0.0, alpha=0.0, rate=8e6 / (20 * ms), codec=(0.0, 8.6 * ms, *[20 * ms] * 3))
+        assert job.seconds(FP16) / job.seconds(NONE) == pytest.approx(1 - LIMITS.margin, abs=0.001)
+    for seed in range(20):
+        course = drive(replace(job, noise=NOISES["jitter"]), SETTLED + 400, seed=seed)
+        assert course.changes(SETTLED) <= 4
+
+
+# -- links that change -------------------------------------------------------------------------------------------------
+
+
+def changing(job: Job, rates: tuple[float, ...], period: int = 150) -> Callable[[int], Job]:
+    return lambda step: replace(job, rate=rates[min(step // period, len(rates) - 1)])
+
+
+LINKS = (125e6, 12.5e6, 1e10, 125e6)
+
+
+@pytest.mark.parametrize("kind", [None, "jitter", "odd steps"])
+def test_after_a_change_of_the_link_the_best_level_is_found_within_80_steps(kind: str | None) -> None:
+    """1 Gbit/s, 100 Mbit/s, very fast, 1 Gbit/s: of all jobs and changes 9 of 10 are within 5 % of the best again, and
+    all but 1 in 30 within the tenth for which alone something else is tried."""
+    slower = []
+    for seed, job in enumerate(some_jobs(30, NOISES[kind] if kind else Noise(), seed=5)):
+        job = replace(job, alpha=min(job.alpha, 0.2 * ms))
+        course = drive(changing(job, LINKS), 600, seed=seed)
+        for number, rate in enumerate(LINKS):
+            now = replace(job, rate=rate)
+            held = course.levels[number * 150 + (81 if number else SETTLED + 1)]
+            slower.append(now.seconds(held) / now.best())
+    assert sum(ratio > ENOUGH for ratio in slower) <= len(slower) / 10
+    assert sum(ratio > WORTHWHILE for ratio in slower) <= len(slower) / 30
+
+
+def test_a_link_that_turns_slow_is_noticed_at_once() -> None:
+    slow = replace(SLOW, noise=NOISES["jitter"])
+    course = drive(lambda step: replace(FAST, noise=NOISES["jitter"]) if step < 200 else slow, 400)
+    (noticed,) = course.times("communication takes")
+    assert 200 < noticed <= 200 + (LIMITS.patience + 1) * LIMITS.watch_steps + 1
+    assert set(course.levels[280:]) == {LOWRANK_8}
+
+
+def test_a_link_that_turns_fast_behind_compression_is_noticed_in_a_look_at_dense() -> None:
+    """The wire takes next to nothing of a compressed step, before and after."""
+    before = Job(rate=250e6, alpha=0.0, payload_bytes=(8e6, 4e6, 2e6, 1e5, 5e4), codec=(0.0, *[8 * ms] * 4))
+    after = replace(before, rate=1e10)
+    assert least(before) == LOWRANK_16 and least(after) == NONE
+    course = drive(lambda step: before if step < 200 else after, 800)
+    (look,) = course.times("is it still needed")
+    assert set(course.levels[SETTLED : look + 1]) == {LOWRANK_16}
+    assert set(course.levels[look + 1 :]) == {NONE}
+    assert look <= SETTLED + LIMITS.probe_steps + LIMITS.watch_steps
+
+
+@given(jobs, st.sampled_from([1 / 3, 3]))
+@examples
+def test_three_times_more_or_less_computation_is_handled(job: Job, factor: float) -> None:
+    """Longer sequences, another batch size: communication hides behind more or less."""
+    job = replace(job, told=1.0)
+    later = replace(job, compute=factor * job.compute)
+    course = drive(lambda step: job if step < 150 else later, 232)
+    assert later.seconds(course.levels[-1]) <= WORTHWHILE * EXACT * later.best()
+
+
+def test_computation_that_changes_beside_a_wire_that_does_not_changes_nothing() -> None:
+    job = replace(SLOW, overlap=0.0)
+    longer = replace(job, compute=3 * job.compute)
+    course = drive(lambda step: job if step < 150 else longer, 400)
+    assert set(course.levels[SETTLED:]) == {LOWRANK_8}
+
+
+def test_a_change_that_the_tried_level_hardly_sees_is_no_false_alarm() -> None:
+    """From 80 to 1 Gbit/s: dense takes 3.5 times as long, and lowrank, whose wire time is nearly all latency, 9 % more.
+    What lowrank takes "as before" says nothing of what dense takes now."""
+    sent = tuple(2.25e6 * part for part in (1, 0.5, 0.26, 0.07, 0.035))
+    codec = (0.0, 0.1 * ms, 0.3 * ms, 1 * ms, 0.2 * ms)
+    fast = Job(compute=5 * ms, payload_bytes=sent, rate=1e10, alpha=0.45 * ms, codec=codec, overlap=0.1)
+    slow = replace(fast, rate=125e6)
+    course = drive(lambda step: fast if step < 150 else slow, 400)
+    assert slow.seconds(course.levels[-1]) <= WORTHWHILE * slow.best()
+
+
+UNNOTICED = Job(
+    compute=140 * ms,
+    payload_bytes=(8e6, 7.2e6, 8e6, 8e6, 8e4),
+    rate=400e6,
+    alpha=0.0,
+    messages=1,
+    codec=(0.0, 1 * ms, 9 * ms, 9 * ms, 9 * ms),
+    overlap=0.0,
+)
+"""Where lowrank:8 is held, neither a tenth more computation nor a wire four times slower is much of a change; together
+they make it slower than dense once was."""
+UNNOTICED_LATER = replace(UNNOTICED, compute=158 * ms, rate=110e6)
+
+
+def test_a_comparison_is_made_with_what_a_level_takes_now() -> None:
+    """Not with the median of that and what it took when it was tried first."""
+    course = drive(lambda step: UNNOTICED if step < 150 else UNNOTICED_LATER, 250)
+    compared = course.times("compared once more")[0]
+    decision = next(decision for step, decision in course.decisions if step > compared)
+    assert decision.reason.startswith("fp16 takes 224.45 ms a step")
+
+
+@pytest.mark.xfail(
+    strict=True, reason="that lowrank is as before acquits dense again and again: 1.4 times the best step"
+)
+def test_dense_is_not_held_for_what_it_took_before_an_unnoticed_change() -> None:
+    course = drive(lambda step: UNNOTICED if step < 150 else UNNOTICED_LATER, 500)
+    assert UNNOTICED_LATER.seconds(course.levels[-1]) <= WORTHWHILE * UNNOTICED_LATER.best()
+
+
+# -- false alarms ------------------------------------------------------------------------------------------------------
+
+
+def burst(job: Job, factor: float, steps: int, begins: int = 200) -> Callable[[int], Job]:
+    """Communication takes ``factor`` times as long for some steps."""
+    busy = replace(job, rate=job.rate / factor, alpha=job.alpha * factor)
+    return lambda step: busy if begins <= step < begins + steps else job
+
+
+def after_bursts(steps: int, factor: float) -> tuple[float, float]:
+    """Shares of 40 jobs in which what was held comes back, and that are slower than before by more than the margin."""
+    back, slower = 0, []
+    for job in some_jobs(40, Noise(), seed=7):
+        course = drive(burst(job, factor, steps), 280)
+        before, after = course.levels[199], course.levels[-1]
+        back += after == before
+        slower.append(job.seconds(after) / job.seconds(before))
+    return back / 40, sum(ratio > 1 / (1 - LIMITS.margin) for ratio in slower) / 40
+
+
+@pytest.mark.parametrize("steps", [8, 20])
+@pytest.mark.parametrize("factor", [3, 10])
+def test_after_a_burst_on_the_wire_most_things_are_as_before(steps: int, factor: float) -> None:
+    """What was held comes back in 3 of 4 jobs, and 11 of 12 are no slower than before."""
+    back, slower = after_bursts(steps, factor)
+    assert back >= 3 / 4 and slower <= 1 / 12
+
+
+@pytest.mark.xfail(strict=True, reason="what is held was measured in the burst, others after it")
+def test_after_a_burst_on_the_wire_nothing_much_slower_is_held() -> None:
+    """The burst ends while others are tried. What was held was the best, and is by far."""
+    sent = tuple(11.1e6 * part for part in (1, 0.5, 0.26, 0.07, 0.035))
+    codec = (0.0, 0.28 * ms, 0.0, 2.34 * ms, 2.05 * ms)
+    job = Job(compute=5 * ms, payload_bytes=sent, rate=4.1e9, alpha=0.517 * ms, codec=codec, overlap=0.823)
+    for steps in (20, 30):
+        course = drive(burst(job, 10, steps), 400)
+        assert job.seconds(course.levels[-1]) <= WORTHWHILE * job.seconds(course.levels[199])
+
+
+@pytest.mark.parametrize("begins", range(200, 200 + LIMITS.watch_steps))
+def test_trouble_that_is_as_long_as_one_look_is_sat_out(begins: int) -> None:
+    """Two looks in a row must agree."""
+    assert len(drive(burst(FAST, 100, LIMITS.watch_steps - 1, begins), 300).decisions) == 1
+
+
+ALARMING = Job(rate=40e6, codec=(0.0, 1 * ms, 2 * ms, 30 * ms, 40 * ms))
+"""Holds int8; where the wire slows down, lowrank promises more."""
+
+
+def test_after_a_false_alarm_what_was_held_is_held_and_the_next_has_to_be_clearer() -> None:
+    """The burst is over when another level is tried, so that one is as it was: nothing was the matter. From then on
+    twice as many looks must agree: the same burst once more is sat out."""
+    at = burst(ALARMING, 5, 12)
+    again = burst(ALARMING, 5, 12, 300)
+    patience = []
+    course = drive(
+        lambda step: at(step) if step < 300 else again(step),
+        400,
+        events=lambda step, controller: patience.append(controller._patience),
+    )
+    (alarm,) = course.times("communication takes")
+    assert 200 < alarm < 215
+    assert set(course.levels[190:200]) == {INT8} == set(course.levels[240:])
+    assert set(course.levels[200:240]) != {INT8}, "another one was looked at"
+    assert (patience[199], patience[-1]) == (LIMITS.patience, 2 * LIMITS.patience)
+
+
+def test_a_change_that_lasts_makes_it_watchful_again() -> None:
+    at = burst(ALARMING, 5, 12)
+    course = drive(lambda step: at(step) if step < 300 else replace(ALARMING, rate=4e6), 500)
+    assert course.controller._patience == LIMITS.patience
+    assert course.levels[-1] == least(replace(ALARMING, rate=4e6)) != INT8
+
+
+# -- looks at dense ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("job", "share"), [(MIDDLE, 0.01), (Job(rate=40e6), 0.05)], ids=["cheap", "dear"])
+def test_looks_at_dense_cost_their_share_of_the_time_at_most(job: Job, share: float) -> None:
+    """And one look more, as the last one is not paid off yet."""
+    steps, settled = 5000, SETTLED + 1
+    course = drive(job, steps, limits=replace(LIMITS, probe_share=share))
+    held, _ = course.most(settled)
+    cost = course.seconds - drive(job, settled).seconds - (steps - settled) * job.seconds(held)
+    # The step under way when it is decided, and those from which the level learns on the way back, are dense too.
+    one_look = LIMITS.drain_steps + LIMITS.settle_steps + LIMITS.trial_steps + 1 + WARM_STEPS
+    assert 0 < cost <= share * course.seconds + one_look * (job.seconds(NONE) - job.seconds(held))
+    assert set(course.levels[settled:]) == {NONE, held}
+    looks = course.times("is it still needed")
+    gaps = [later - earlier for earlier, later in zip([SETTLED, *looks], looks, strict=False)]
+    if job is MIDDLE:
+        assert len(gaps) == 3 and all(1.8 < after / before < 2.5 for before, after in zip(gaps, gaps[1:], strict=False))
+    else:
+        assert len(gaps) >= 2 and min(gaps) > 2 * LIMITS.probe_steps, "what costs much has to wait"
+
+
+# -- what encoding loses -----------------------------------------------------------------------------------------------
+
+errors = st.tuples(*[st.sampled_from([0.1, 0.5, 0.8, 1.6, 5.0])] * 3)
+
+
+@given(jobs, errors, st.sampled_from([1, 5, 30]), st.integers(0, 99))
+@some_examples
+def test_a_level_over_the_error_budget_is_left_for_good(
+    job: Job, factors: tuple[float, ...], tau: float, seed: int
+) -> None:
+    """Errors build up while a level runs, quickly or slowly."""
+    job = replace(job, rate=min(job.rate, 1e8), noise=NOISES["jitter"])
+    final = [0.0, 0.0, *(factor * LIMITS.error_budget for factor in factors)]
+
+    def training(step: int, level: int, age: int) -> tuple[float, float, float]:
+        return final[level] * (1 - math.exp(-(age + 1) / tau)), 1.0, 0.1
+
+    course = drive(job, 500, seed=seed, training=training)
+    excessive = {level for level in range(5) if final[level] > LIMITS.error_budget}
+    for step in course.times("times the gradient"):
+        level = course.levels[step]
+        assert level in excessive and f"(budget {LIMITS.error_budget:g})" in dict(course.decisions)[step].reason
+        assert level not in course.levels[step + 1 :]
+    # Readings come every fifth step, and a trial ends after the first ones.
+    assert all(course.levels.count(level) <= 120 for level in excessive)
+    assert excessive.isdisjoint(course.levels[300:]), "however slowly it built up"
+
+
+@pytest.mark.parametrize("bad", [LOWRANK_8, LOWRANK_16, INT8])
+def test_the_best_of_what_is_left_is_held(bad: int) -> None:
+    course = drive(SLOW, 300, training=lambda step, level, age: (2.0 if level >= bad else 0.0, 1.0, 0.1))
+    assert set(course.levels[150:]) == {bad - 1}
+    assert set(course.controller.refused) == set(range(bad, 5))
+    assert all("times the gradient (budget 1)" in why for why in course.controller.refused.values())
+
+
+def test_a_single_reading_of_many_is_no_reason() -> None:
+    """The median of the last ten counts."""
+    rare = drive(SLOW, 600, training=lambda s, level, age: (3.0 if age % 20 == 5 and age > 20 else 0.5, 1.0, 0.1))
+    assert not rare.controller.refused and rare.levels[-1] == LOWRANK_8
+
+
+def test_an_error_that_grows_in_the_end_is_noticed_too() -> None:
+    def training(step: int, level: int, age: int) -> tuple[float, float, float]:
+        return (1.5 if level >= LOWRANK_16 and step > 300 else 0.5), 1.0, 0.1
+
+    course = drive(SLOW, 500, training=training)
+    assert set(course.levels[SETTLED:300]) == {LOWRANK_8}
+    assert set(course.levels[400:]) == {INT8}
+    decision = next(decision for step, decision in course.decisions if step > 300)
+    assert decision.evidence["lowrank:8+fp16.error"] == 1.5
+
+
+# -- critical phases ---------------------------------------------------------------------------------------------------
+
+
+def phases(course: Course) -> list[int]:
+    """Steps at which a critical phase was decided on."""
+    return course.times("dense for")
+
+
+@pytest.mark.parametrize("dense_steps", [1, 5, 15, 40])
+@pytest.mark.parametrize("what", ["rate", "norm"])
+def test_a_critical_phase_is_dense_and_then_over(what: str, dense_steps: int) -> None:
+    """The learning rate falls by half, or gradients turn 2.5 times larger."""
+
+    def training(step: int, level: int, age: int) -> tuple[float, float, float]:
+        later = step >= 450
+        return calm(step, level, age)[0], 2.5 if later and what == "norm" else 1.0, 0.05 if later else 0.1
+
+    if what == "norm":
+        change = training
+
+        def training(step: int, level: int, age: int) -> tuple[float, float, float]:
+            return *change(step, level, age)[:2], 0.1
+
+    limits = Limits(dense_steps=dense_steps, probe_steps=10_000)
+    course = drive(SLOW, 700, limits=limits, training=training)
+    (begins,) = phases(course)
+    reason = dict(course.decisions)[begins].reason
+    assert reason.startswith("the learning rate fell from 0.1 to 0.05" if what == "rate" else "gradient norms rose")
+    assert 450 < begins <= (460 if what == "rate" else 480)
+    (ends,) = course.times("the critical phase is over")
+    # Steps that pay out the residual come first, and the step under way when the phase ends is dense too.
+    assert ends - begins == LIMITS.drain_steps + max(dense_steps, LIMITS.settle_steps + 1) + 1
+    assert set(course.levels[begins + 1 : ends + 1]) == {NONE}
+    assert set(course.levels[SETTLED + 30 : begins]) == {LOWRANK_8} == set(course.levels[ends + 1 :])
+
+
+def test_without_a_residual_there_is_nothing_to_spare_a_critical_phase() -> None:
+    for job in (FAST, MIDDLE):
+        course = drive(job, 400, training=lambda step, level, age: (0.0, 1.0, 0.1 if step < 200 else 0.001))
+        assert not phases(course)
+
+
+def steps_of(rates: dict[int, float], norms: dict[int, float]) -> Training:
+    """Factors by which rate and norm change at steps."""
+
+    def training(step: int, level: int, age: int) -> tuple[float, float, float]:
+        rate = math.prod(factor for at, factor in rates.items() if at <= step)
+        norm = math.prod(factor for at, factor in norms.items() if at <= step)
+        return calm(step, level, age)[0], norm, 0.1 * rate
+
+    return training
+
+
+@given(
+    st.dictionaries(st.integers(0, 1100), st.sampled_from([0.1, 0.4, 0.9, 2.0]), max_size=6),
+    st.dictionaries(st.integers(0, 1100), st.sampled_from([0.3, 1.5, 3.0]), max_size=6),
+)
+@few_examples
+def test_critical_phases_are_a_pause_apart(rates: dict[int, float], norms: dict[int, float]) -> None:
+    course = drive(SLOW, 1200, training=steps_of(rates, norms))
+    begun = phases(course)
+    ended = course.times("the critical phase is over")
+    assert all(begins - ends >= LIMITS.critical_pause for ends, begins in zip(ended, begun[1:], strict=False))
+    if not norms:
+        falls = sorted(at for at, factor in rates.items() if factor < 0.5)
+        assert len(begun) <= len(falls)
+        if falls and falls[0] > SETTLED:
+            assert falls[0] < begun[0] <= falls[0] + 12
+
+
+SCHEDULES: dict[str, Callable[[int], float]] = {
+    "constant": lambda step: 0.1,
+    "cosine": lambda step: 0.001 + 0.0495 * (1 + math.cos(math.pi * step / 1000)),
+    "linear to the last step but one": lambda step: 0.1 * (1001 - step) / 1000,
+    "warm-up, then linear": lambda step: 0.1 * min((step + 1) / 300, (1001 - step) / 700),
+    "exponential": lambda step: 0.1 * 0.99**step,
+    "warm restarts, upwards": lambda step: 0.1 * (0.1 + step % 250 / 250) ** -0.5 * 0.5,
+    "unknown": lambda step: 0.0,
+    "warm-up from nothing": lambda step: 0.1 * min(1.0, step / 200),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_smooth_schedules_are_no_critical_phases(schedule: str) -> None:
+    """While norms, noisy by a fifth, shrink to a tenth, or grow tenfold."""
+    for growth in (0.1, 1.0, 10.0):
+        dice = random.Random(1)
+
+        def training(step: int, level: int, age: int, growth: float = growth, dice: random.Random = dice):
+            norm = growth ** (step / 1000) * math.exp(0.2 * dice.gauss(0, 1))
+            return calm(step, level, age)[0], norm, SCHEDULES[schedule](step)
+
+        course = drive(SLOW, 1000, training=training)
+        assert not phases(course)
+        assert course.levels[-1] == LOWRANK_8
+
+
+# -- levels that may not run -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sent", "tried"),
+    [
+        ((5, 4, 3, 2, 1), {1, 2, 3, 4}),
+        ((5, 5, 3, 2, 1), {2, 3, 4}),  # no less than dense
+        ((5, 7, 3, 2, 1), {2, 3, 4}),
+        ((5, 4, 4, 2, 1), {1, 3, 4}),  # no less than the one below it
+        ((5, 4, 6, 5, 1), {1, 4}),
+        ((5, 4, 2, 3, 2), {1, 2}),
+        ((5, 5, 5, 5, 4), {4}),
+        ((5, 1, 2, 3, 4), {1}),
+        ((5, 5, 5, 5, 5), set()),
+        ((5, 6, 7, 8, 9), set()),
+    ],
+)
+def test_a_level_that_sends_no_less_is_passed_over(sent: tuple[int, ...], tried: set[int]) -> None:
+    """Its trial would cost steps and could save nothing. That of a level above it may still be worth it."""
+    job = Job(rate=1e7, overlap=0.0, payload_bytes=tuple(1e6 * size for size in sent), codec=(0.0,) * 5)
+    # One after the other would be tried if the fastest were out.
+    for forbidden in range(1, 6):
+
+        def forbid(step: int, controller: Controller, forbidden: int = forbidden) -> None:
+            if not step and forbidden < 5:
+                controller.forbid(forbidden, "a test")
+
+        course = drive(job, 600, events=forbid)
+        left = {level for level in tried if level < forbidden}
+        assert set(course.levels) <= {NONE, *left}
+        assert course.levels[-1] == max(left, default=NONE)
+        for _, decision in course.decisions:
+            named = {key.rsplit(".", 1)[0] for key in decision.evidence} - {"link"}
+            assert named <= {NAMES[level] for level in (0, *left)}
+
+
+@given(jobs, st.integers(1, 4), st.integers(0, 400))
+@few_examples
+def test_forbidden_levels_do_not_run(job: Job, forbidden: int, when: int) -> None:
+    """Neither they nor those above; where one of them ran, the run starts anew, dense."""
+    job = replace(job, rate=min(job.rate, 1e8))
+    levels = []
+
+    def forbid(step: int, controller: Controller) -> None:
+        if step == when:
+            levels.append(controller.level)
+            controller.forbid(forbidden, "a test")
+            levels.append(controller.level)
+
+    course = drive(job, 520, events=forbid)
+    before, after = levels
+    assert after == (before if before < forbidden else NONE)
+    assert max(course.levels[when:]) < forbidden
+    if before >= forbidden:
+        assert set(course.levels[when : when + LIMITS.drain_steps + LIMITS.dense_steps]) == {NONE}
+    if not (job.seconds(NONE) <= ENOUGH * job.best(range(forbidden))):
+        assert job.seconds(course.levels[-1]) <= 1.05 * job.best(range(forbidden))
+
+
+def test_a_level_forbidden_in_a_critical_phase_is_not_come_back_to() -> None:
+    def forbid(step: int, controller: Controller) -> None:
+        if controller.mode is Mode.CRITICAL:
+            controller.forbid(LOWRANK_16, "a test")
+
+    course = drive(SLOW, 400, training=steps_of({200: 0.1}, {}), events=forbid)
+    assert course.levels[195] == LOWRANK_8 and set(course.levels[260:]) == {INT8}
+
+
+class Misfortunes:
+    """Levels are forbidden, buckets cut anew, and links, errors and norms change at any time."""
+
+    def __init__(self, job: Job, seed: int) -> None:
+        self.job, self.dice = job, random.Random(seed)
+
+    def __call__(self, step: int, controller: Controller) -> None:
+        assert controller.level not in controller.refused
+        chance = self.dice.random()
+        if chance < 0.003:
+            controller.forbid(self.dice.randrange(1, 5), "a test")
+        elif chance < 0.006:
+            sent = tuple(size * 10 ** self.dice.uniform(-0.5, 0.5) for size in self.job.payload_bytes)
+            self.job = replace(self.job, payload_bytes=sent)
+            controller.costs = self.job.costs
+        elif chance < 0.01:
+            self.job = replace(self.job, rate=10 ** self.dice.uniform(6, 11))
+
+    def training(self, step: int, level: int, age: int) -> tuple[float, float, float]:
+        dice = self.dice
+        error = dice.choice([0.3] * 9 + [5.0]) if level >= LOSSY else 0.0
+        return error, dice.choice([0.0, 1.0, 1.0, 3.0]) * 10 ** (step / 100), dice.choice([0.1] * 50 + [0.01, 0.0])
+
+
+@given(jobs, st.integers(0, 10_000))
+@examples
+def test_whatever_happens_decisions_go_on(job: Job, seed: int) -> None:
+    job = replace(job, noise=NOISES["odd steps"])
+    misfortunes = Misfortunes(job, seed)
+    course = drive(lambda step: misfortunes.job, 500, seed=seed, training=misfortunes.training, events=misfortunes)
+    assert course.decisions
+    for _, decision in course.decisions:
+        explains_itself(decision)
+
+
+# -- explanations ------------------------------------------------------------------------------------------------------
+
+FIGURES = re.compile(
+    r"(?P<level>.+)\.((step|exposed_comm|overlapped_comm|codec|predicted_step)_ms|error)|link\.ms_per_(allreduce|MB)"
+)
+
+
+def explains_itself(decision: Decision) -> None:
+    """A reason with figures, and finite evidence with units."""
+    assert re.search(r"\d", decision.reason) or "the critical phase is over" in decision.reason
+    assert decision.evidence
+    for key, value in decision.evidence.items():
+        match = FIGURES.fullmatch(key)
+        assert match and (match["level"] is None or match["level"] in NAMES)
+        assert math.isfinite(value) and value >= 0
+
+
+@given(jobs, st.integers(0, 1000), st.sampled_from(sorted(NOISES)))
+@few_examples
+def test_every_decision_explains_itself(job: Job, seed: int, kind: str) -> None:
+    """Promise 3: the milliseconds that a reason names are in the evidence. The sum of exposed and hidden communication
+    stands for all of it; what it or the computation took before a change is history."""
+    job = replace(job, noise=NOISES[kind])
+    course = drive(changing(job, (job.rate, job.rate / 5, 1e11)), 600, seed=seed)
+    assert course.decisions
+    for step, decision in course.decisions:
+        explains_itself(decision)
+        evidence = decision.evidence
+        assert f"{NAMES[course.levels[step]]}.step_ms" in evidence, "the level that was left or kept has been measured"
+        known = list(evidence.values())
+        for name in NAMES:
+            if f"{name}.step_ms" in evidence:
+                exposed, hidden = evidence[f"{name}.exposed_comm_ms"], evidence[f"{name}.overlapped_comm_ms"]
+                known += [exposed + hidden]
+        reason = re.sub("instead of .*? ms", "", re.sub("computation takes .*? ms", "", decision.reason))
+        for said in map(float, re.findall(r"(\d+\.\d\d) ms", reason)):
+            assert min(abs(value - said) for value in known) < 0.0061
+
+
+def test_evidence_is_in_milliseconds() -> None:
+    job = Job(compute=20 * ms, rate=100e6, alpha=0.0, overlap=0.5, codec=(0.0, *[100 * ms] * 4))
+    course = drive(job, 17)
+    ((_, decision),) = course.decisions
+    measured = {"step": 90.0, "exposed_comm": 70.0, "overlapped_comm": 10.0, "codec": 0.0}
+    assert {key: decision.evidence[f"none.{key}_ms"] for key in measured} == measured
+    assert decision.evidence["fp16.predicted_step_ms"] == 100 + 20 + 30
+    assert decision.evidence["link.ms_per_MB"] == 10
+    assert "90.00 ms" in decision.reason and "70.00 ms" in decision.reason and "78%" in decision.reason
+
+
+@given(jobs, st.integers(0, 1000))
+@few_examples
+def test_equal_figures_give_equal_decisions(job: Job, seed: int) -> None:
+    """Every rank decides for itself, and a run log can be replayed."""
+    misfortunes = Misfortunes(replace(job, noise=NOISES["jitter"]), seed)
+    mine, other = Controller(NAMES, job.costs), Controller(NAMES, job.costs)
+    dice = random.Random(seed)
+    said = []
+    for step in range(300):
+        level = mine.level
+        figures = misfortunes.training(step, level, 0) if step % 5 == 0 else (math.nan, math.nan, 0.1)
+        seen = Observation(reduce_times(misfortunes.job.step(level, dice)), *figures)
+        said.append((level, seen, mine.observe(level, seen)))
+        assert other.observe(level, seen) == said[-1][2]
+        assert (mine.level, mine.mode) == (other.level, other.mode)
+    replayed = Controller(NAMES, job.costs)
+    assert [replayed.observe(level, seen) for level, seen, _ in said] == [decision for *_, decision in said]
+
+
+@given(jobs, st.integers(0, 1000), st.lists(st.integers(0, 299), max_size=60))
+@few_examples
+def test_steps_of_another_level_change_nothing(job: Job, seed: int, when: list[int]) -> None:
+    """They were under way when the level changed."""
+    controller, other = Controller(NAMES, job.costs), Controller(NAMES, job.costs)
+    nonsense = Observation(StepTimes(1e6, 1e5, 1e6, 1e4, 1e6), 1e9, 1e9, 1e-9)
+    dice = random.Random(seed)
+    for step in range(300):
+        if step in when:
+            assert controller.observe((controller.level + 1 + step % 4) % 5, nonsense) is None
+        seen = Observation(reduce_times(job.step(controller.level, dice)), 0.1, 1.0, 0.1)
+        assert controller.observe(controller.level, seen) == other.observe(other.level, seen)
+        assert controller.level == other.level
+
+
+def test_steps_right_after_a_change_do_not_count() -> None:
+    controller = Controller(NAMES, SLOW.costs)
+    dice = random.Random(0)
+
+    def real() -> Observation:
+        return Observation(reduce_times(SLOW.step(controller.level, dice)))
+
+    while controller.level == NONE:
+        controller.observe(NONE, real())
+    tried = controller.level
+    for _ in range(LIMITS.settle_steps):
+        assert controller.observe(tried, Observation(StepTimes(step=1e6, exposed_comm=1e6))) is None
+    for _ in range(LIMITS.trial_steps - 1):
+        assert controller.observe(tried, real()) is None
+    decision = controller.observe(tried, real())
+    assert decision is not None
+    assert decision.evidence[f"{NAMES[tried]}.step_ms"] == pytest.approx(SLOW.seconds(tried) * 1e3)
+
+
+def test_any_job_is_any_job() -> None:
+    """The drawn jobs hold what they should: every level is the best of some, and dense is enough for others."""
+    drawn = [any_job(random.Random(seed)) for seed in range(400)]
+    assert {least(job) for job in drawn} == set(range(5))
+    enough = sum(share(job, NONE) <= LIMITS.bottleneck for job in drawn)
+    assert 0.1 < enough / len(drawn) < 0.6

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ import pytest
 from hvdplus import cli
 from hvdplus.cli import doctor
 from hvdplus.cli.install_horovod import Framework
+from hvdplus.compression import TABLE, Compressor
+from hvdplus.compression.registry import Row
+from hvdplus.settings import SETTINGS, Settings, variable
 
 
 def test_importing_hvdplus_imports_no_framework_and_no_mpi() -> None:
@@ -98,15 +102,88 @@ def test_a_broken_horovod_is_a_line_of_the_table(
     assert "Horovod that works with torch" in text
 
 
-def test_a_wrong_setting_and_a_misspelt_one_are_shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def settings_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Run the command where ranks can train, in an environment with these settings: exit code, section, last line."""
+    for name in [name for name in os.environ if name.startswith("HVDPLUS_")]:
+        monkeypatch.delenv(name)
+
+    def run(**environ: str) -> tuple[int, str]:
+        with monkeypatch.context() as within:
+            for name, value in environ.items():
+                within.setenv(name, value)
+            code = _run(within, {"torch": {"capability": "AVX2", **BUILT}}, {"torch": "2", "horovod": "0.28.1"})
+        text = capsys.readouterr().out
+        return code, text[text.index("\nSettings") : text.index("\nMissing")] + text.splitlines()[-1]
+
+    return run
+
+
+def test_each_setting_is_shown_with_its_value_and_where_it_is_from(
+    settings_of: Callable[..., tuple[int, str]], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("HVDPLUS_COMPRESION", "fp16")
-    _run(monkeypatch, {}, {})
-    assert re.search("HVDPLUS_COMPRESION +is in the environment, but is no setting", capsys.readouterr().out)
-    monkeypatch.setenv("HVDPLUS_SEED", "soon")
-    _run(monkeypatch, {}, {})
-    assert "HVDPLUS_SEED" in capsys.readouterr().out
+    code, text = settings_of()
+    assert code == 0 and text.endswith("Training on several ranks works through: Horovod (torch).")
+    assert re.search(r"HVDPLUS_CONFIG +- \(default\)", text)
+    assert all(re.search(rf"{variable(name)} +\S+ \(default\): ", text) for name in SETTINGS)
+    path = tmp_path / "hvdplus.yaml"
+    path.write_text("ladder: [none, 'lowrank:2']\ndense_steps: 20\n")
+    code, text = settings_of(HVDPLUS_CONFIG=str(path), HVDPLUS_DENSE_STEPS="30", HVDPLUS_VENV="/x")
+    assert code == 0 and "no setting" not in text
+    assert re.search(rf"HVDPLUS_CONFIG +{path} \(environment\)", text)
+    assert re.search(rf"HVDPLUS_LADDER +none,lowrank:2 \(file {path}\)", text)
+    assert re.search(r"HVDPLUS_DENSE_STEPS +30 \(environment\)", text)
+    assert re.search(rf"HVDPLUS_ERROR_BUDGET +{Settings().error_budget} \(default\)", text)
+
+
+def test_a_misspelt_variable_is_shown_and_does_no_harm(settings_of: Callable[..., tuple[int, str]]) -> None:
+    code, text = settings_of(HVDPLUS_COMPRESION="fp16", HVDPLUS_XYZ="1")
+    found = "is in the environment, but is no setting of hvdplus"
+    assert code == 0
+    assert re.search(f"HVDPLUS_COMPRESION +{found}; did you mean HVDPLUS_COMPRESSION\\?", text)
+    assert re.search(f"HVDPLUS_XYZ +{found}\n", text)
+
+
+@pytest.mark.parametrize(
+    ("environ", "content", "message"),
+    [
+        ({"HVDPLUS_SEED": "soon"}, "", r"HVDPLUS_SEED \(environment\) wants a whole number.*'soon'"),
+        ({"HVDPLUS_COMPRESSION": "lowrnk:4"}, "", r"HVDPLUS_COMPRESSION \(environment\): .*'lowrnk"),
+        ({"HVDPLUS_LADDER": "none,fp17"}, "", r"HVDPLUS_LADDER \(environment\): .*'fp17'"),
+        ({"HVDPLUS_LADDER": "fp16"}, "", r"HVDPLUS_LADDER \(environment\) must begin with none"),
+        ({"HVDPLUS_LADDER": "none,fp16,fp16"}, "", "names a level twice.*none, fp16, fp16"),
+        ({"HVDPLUS_COMPRESSION": "fp16"}, "ladder: [none, fp17]", r"ladder \(file .*yaml\): .*'fp17'"),
+        ({}, "compression: topk:2", r"compression \(file .*yaml\): .*topk:2"),
+        ({}, "dense_stepz: 20", r"dense_stepz \(file .*yaml\) is not a setting; did you mean dense_steps\?"),
+        ({}, "ladder: [none", "HVDPLUS_CONFIG names a file that is not YAML: .*yaml"),
+        ({"HVDPLUS_CONFIG": "/gone.yaml"}, "", "HVDPLUS_CONFIG names a file that cannot be read: .*'/gone.yaml'"),
+    ],
+)
+def test_a_wrong_setting_is_shown_and_counts(
+    settings_of: Callable[..., tuple[int, str]], tmp_path: Path, environ: dict[str, str], content: str, message: str
+) -> None:
+    path = tmp_path / "hvdplus.yaml"
+    path.write_text(content)
+    code, text = settings_of(**{"HVDPLUS_CONFIG": str(path), **environ})
+    assert code == 1 and "A setting is wrong: see Settings." in text
+    (wrong,) = re.findall(r"^  wrong +(.*)$", text, re.MULTILINE)
+    assert re.search(message, wrong)
+
+
+def test_both_levels_that_are_wrong_are_shown(settings_of: Callable[..., tuple[int, str]]) -> None:
+    code, text = settings_of(HVDPLUS_COMPRESSION="gzip", HVDPLUS_LADDER="none,fp17")
+    assert code == 1 and len(re.findall("^  wrong ", text, re.MULTILINE)) == 2
+
+
+def test_another_packages_compressor_that_fails_is_a_line_of_the_table(
+    settings_of: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> Compressor:
+        raise RuntimeError("no licence")
+
+    monkeypatch.setitem(TABLE, "theirs", Row(fails, "theirs"))
+    code, text = settings_of(HVDPLUS_COMPRESSION="theirs")
+    assert code == 1 and re.search("wrong .*RuntimeError: no licence", text)
 
 
 def test_a_probe_that_fails_answers_with_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from hvdplus.buckets import bytes_per_step, make_buckets
 from hvdplus.compression import Array, Chain, Compressor, Context, IntB, LowRank, Ops, Spec, TopK, known, parse
 from hvdplus.compression.foreign import HorovodCompressor
 from hvdplus.exchange import Ladder
-from hvdplus.launch import Compression, check_same_model, choose_ladder, open_log
+from hvdplus.launch import Compression, announce, check_same_model, check_same_settings, choose_ladder, open_log
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 
@@ -25,7 +25,7 @@ OPS = NumpyOps()
 
 
 def choose(asked: Any, world: World = EQUAL, **settings: Any) -> tuple[Ladder, bool]:
-    """The ladder for what a script passes and what the environment says."""
+    """The ladder for what a script passes and what the settings say."""
     return choose_ladder(asked, Settings(**settings), world, OPS)
 
 
@@ -183,8 +183,8 @@ def test_auto_has_the_ladder_of_the_settings() -> None:
 
 @pytest.mark.parametrize("ladder", [("fp16", "none"), ("int8",)])
 def test_a_ladder_that_does_not_begin_dense_is_refused(ladder: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match=f"must begin with none.*HVDPLUS_LADDER={','.join(ladder)}"):
-        choose("auto", ladder=ladder)
+    with pytest.raises(ValueError, match=rf"ladder \(argument\) must begin with none.*Received: {','.join(ladder)}$"):
+        choose_ladder("auto", Settings.load({"ladder": ladder}, {}), EQUAL, OPS)
 
 
 def test_a_ladder_with_a_level_twice_is_refused() -> None:
@@ -280,10 +280,20 @@ def test_a_scripts_own_class_is_not_taken_for_horovods_of_the_same_name() -> Non
     assert isinstance(compressor, HorovodCompressor)
 
 
-def test_the_environment_is_named_where_it_is_wrong() -> None:
-    for settings, variable in (({"compression": "lowrnk:4"}, "COMPRESSION"), ({"ladder": ("none", "fp17")}, "LADDER")):
-        with pytest.raises(ValueError, match=f"HVDPLUS_{variable} in the environment: .*(lowrnk|fp17)"):
-            choose("auto", **settings)
+@pytest.mark.parametrize(("name", "value"), [("compression", "lowrnk:4"), ("ladder", "none,fp17")])
+def test_a_setting_is_named_with_its_place_where_it_is_wrong(name: str, value: str, tmp_path: Path) -> None:
+    file = tmp_path / "hvdplus.yaml"
+    file.write_text(f"{name}: {value}")
+    variable = f"HVDPLUS_{name.upper()}"
+    for settings, where in (
+        (Settings.load({name: value}, {}), f"{name} (argument)"),
+        (Settings.load(environ={variable: value}), f"{variable} (environment)"),
+        (Settings.load(environ={"HVDPLUS_CONFIG": str(file)}), f"{name} (file {file})"),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(where)}: .*(lowrnk|fp17)"):
+            choose_ladder("auto", settings, EQUAL, OPS)
+        if name == "compression":
+            assert choose_ladder("fp16", settings, EQUAL, OPS)[0].names == ("fp16",), "nobody asked for it"
 
 
 @pytest.mark.parametrize("asked", ["gzip", "Auto", "", "int8+topk:0.1", "topk:2"])
@@ -325,6 +335,59 @@ def test_ranks_with_other_models_are_told_of_the_first_difference(theirs: list[A
     for rank, value in ((0, mine), (1, theirs)):
         with pytest.raises(ValueError, match=f"ranks 0 and 1: {named}"):
             check_same_model(value, EQUAL._replace(transport=Several(rank, mine, theirs)))
+
+
+class Listener(Local):
+    """A transport that keeps what it is given to gather."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        self.heard.append(value)
+        return [value]
+
+
+def said(settings: Settings) -> Any:
+    """What a rank tells the others of its settings."""
+    transport = Listener()
+    check_same_settings(settings, choose("auto")[0], EQUAL._replace(transport=transport), passes=1)
+    (value,) = transport.heard
+    return value
+
+
+def test_ranks_with_equal_settings_agree_wherever_each_has_them_from() -> None:
+    """Only rank 0 writes a run log, so the others need not know where."""
+    first = said(Settings.load({"seed": 3}, {}))
+    assert first == said(Settings.load(environ={"HVDPLUS_SEED": "3", "HVDPLUS_RUN_LOG": "x"})) and first["seed"] == 3
+
+
+def test_settings_that_one_rank_alone_passes_are_an_error_on_every_rank() -> None:
+    both = Settings.load({"dense_steps": 20}, {}), Settings.load({}, {})
+    for rank, mine in enumerate(both):
+        world = EQUAL._replace(transport=Several(rank, *map(said, both)))
+        with pytest.raises(ValueError, match="Ranks 0 and 1 differ in dense_steps: 20 against 15. .*same arguments"):
+            check_same_settings(mine, choose("auto")[0], world, passes=1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "settings", "line"),
+    [
+        ("auto", {}, f"auto, ladder {' > '.join(Settings().ladder)}"),
+        ("auto", {"ladder": ("none", "fp16", "lowrank:4")}, "auto, ladder none > fp16 > lowrank:4"),
+        ("auto", {"compression": "lowrank:2"}, "lowrank:2"),
+        ("fp16", {"compression": "lowrank:2"}, "fp16"),
+        ("topk:0.1", {}, "topk:0.1"),
+        (Halving, {}, "Halving"),
+    ],
+)
+def test_rank_0_says_what_an_optimizer_runs_with(
+    asked: Any, settings: dict[str, Any], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in (0, 1):
+        announce(*choose(asked, **settings), EQUAL._replace(transport=Several(rank, 0, 0)))
+    printed = capsys.readouterr()
+    assert printed.err == f"hvdplus: compression {line}\n" and not printed.out
 
 
 def test_only_rank_0_writes_a_log_and_every_optimizer_its_own(tmp_path: Path) -> None:

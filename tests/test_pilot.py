@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -12,10 +13,11 @@ import pytest
 
 from hvdplus import __version__
 from hvdplus.adapters.local import Local
-from hvdplus.controller import Controller, Decision
+from hvdplus.controller import Controller, Decision, Limits, Observation
+from hvdplus.costmodel import LevelCost
 from hvdplus.exchange import Ladder, Plan, SideSlot, side_tensor
 from hvdplus.meter import StepTimes
-from hvdplus.pilot import Pilot
+from hvdplus.pilot import GAUGE_STEPS, TRACE_STEPS, Pilot
 from hvdplus.runlog import RunLog, read
 from hvdplus.settings import Settings
 from hvdplus.transport import World
@@ -36,6 +38,11 @@ SENT = {
 """Bytes a step."""
 
 
+def cost(sent: int, codec: float = 0.0) -> LevelCost:
+    """A fortieth of the bytes leaves last, when nothing hides it any more."""
+    return LevelCost(sent, sent // 40, 4, codec)
+
+
 def make(*names: str, auto: bool = False, ranks: int = 2, log: RunLog | None = None, **settings: int) -> Pilot:
     """A pilot over ``names`` (default: the whole ladder). With ``auto`` it begins dense, and until steps take time its
     controller leaves the level to the test."""
@@ -45,7 +52,7 @@ def make(*names: str, auto: bool = False, ranks: int = 2, log: RunLog | None = N
         Settings(**settings),  # type: ignore[arg-type]
         auto=auto,
         ranks=ranks,
-        payload_bytes=[SENT[name] for name in ladder.names],
+        costs=[cost(SENT[name]) for name in ladder.names],
         log=log or RunLog(None),
     )
 
@@ -57,11 +64,12 @@ def total(*slots: SideSlot, parameters: int = 3) -> np.ndarray:
 
 
 def step(pilot: Pilot, *slots: SideSlot) -> Plan:
-    """One step: it runs the present plan, its side tensor is read, the next plan is made. Returns the plan that ran."""
+    """One step: it runs the present plan, its side tensor is read, the next plan is made. Returns the plan that ran,
+    but for what it gauges."""
     plan = pilot.plan
     pilot.observe(plan, total(*(slots or (SideSlot(),) * pilot.ranks)))
     pilot.advance()
-    return plan
+    return plan._replace(gauge=False)
 
 
 def go(pilot: Pilot, level: str) -> None:
@@ -157,7 +165,7 @@ def test_only_steps_of_finite_gradients_teach() -> None:
     """Whether a rank said so of what it sent, or all ranks saw it in the sums."""
     pilot = make("none", "topk:0.2:16", warm_steps=2)
     for told, healthy in (((), False), (BAD, True), ((), True), (BAD, False), ((), False)):
-        assert pilot.plan == Plan(warms=1)
+        assert pilot.plan._replace(gauge=False) == Plan(warms=1)
         pilot.observe(pilot.plan, total(*(told or (SideSlot(),) * 2)), healthy)
         pilot.advance()
     assert steps(pilot, 2) == [Plan(warms=1), Plan(1, 0, 1.0)]
@@ -171,7 +179,7 @@ def test_a_sum_that_is_not_finite_turns_no_phase_and_pays_out_nothing() -> None:
     for level, plan in (("lowrank:4", Plan(1, 1, 1.0)), ("none", Plan(0, 0, 1 / 3))):
         go(pilot, level)
         for _ in range(2):
-            assert pilot.plan == plan
+            assert pilot.plan._replace(gauge=False) == plan
             pilot.observe(plan, total(SideSlot(), SideSlot()), healthy=False)
             pilot.advance()
     assert steps(pilot, 2) == [Plan(0, 0, 1 / 3), Plan(0, 0, 1 / 2)]
@@ -359,16 +367,18 @@ def test_changing_its_mind_before_a_step_leaves_no_trace() -> None:
 
 
 def test_loss_scaling_leaves_out_levels_with_a_residual() -> None:
-    """A residual would mix units; from the level that keeps one upwards, because the controller walks up."""
+    """A residual would mix units; from the level that keeps one upwards."""
     pilot = make("none", "fp16", "topk:0.2:16", "lowrank:4", auto=True, drain_steps=2)
     go(pilot, "lowrank:4")
     steps(pilot, 3)
     pilot.leave_out_residuals()
     pilot.advance()
     assert steps(pilot, 3) == [Plan(0, 0, 1 / 2), Plan(0, 0, 1.0), Plan()]
-    run = Run(pilot, milliseconds=((50.0, 40.0), (30.0, 20.0), (15.0, 4.0), (5.0, 0.0)))
+    run = Run(pilot, milliseconds=(*SLOW, (5.0, 0.0, 0.0)))
     run.steps(100)
     assert {plan.level for plan in run.plans} == {0, 1}
+    (record,) = (record for record in pilot.log.records if record["kind"] == "forbid")
+    assert record["level"] == "topk:0.2:16" and "loss scaling" in record["reason"]
 
 
 @pytest.mark.parametrize("names", [("none",), ("fp16",), ("none", "qsgd:8")])
@@ -417,24 +427,28 @@ def test_equal_checksums_are_fine() -> None:
 class Run:
     """Drives pilots with side tensors whose times belong to the step before, as in a real job."""
 
-    def __init__(self, *pilots: Pilot, milliseconds: Sequence[tuple[float, float]], slow_rank_ms: float = 0.0) -> None:
-        """``milliseconds``: (step, exposed communication), one entry a level."""
+    def __init__(
+        self, *pilots: Pilot, milliseconds: Sequence[tuple[float, float, float]], slow_rank_ms: float = 0.0
+    ) -> None:
+        """``milliseconds``: (step, exposed communication, hidden communication), one entry a level."""
         self.pilots = pilots
         self.milliseconds = milliseconds
         self.slow_rank_ms = slow_rank_ms
         self.plans: list[Plan] = []
-        """Plan of every step, from step 1 on."""
+        """Plan of every step, from step 1 on, but for what it gauges."""
 
     def steps(self, count: int, loss: float | None = None) -> None:
         for _ in range(count):
             plan = self.pilots[0].plan
+            residual = 0.5 * self.pilots[0].ladder.compressors[plan.level].keeps_residual
             slots = []
             for rank in range(self.pilots[0].ranks):
-                slot = SideSlot()
+                slot = SideSlot(gradient_norm=plan.gauge * 2.0, residual_norm=plan.gauge * residual)
                 if self.plans:
-                    step_ms, exposed_ms = self.milliseconds[self.plans[-1].level]
+                    step_ms, exposed_ms, hidden_ms = self.milliseconds[self.plans[-1].level]
                     waits = exposed_ms + (self.slow_rank_ms if rank else 0.0)
-                    slot = SideSlot(step=step_ms / 1e3, codec=0.001, exposed_comm=waits / 1e3, input_wait=0.0005)
+                    times = StepTimes(step_ms / 1e3, 0.001, waits / 1e3, 0.0005, hidden_ms / 1e3)
+                    slot = slot._replace(**times._asdict())
                 if loss is not None:
                     slot = slot._replace(loss=loss + rank, has_loss=1.0)
                 slots.append(slot)
@@ -443,7 +457,7 @@ class Run:
                 pilot.observe(plan, said)
             after = {pilot.advance() for pilot in self.pilots}
             assert len(after) == 1, "every rank makes the same plan"
-            self.plans.append(plan)
+            self.plans.append(plan._replace(gauge=False))
 
 
 def windows(pilot: Pilot) -> list[dict]:
@@ -454,34 +468,41 @@ def decisions(pilot: Pilot) -> list[dict]:
     return [record for record in pilot.log.records if record["kind"] == "decision"]
 
 
-SLOW = ((50.0, 40.0), (30.0, 20.0), (15.0, 4.0))
-MIDDLE = ((50.0, 40.0), (12.0, 0.1), (12.0, 0.1))
-FAST = ((10.0, 0.1), (10.0, 0.1), (10.0, 0.1))
+# Milliseconds of a step, exposed communication, hidden communication; 1.5 ms are codec and input.
+SLOW = ((50.0, 40.0, 0.0), (30.0, 20.0, 0.0), (15.0, 4.0, 0.0))
+MIDDLE = ((56.5, 15.0, 25.0), (41.6, 0.1, 19.9), (41.6, 0.1, 2.9))
+FAST = ((10.0, 0.1, 3.0), (10.0, 0.1, 1.5), (10.0, 0.1, 0.5))
+GENTLE = ((16.0, 5.0, 0.0), (15.5, 4.5, 0.0), (14.0, 2.0, 0.0))
+"""Dense costs so little more that it is looked at again after 400 steps."""
 
 
-def test_auto_starts_dense_walks_up_and_holds() -> None:
+def test_auto_starts_dense_tries_and_holds() -> None:
     """Four ranks with their own pilots, told the same, agree at every step."""
     pilots = [make(auto=True, ranks=4, dense_steps=15) for _ in range(4)]
     run = Run(*pilots, milliseconds=SLOW)
     run.steps(300)
-    levels = [plan.level for plan in run.plans]
-    assert levels[:15] == [NONE] * 15
-    learning = [i for i, plan in enumerate(run.plans) if plan.warms]
-    assert [run.plans[i] for i in learning] == [Plan(warms=LOWRANK)] * 2
-    assert levels[learning[0] - 1] == FP16 and levels[learning[-1] + 1] == LOWRANK, "right before it begins"
-    others = [level for i, level in enumerate(levels) if i not in learning]
-    assert sorted(others) == others and set(levels[100:]) == {LOWRANK}
-    assert [record["to"] for record in decisions(pilots[0])] == ["fp16", "lowrank:4", "lowrank:4"]
+    # The last dense step's times come with the next, whose plan is made by then.
+    assert run.plans[:16] == [Plan()] * 16
+    assert run.plans[16:18] == [Plan(warms=LOWRANK)] * 2, "right before it begins"
+    assert {plan.level for plan in run.plans[18:]} == {LOWRANK}
+    assert [record["to"] for record in decisions(pilots[0])] == ["lowrank:4", "lowrank:4"]
     assert all(pilot.log.records == pilots[0].log.records for pilot in pilots)
 
 
-@pytest.mark.parametrize("dense_steps", [8, 40])
+def test_auto_comes_back_to_the_least_compression_that_is_enough() -> None:
+    pilot = make(auto=True)
+    run = Run(pilot, milliseconds=MIDDLE)
+    run.steps(300)
+    assert [record["to"] for record in decisions(pilot)] == ["fp16", "lowrank:4", "fp16"]
+    assert {plan.level for plan in run.plans[100:]} == {FP16}
+
+
+@pytest.mark.parametrize("dense_steps", [1, 8, 40])
 def test_auto_is_dense_for_as_many_steps_as_the_settings_say(dense_steps: int) -> None:
     pilot = make(auto=True, dense_steps=dense_steps)
     run = Run(pilot, milliseconds=SLOW)
     run.steps(60)
-    # The last one's times come with the next step, whose plan is made by then.
-    assert [plan.level for plan in run.plans].index(FP16) == dense_steps + 1
+    assert run.plans.index(Plan(warms=LOWRANK)) == dense_steps + 1
 
 
 def test_auto_stays_dense_on_a_fast_link_and_beside_a_slow_rank() -> None:
@@ -497,7 +518,7 @@ def test_auto_stays_dense_on_a_fast_link_and_beside_a_slow_rank() -> None:
 def test_auto_drains_before_it_measures_dense_again() -> None:
     """On its way back to dense the residual is paid out, and the level names of the log stay right all the while."""
     pilot = make(auto=True, drain_steps=4)
-    run = Run(pilot, milliseconds=SLOW)
+    run = Run(pilot, milliseconds=GENTLE)
     run.steps(700)
     back = next(i for i in range(60, 700) if run.plans[i].level == NONE)
     assert [plan.release for plan in run.plans[back - 1 : back + 5]] == [1.0, 1 / 4, 1 / 3, 1 / 2, 1.0, 0.0]
@@ -512,7 +533,7 @@ def test_a_fixed_level_never_decides() -> None:
 
 
 @pytest.mark.parametrize("links", [SLOW, MIDDLE, FAST], ids=("slow", "middle", "fast"))
-def test_windows_carry_the_level_that_ran_and_cover_every_step_once(links: Sequence[tuple[float, float]]) -> None:
+def test_windows_carry_the_level_that_ran_and_cover_every_step_once(links: Sequence[tuple[float, ...]]) -> None:
     pilot = make(auto=True, window_steps=7)
     run = Run(pilot, milliseconds=links)
     run.steps(250, loss=2.0)
@@ -523,11 +544,14 @@ def test_windows_carry_the_level_that_ran_and_cover_every_step_once(links: Seque
         assert window["steps"] == window["last_step"] - window["first_step"] + 1 <= 7
         expected = window["last_step"] + 1
         plans = [run.plans[number - 1] for number in range(window["first_step"], window["last_step"] + 1)]
-        names = {"warming" if plan.warms else pilot.ladder.names[plan.level] for plan in plans}
-        assert {window["level"]} == names
-        step_ms, exposed_ms = links[plans[0].level]
+        assert len({(plan.level, plan.warms, plan.release > 0) for plan in plans}) == 1
+        pays_out = plans[0].release and plans[0].level != LOWRANK
+        name = "warming" if plans[0].warms else "draining" if pays_out else LADDER[plans[0].level]
+        assert window["level"] == name
+        step_ms, exposed_ms, hidden_ms = links[plans[0].level]
         assert window["step_ms"] == pytest.approx(step_ms)
         assert window["exposed_comm_ms"] == pytest.approx(exposed_ms)
+        assert window["overlapped_comm_ms"] == pytest.approx(hidden_ms)
         assert (window["codec_ms"], window["input_wait_ms"]) == pytest.approx((1.0, 0.5))
         assert window["compute_ms"] == pytest.approx(step_ms - exposed_ms - 1.5)
         assert window["payload_bytes"] == SENT[pilot.ladder.names[plans[0].level]], "a step that teaches is dense"
@@ -566,11 +590,14 @@ def test_decisions_are_written_with_reason_and_evidence(tmp_path: Path) -> None:
     Run(pilot, milliseconds=MIDDLE).steps(100)
     written = [record for record in read(path) if record["kind"] == "decision"]
     assert written == decisions(pilot)
-    assert [(record["from"], record["to"]) for record in written] == [("none", "fp16"), ("fp16", "fp16")]
+    steps = [("none", "fp16"), ("fp16", "lowrank:4"), ("lowrank:4", "fp16")]
+    assert [(record["from"], record["to"]) for record in written] == steps
     assert written[0]["step"] == 16, "15 dense steps, whose last times came with the 16th"
-    assert "50.00 ms" in written[0]["reason"]
-    assert written[0]["evidence"] == {"none.step_ms": 50.0, "none.exposed_comm_ms": 40.0, "none.codec_ms": 1.0}
-    assert written[1]["evidence"]["fp16.step_ms"] == pytest.approx(12.0)
+    assert "56.50 ms" in written[0]["reason"] and "fp16 promises 42.00 ms" in written[0]["reason"]
+    measured = {"none.step_ms": 56.5, "none.exposed_comm_ms": 15.0, "none.overlapped_comm_ms": 25.0}
+    assert measured.items() <= written[0]["evidence"].items()
+    assert written[0]["evidence"]["fp16.predicted_step_ms"] == 42.0
+    assert written[1]["evidence"]["fp16.step_ms"] == pytest.approx(41.6)
 
 
 def test_the_log_opens_with_what_the_job_is_and_closes_with_what_it_came_to(tmp_path: Path) -> None:
@@ -579,7 +606,7 @@ def test_the_log_opens_with_what_the_job_is_and_closes_with_what_it_came_to(tmp_
     pilot.describe_run(World(Local(), {"a": 1, "b": 1}, "ring", 0, ()), "torch", parameters=1000)
     run = Run(pilot, milliseconds=MIDDLE)
     run.steps(120)
-    assert pilot.status.startswith("level fp16  step 12.00 ms, of which 0.10 ms")
+    assert pilot.status.startswith("level fp16  step 41.60 ms, of which 0.10 ms")
     came_to = pilot.finish(accuracy=0.97)
     first, *_, last = [json.loads(line) for line in path.read_text().splitlines()]
     assert (first["kind"], first["framework"], first["hvdplus"]) == ("run", "torch", __version__)
@@ -587,11 +614,16 @@ def test_the_log_opens_with_what_the_job_is_and_closes_with_what_it_came_to(tmp_
     assert (first["transport"], first["collective"]) == ("local", "ring")
     assert (first["compression"], first["ladder"]) == ("auto", list(LADDER))
     assert first["payload_bytes"] == {name: SENT[name] for name in LADDER}
+    assert first["levels"] == {
+        name: {"payload_bytes": SENT[name], "last_bytes": SENT[name] // 40, "messages": 4, "codec_ms": 0.0}
+        for name in LADDER
+    }
+    assert first["limits"] == dataclasses.asdict(Limits(dense_steps=15, drain_steps=10, error_budget=1.0))
     assert (first["parameters"], first["gradient_bytes"]) == (1000, 4000)
     assert (last["kind"], last["steps"], last["accuracy"]) == ("end", 120, 0.97)
     assert last["wall_seconds"] >= 0
     assert (came_to["level"], came_to["steps"]) == ("fp16", 120)
-    assert came_to["step_ms"] == pytest.approx(12.0), "of the last level, not of the dense start"
+    assert came_to["step_ms"] == pytest.approx(41.6), "of the last level, not of the dense start"
     assert came_to["exposed_comm_ms"] == pytest.approx(0.1)
 
 
@@ -607,7 +639,7 @@ def test_a_run_that_was_too_short_to_measure_ends_in_peace() -> None:
 def test_steps_that_pay_out_or_teach_are_not_taken_for_dense_ones() -> None:
     """They are dearer than dense steps; measured as such, they would make a level look better than it is."""
     pilot = make("none", "lowrank:4", warm_steps=4, drain_steps=6, window_steps=3)
-    run = Run(pilot, milliseconds=[(10.0, 5.0), (8.0, 1.0)])
+    run = Run(pilot, milliseconds=[(10.0, 5.0, 0.0), (8.0, 1.0, 0.0)])
     run.steps(12)
     go(pilot, "none")
     run.steps(12)
@@ -624,25 +656,25 @@ def test_steps_that_teach_or_pay_out_are_not_shown_to_the_controller(monkeypatch
     shown: list[tuple[int, float]] = []
     observe = Controller.observe
 
-    def spy(controller: Controller, level: int, times: StepTimes) -> Decision | None:
-        shown.append((level, round(times.step * 1e3)))
-        return observe(controller, level, times)
+    def spy(controller: Controller, level: int, seen: Observation) -> Decision | None:
+        shown.append((level, round(seen.times.step * 1e3)))
+        return observe(controller, level, seen)
 
     monkeypatch.setattr(Controller, "observe", spy)
     pilot = make(auto=True, warm_steps=5, drain_steps=7)
     plans: list[Plan] = []
-    costs = (50.0, 30.0, 15.0)  # ms a level
+    costs = (18, 17, 15)  # ms a level
     for _ in range(600):
         slot = SideSlot()
         if plans:  # times are of the step before
-            unlike = plans[-1].warms or (plans[-1].level == NONE and plans[-1].release)
-            slot = SideSlot(step=(999.0 if unlike else costs[plans[-1].level]) / 1e3, exposed_comm=0.005)
+            unlike = plans[-1].warms or (plans[-1].level != LOWRANK and plans[-1].release)
+            slot = SideSlot(step=(999 if unlike else costs[plans[-1].level]) / 1e3, exposed_comm=0.005)
         plans.append(pilot.plan)
         step(pilot, *[slot] * 2)
     assert sum(bool(plan.warms) for plan in plans) >= 10 and sum(0 < plan.release < 1 for plan in plans) >= 6
     assert {level for level, _ in shown} == {NONE, FP16, LOWRANK}
     assert all(milliseconds == costs[level] for level, milliseconds in shown)
-    regular = [plan for plan in plans[:-1] if not plan.warms and not (plan.level == NONE and plan.release)]
+    regular = [plan for plan in plans[:-1] if not plan.warms and not (plan.level != LOWRANK and plan.release)]
     assert [level for level, _ in shown] == [plan.level for plan in regular], "all the others are"
 
 
@@ -658,8 +690,9 @@ def test_what_teaching_steps_take_changes_no_decision() -> None:
 
 def test_auto_passes_over_a_level_that_sends_no_less() -> None:
     """The pilot tells its controller what every level sends."""
-    pilot = Pilot(Ladder(LADDER), Settings(), auto=True, ranks=2, payload_bytes=(4000, 4000, 300), log=RunLog(None))
-    run = Run(pilot, milliseconds=SLOW)
+    costs = [cost(sent) for sent in (4000, 4000, 300)]
+    pilot = Pilot(Ladder(LADDER), Settings(), auto=True, ranks=2, costs=costs, log=RunLog(None))
+    run = Run(pilot, milliseconds=GENTLE)
     run.steps(200)
     assert {plan.level for plan in run.plans} == {NONE, LOWRANK}
 
@@ -684,9 +717,234 @@ def test_the_log_of_a_fixed_level_names_it(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     pilot = make("none", "lowrank:4", log=RunLog(path))
     pilot.describe_run(World(Local(), {"a": 2}, "ring", 0, ()), "torch", parameters=1000)
-    Run(pilot, milliseconds=[(50.0, 40.0), (15.0, 4.0)]).steps(40)
+    Run(pilot, milliseconds=[SLOW[NONE], SLOW[LOWRANK]]).steps(40)
     came_to = pilot.finish()
     first = read(path)[0]
     assert (first["compression"], first["ladder"]) == ("lowrank:4", ["none", "lowrank:4"])
     assert first["payload_bytes"] == {"none": 4000, "lowrank:4": 300}
     assert (came_to["level"], came_to["step_ms"]) == ("lowrank:4", pytest.approx(15.0))
+
+
+# -- what ranks say besides times --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Observation]:
+    """What the controller sees."""
+    shown: list[Observation] = []
+    observe = Controller.observe
+
+    def spy(controller: Controller, level: int, seen: Observation) -> Decision | None:
+        shown.append(seen)
+        return observe(controller, level, seen)
+
+    monkeypatch.setattr(Controller, "observe", spy)
+    return shown
+
+
+TIMED = SideSlot(step=0.02, exposed_comm=0.0001)
+
+
+@pytest.mark.parametrize("names", [("none",), ("none", "lowrank:4"), LADDER])
+def test_every_fifth_plan_asks_how_large_gradients_are(names: tuple[str, ...]) -> None:
+    """Dense, learning and lossy ones alike; but one rank alone has nothing to tell."""
+    for ranks in (1, 2):
+        pilot = make(*names, ranks=ranks, auto=names == LADDER)
+        asked = []
+        for _ in range(31):
+            asked.append(pilot.plan.gauge)
+            step(pilot)
+        assert asked == [ranks > 1 and number % GAUGE_STEPS == 0 for number in range(31)]
+
+
+def test_the_gauge_changes_nothing_else_about_a_plan() -> None:
+    """Neither its program nor its name: a compiled graph and a response cache know the one without."""
+    ladder = Ladder(LADDER)
+    for plan in (Plan(), Plan(LOWRANK, 1, 1.0), Plan(warms=LOWRANK)):
+        gauging = plan._replace(gauge=True)
+        assert ladder.program(gauging) == ladder.program(plan)
+        assert ladder.tensor_name("grad", 3, gauging) == ladder.tensor_name("grad", 3, plan)
+
+
+def test_norms_belong_to_the_step_whose_times_come_with_the_next(seen: list[Observation]) -> None:
+    """Root mean squares over the ranks; an error is the residuals' over the gradients'."""
+    pilot = make(auto=True)
+    for number in range(12):
+        told = [SideSlot(), SideSlot()] if number == 0 else [TIMED._replace(step=0.02 + number / 1e3)] * 2
+        if pilot.plan.gauge:
+            told[0] = told[0]._replace(gradient_norm=3.0 + number, residual_norm=1.0)
+            told[1] = told[1]._replace(gradient_norm=4.0, residual_norm=7.0)
+        step(pilot, *told)
+    assert [round(each.times.step * 1e3) for each in seen] == list(range(21, 32))
+    for number, each in enumerate(seen):
+        if number % GAUGE_STEPS:
+            assert math.isnan(each.error) and math.isnan(each.gradient_norm)
+        else:
+            gradients = math.sqrt(((3.0 + number) ** 2 + 4.0**2) / 2)
+            assert each.gradient_norm == pytest.approx(gradients, rel=1e-6)
+            assert each.error == pytest.approx(5.0 / gradients, rel=1e-6)
+            assert each.error == float(f"{each.error:.7g}"), "no more digits than float32 has"
+
+
+@pytest.mark.parametrize(
+    ("gradient", "residual", "norm", "error"),
+    [
+        (0.0, 0.0, 0.0, math.nan),
+        (0.0, 2.0, 0.0, math.nan),
+        (math.nan, 1.0, math.nan, math.nan),
+        (math.inf, 1.0, math.nan, math.nan),
+        (2.0, math.inf, math.nan, math.nan),
+        (2.0, 0.0, 2.0, 0.0),
+    ],
+)
+def test_norms_that_say_nothing(
+    gradient: float, residual: float, norm: float, error: float, seen: list[Observation]
+) -> None:
+    """Of gradients that are all zero there is no error, of a step that is not taken there is neither."""
+    pilot = make(auto=True)
+    step(pilot, *[SideSlot(gradient_norm=gradient, residual_norm=residual)] * 2)
+    step(pilot, TIMED, TIMED)
+    assert (seen[0].gradient_norm, seen[0].error) == pytest.approx((norm, error), nan_ok=True)
+
+
+def test_the_learning_rate_is_rank_0s_to_seven_digits(seen: list[Observation]) -> None:
+    """As float32 carries it, without the digits that are none."""
+    pilot = make(auto=True)
+    for rate in (0.1, 0.1, 0.0, 1e-5):
+        step(pilot, TIMED._replace(learning_rate=rate), TIMED._replace(learning_rate=7.0))
+    assert [each.learning_rate for each in seen] == [0.0, 0.1, 0.1, 0.0]
+    assert float(np.float32(0.1)) != 0.1
+
+
+def test_decisions_are_made_from_whole_microseconds(seen: list[Observation]) -> None:
+    """So that the log holds exactly what they are made from."""
+    pilot = Pilot(
+        Ladder(LADDER),
+        Settings(),
+        auto=True,
+        ranks=2,
+        costs=[cost(4000, 1e-7), cost(2000, 0.00123456789), cost(300, 0.002)],
+        log=RunLog(None),
+    )
+    assert [each.codec for each in pilot.costs] == [0.0, 0.001235, 0.002]
+    step(pilot)
+    step(pilot, *[SideSlot(step=0.0123456789, codec=1e-7, exposed_comm=0.0011111, overlapped_comm=0.0000009)] * 2)
+    assert seen[0].times == StepTimes(0.012346, 0.0, 0.001111, 0.0, 0.000001)
+
+
+def test_windows_hold_the_median_error() -> None:
+    pilot = make("none", window_steps=20)
+    for number in range(41):
+        told = TIMED if number else SideSlot()
+        if pilot.plan.gauge:
+            told = told._replace(gradient_norm=2.0, residual_norm=[1.0, 9.0, 2.0, 3.0][number // 5 % 4])
+        step(pilot, told, told)
+    assert [window["error"] for window in windows(pilot)] == [1.25, 1.25]
+    pilot = make("none", window_steps=3)
+    for number in range(5):
+        step(pilot, *[TIMED if number else SideSlot()] * 2)
+    assert windows(pilot)[0]["error"] is None, "zero gradients have none"
+
+
+# -- what a replay needs -----------------------------------------------------------------------------------------------
+
+
+def test_the_trace_holds_every_step_that_the_controller_saw(tmp_path: Path, seen: list[Observation]) -> None:
+    """Each once, in order, in whole microseconds, before the decision that it led to; and only in the file."""
+    path = tmp_path / "run.jsonl"
+    pilot = make(auto=True, log=RunLog(path))
+    run = Run(pilot, milliseconds=GENTLE)
+    run.steps(600)
+    pilot.finish()
+    records = read(path)
+    assert all(record["kind"] != "trace" for record in pilot.log.records)
+    traces = [record for record in records if record["kind"] == "trace"]
+    assert max(len(trace["steps"]) for trace in traces) == TRACE_STEPS
+    rows = [row for trace in traces for row in trace["steps"]]
+    assert len(rows) == len(seen)
+    for (level, *micros, error, norm, rate), each in zip(rows, seen, strict=True):
+        assert micros == [GENTLE[level][0] * 1e3, 1000, GENTLE[level][1] * 1e3, 500, GENTLE[level][2] * 1e3]
+        assert all(isinstance(value, int) for value in micros)
+        assert StepTimes(*(value / 1e6 for value in micros)) == each.times
+        gauged = (None if math.isnan(value) else value for value in (each.error, each.gradient_norm))
+        assert (error, norm) == tuple(gauged) and rate == each.learning_rate
+    assert {row[6] for row in rows} == {None, 0.0, 0.25} and {row[7] for row in rows} == {None, 2.0}
+    # A decision stands right after the step that it was made at.
+    for before, record in zip(records, records[1:], strict=False):
+        if record["kind"] == "decision":
+            last = next(each for each in reversed(records[: records.index(record)]) if each["kind"] == "trace")
+            assert last["last_step"] == record["step"] - 1 and before["kind"] in ("trace", "window")
+            assert LADDER[last["steps"][-1][0]] == record["from"]
+
+
+def test_a_fixed_level_leaves_no_trace(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    pilot = make("none", "fp16", log=RunLog(path))
+    pilot.describe_run(World(Local(), {"a": 2}, "ring", 0, ()), "torch", parameters=1000)
+    Run(pilot, milliseconds=[SLOW[NONE], SLOW[FP16]]).steps(120)
+    pilot.finish()
+    assert {record["kind"] for record in read(path)} == {"run", "window", "end"}
+    assert read(path)[0]["limits"] is None
+
+
+def test_a_trace_that_is_not_full_is_written_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    pilot = make(auto=True, log=RunLog(path))
+    run = Run(pilot, milliseconds=FAST)
+    run.steps(12)
+    assert not any(record["kind"] == "trace" for record in read(path))
+    pilot.finish()
+    assert [len(record["steps"]) for record in read(path) if record["kind"] == "trace"] == [11]
+
+
+def test_buckets_that_are_cut_anew_send_something_else(tmp_path: Path) -> None:
+    """The controller decides by what levels send from then on, and the log says what that is."""
+    path = tmp_path / "run.jsonl"
+    pilot = make(auto=True, log=RunLog(path), window_steps=5)
+    run = Run(pilot, milliseconds=GENTLE)
+    run.steps(8)
+    new = [cost(5000), cost(2500, 0.0012344), cost(6000)]
+    pilot.resize(new)
+    run.steps(192)
+    assert pilot.payload_bytes == (5000, 2500, 6000)
+    assert {plan.level for plan in run.plans} == {NONE, FP16}, "the last level sends no less any more"
+    assert [window["payload_bytes"] for window in windows(pilot)][:2] == [4000, 5000]
+    records = read(path)
+    kinds = [record["kind"] for record in records]
+    (record,) = (record for record in records if record["kind"] == "resize")
+    assert record["levels"]["fp16"] == {"payload_bytes": 2500, "last_bytes": 62, "messages": 4, "codec_ms": 1.234}
+    assert kinds.index("trace") < kinds.index("resize"), "what was seen before stands before"
+    assert len(records[kinds.index("trace")]["steps"]) == 7
+    fixed = make("none", "fp16")
+    fixed.resize(new[:2])
+    assert fixed.payload_bytes == (5000, 2500)
+
+
+def test_what_is_forbidden_is_in_the_log_where_it_happened(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    pilot = make(auto=True, log=RunLog(path))
+    run = Run(pilot, milliseconds=SLOW)
+    run.steps(40)
+    assert run.plans[-1].level == LOWRANK
+    pilot.leave_out_residuals()
+    pilot.advance()
+    run.steps(100)
+    records = read(path)
+    at = next(i for i, record in enumerate(records) if record["kind"] == "forbid")
+    assert (records[at]["step"], records[at]["level"]) == (40, "lowrank:4")
+    shown = [row[0] for record in records[:at] if record["kind"] == "trace" for row in record["steps"]]
+    assert shown.count(LOWRANK) == 39 - 18, "all that was seen before"
+    assert {plan.level for plan in run.plans[42:]} == {NONE, FP16}
+    # Once is enough, where nothing is left that keeps a residual, too.
+    other = make("none", "fp16", auto=True)
+    other.leave_out_residuals()
+    assert other.log.records == []
+
+
+def test_a_level_over_the_error_budget_does_not_come_back() -> None:
+    """The settings' budget, in the ranks' own figures."""
+    for budget, levels in ((0.2, {NONE, FP16}), (0.3, {NONE, LOWRANK})):
+        pilot = make(auto=True, error_budget=budget)
+        run = Run(pilot, milliseconds=SLOW)
+        run.steps(300)
+        assert {plan.level for plan in run.plans[100:]} | {NONE} == levels

@@ -12,6 +12,7 @@ import pytest
 
 from hvdplus.adapters.numpy import NumpyOps
 from hvdplus.compression import TABLE, Ops, Spec, parse
+from hvdplus.settings import Settings
 
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
 
@@ -69,3 +70,12 @@ def test_it_gives_up_what_the_readme_says_it_gives_up(vote: Any) -> None:
 def test_wrong_parameters_are_a_clear_error(vote: Any) -> None:
     with pytest.raises(ValueError, match="vote:3"):
         parse("vote:3")
+
+
+def test_the_settings_file_is_one(tmp_path: Path) -> None:
+    (content,) = re.findall(r"```yaml\n(.*?)```", README, flags=re.DOTALL)
+    path = tmp_path / "hvdplus.yaml"
+    path.write_text(content)
+    assert Settings.load(environ={"HVDPLUS_CONFIG": str(path)}) == Settings(
+        compression="auto", ladder=("none", "fp16", "lowrank:2"), dense_steps=20
+    )

@@ -15,7 +15,7 @@ import pytest
 
 from hvdplus.cli import main
 from hvdplus.pilot import DRAINING, WARMING
-from hvdplus.report import closing, picture, stretches, table
+from hvdplus.report import closing, explain, picture, stretches, table
 from hvdplus.runlog import Record, RunLog
 
 SENT = {"none": 493824, "fp16": 246912, "lowrank:4": 23456}
@@ -34,22 +34,29 @@ class Job:
         given |= {"collective": "ring", "compression": "auto", "ladder": list(SENT), "parameters": 123456}
         self.log.write("run", **given | {"gradient_bytes": 493824, "payload_bytes": SENT} | facts)
 
-    def run(self, level: str, steps: int, times: tuple[float, ...] = (), loss: float | None = None) -> Job:
-        """Windows of 10 steps at most; ``times`` default to those of the level."""
+    def run(
+        self, level: str, steps: int, times: tuple[float, ...] = (), loss: float | None = None, **more: float | None
+    ) -> Job:
+        """Windows of 10 steps at most; ``times`` default to those of the level, and ``more`` overrides."""
         times = times or TIMES[level]
         while steps:
             count = min(steps, 10)
             names = ("compute_ms", "codec_ms", "exposed_comm_ms", "input_wait_ms")
             self.log.write(
-                "window", first_step=self.step, last_step=self.step + count - 1, level=level, steps=count,
-                step_ms=sum(times), loss=loss, **dict(zip(names, times, strict=True)),
+                "window", first_step=self.step, last_step=self.step + count - 1, level=level, steps=count, loss=loss,
+                **{"step_ms": sum(times), **dict(zip(names, times, strict=True)), **more},
             )  # fmt: skip
             self.step, steps = self.step + count, steps - count
         self.level = level
         return self
 
-    def decide(self, to: str, reason: str) -> Job:
-        self.log.write("decision", step=self.step, **{"from": self.level}, to=to, reason=reason, evidence={})
+    def decide(self, to: str, reason: str, **evidence: float) -> Job:
+        fields = {"step": self.step, "from": self.level, "to": to, "reason": reason, "evidence": evidence}
+        self.log.write("decision", **fields)
+        return self
+
+    def write(self, kind: str, **fields: Any) -> Job:
+        self.log.write(kind, **fields)
         return self
 
     def end(self, **facts: Any) -> Job:
@@ -84,16 +91,121 @@ def test_the_table_of_a_designed_log() -> None:
     assert facts["gradient"] == "123,456 parameters, 0.494 MB in fp32"
     cells = [re.split(r"\s{2,}", line) for line in lines[8:12]]
     assert cells[0] == [
-        *("steps", "level", "step", "compute", "codec", "exposed comm", "input wait", "MB sent", "ratio", "loss")
+        *("steps", "level", "step", "compute", "codec", "exposed", "hidden", "input", "error", "MB sent", "ratio"),
+        "loss",
     ]
-    assert cells[2] == ["0-14", "none", "19.80", "11.00", "0.40", "8.00", "0.40", "0.494", "1.0 x", "2.00"]
-    assert cells[3] == ["15-299", "fp16", "12.10", "11.00", "0.60", "0.10", "0.40", "0.247", "2.0 x", "0.112"]
+    assert cells[1][1:] == [
+        *("ms", "ms", "ms", "comm ms", "comm ms", "wait ms", "to gradient", "a step", "to fp32", "at end")
+    ]
+    assert cells[2] == ["0-14", "none", "19.80", "11.00", "0.40", "8.00", "-", "0.40", "-", "0.494", "1.0 x", "2.00"]
+    assert cells[3] == ["15-299", "fp16", "12.10", "11.00", "0.60", "0.10", "-", "0.40", "-", "0.247", "2.0 x", "0.112"]
     text = "\n".join(lines)
     assert "  1. step 15, none -> fp16: communication holds up 40% of a 19.80 ms step" in text
     assert "  2. step 27, stays at fp16: fp16 saves 39% of the dense step" in text
     assert lines[-2] == "End: 300 steps in 12.3 s; accuracy 0.986; identical_ranks yes"
     assert lines[-1] == closing(demo().records)
-    assert max(map(len, lines)) <= 100
+    assert max(map(len, lines)) <= 110
+
+
+def test_hidden_communication_and_error_have_columns() -> None:
+    """Medians of what is known: gradients and residuals are not gauged in every window."""
+    job = Job().run("lowrank:4", 20, overlapped_comm_ms=3.25, error=None).run("lowrank:4", 10, error=1.5)
+    row = re.split(r"\s{2,}", table(job.run("lowrank:4", 10, error=1.25).records).splitlines()[10])
+    assert row[:9] == ["0-39", "lowrank:4", "13.00", "11.00", "1.60", "0.00", "3.25", "0.40", "1.38"]
+
+
+def test_the_widest_table_fits() -> None:
+    job = Job(ladder=["none", "topk:0.05+int8"]).run("none", 10_000, (1100.0, 100.0, 1000.0, 100.0), loss=0.00123)
+    job.run("topk:0.05+int8", 10_000, (1100.0, 100.0, 1000.0, 100.0), overlapped_comm_ms=1000.0, error=3.9)
+    job.decide("none", "a reason of many words " * 20, **{"topk:0.05+int8.step_ms": 1.0, "none.step_ms": 2.0})
+    job.write("forbid", step=3, level="topk:0.05+int8", reason="for a reason of many words " * 5)
+    assert 105 < max(map(len, table(job.records).splitlines())) <= 120
+
+
+def test_parts_beyond_their_step_are_no_shares_beyond_100_percent() -> None:
+    """As older logs have them, of sparse gradients."""
+    job = Job(compression="none").run("none", 20, (-3.0, 0.4, 12.0, 0.4))
+    assert "held up 100% of the step (9.80 ms)" in closing(job.records)
+    job = Job(compression="fp16").run("fp16", 20, (-3.0, 0.4, 12.0, 0.4)).run("none", 10, (-3.0, 0.4, 22.0, 0.4))
+    assert closing(job.records).endswith("communication still held up 100% of the step.")
+    job = Job(compression="fp16").run("fp16", 20, (-3.0, 0.4, 12.0, 0.4)).run("none", 10)
+    assert "9.80 ms a step against 8.40 ms dense with the same computation" in closing(job.records)  # which is none
+    assert not re.search(r"-\d\.| -\d", table(job.records))
+
+
+# ------------------------------------------------------------------------------------------------ decisions
+
+EVIDENCE = {
+    "none.step_ms": 19.8, "none.exposed_comm_ms": 8.0, "none.overlapped_comm_ms": 2.25, "none.codec_ms": 0.4,
+    "topk:0.05.step_ms": 15.0, "topk:0.05.exposed_comm_ms": 0.1, "topk:0.05.codec_ms": 3.0,
+    "fp16.predicted_step_ms": 14.9, "lowrank:4.predicted_step_ms": 12.5,
+    "link.ms_per_allreduce": 0.125, "link.ms_per_MB": 20.0, "topk:0.05.error": 1.236,
+}  # fmt: skip
+
+
+def spoken(job: Job) -> list[str]:
+    """The report's decisions, the heading first, each in a line."""
+    block = next(block for block in table(job.records).split("\n\n") if block.startswith("Decisions"))
+    return re.sub(r"\n     ", " ", block).split("\n")
+
+
+def test_a_decision_is_read_out_with_what_it_rests_on() -> None:
+    job = Job(limits={"memory_steps": 40}).run("none", 20).decide("fp16", "try it", **EVIDENCE)
+    assert spoken(job) == [
+        "Decisions, and what each rests on: medians of a level's latest steps, 40 at most",
+        "  1. step 20, none -> fp16: try it Measured: none 19.80 ms a step (8.00 ms exposed, 2.25 ms hidden, 0.40 ms "
+        "codec), topk:0.05 15.00 ms a step (0.10 ms exposed, 3.00 ms codec). Predicted: fp16 14.90 ms, lowrank:4 12.50 "
+        "ms. Link: 0.12 ms an all-reduce and 50.0 MB/s. Residual at topk:0.05: 1.24 times the gradient.",
+    ]
+
+
+@pytest.mark.parametrize("words", range(0, 100, 3))
+def test_a_figure_and_its_unit_stay_together(words: int) -> None:
+    lines = explain(1, {"from": "a" * words, "to": "b", "reason": "10 ms " * 50, "evidence": EVIDENCE}).split("\n")
+    assert len(lines) > 5 and not [line for line in lines if re.match(r" +(ms|MB/s)\b", line)]
+
+
+def test_a_link_whose_time_does_not_depend_on_bytes_has_no_rate() -> None:
+    job = Job().run("none", 20).decide("none", "no", **{"link.ms_per_allreduce": 3.0, "link.ms_per_MB": 0.0})
+    assert spoken(job) == [
+        "Decisions",
+        "  1. step 20, stays at none: no Link: 3.00 ms an all-reduce, whatever it sends.",
+    ]
+
+
+def test_a_decision_of_an_older_log_is_its_reason_alone() -> None:
+    job = Job().run("none", 20).decide("none", "no", **{"none.error": 0.0})
+    assert spoken(job) == ["Decisions", "  1. step 20, stays at none: no"]
+
+
+def test_levels_that_send_no_less_are_passed_over_aloud() -> None:
+    def levels(**sent: float) -> dict[str, Any]:
+        return {"levels": {name: {"payload_bytes": count} for name, count in sent.items()}}
+
+    sparse = levels(none=4e6, fp16=2e6, big=3e6, small=1e6)
+    assert "  passed over  big (sends 3.00 MB, no less than fp16: 2.00 MB)\n" in table(Job(**sparse).records)
+    # Since buckets were cut anew; what users write at the end under that name is theirs.
+    job = Job(**sparse).write("resize", **levels(none=4e6, fp16=2e6, big=1.5e6, small=1.5e6)).end(levels=7)
+    assert "  passed over  small (sends 1.50 MB, no less than big: 1.50 MB)\n" in table(job.records)
+    assert "passed over" not in table(Job(**levels(none=4e6, fp16=2e6)).records)
+    assert "passed over" not in table(Job(compression="big", **sparse).records)
+    assert "passed over" not in table(Job().records)  # an older log
+
+
+def test_refused_levels_are_named_with_their_reasons() -> None:
+    def fact() -> str:
+        return re.sub(r"\s+", " ", table(job.records).split("\n\n")[0].partition("\n  refused ")[2])
+
+    job = Job(ladder=["none", "fp16", "int8", "lowrank:4", "topk:0.01"]).run("lowrank:4", 30)
+    job.decide("fp16", "the residual at lowrank:4 is 5.10 times the gradient (budget 4); fp16 promises 3.00 ms")
+    why = "from step 30 on, since the residual at lowrank:4 is 5.10 times the gradient (budget 4)"
+    assert fact() == f" lowrank:4 {why}"
+    job.run("fp16", 9).write("forbid", step=39, level="int8", reason="it may not")
+    assert fact() == " lowrank:4, int8, topk:0.01 from step 39 on, since it may not"
+
+
+def test_what_is_not_refused_is_not_named() -> None:
+    assert "refused" not in table(demo().records)
 
 
 def test_columns_are_aligned() -> None:
@@ -130,7 +242,7 @@ def test_what_the_records_do_not_hold_is_a_dash() -> None:
     log.write("window", first_step=0, last_step=9, level="none")
     lines = table(log.records).splitlines()
     assert lines[0] == "hvdplus run: the log has no record of who ran."
-    assert re.split(r"\s{2,}", lines[4]) == ["0-9", "none", *["-"] * 8]
+    assert re.split(r"\s{2,}", lines[4]) == ["0-9", "none", *["-"] * 10]
     assert lines[-2] == "The log has no end: the job is still running, or was stopped."
     assert lines[-1] == "Too little was measured (10 steps) to say what hvdplus did."
 
@@ -143,6 +255,11 @@ def test_many_hosts_are_counted() -> None:
 # ------------------------------------------------------------------------------------------ closing sentence
 
 DENSE_BOUND, DENSE_FREE = TIMES["none"], (19.0, 0.2, 0.4, 0.2)
+
+PROMISES = {
+    "none.step_ms": 19.8, "none.exposed_comm_ms": 8.0, "fp16.predicted_step_ms": 20.9,
+    "lowrank:4.predicted_step_ms": 20.1,
+}  # fmt: skip
 
 CASES: dict[str, tuple[Callable[[], Job], str]] = {
     "hidden": (
@@ -177,8 +294,81 @@ CASES: dict[str, tuple[Callable[[], Job], str]] = {
     ),
     "does not pay": (
         lambda: Job().run("none", 15).run("fp16", 12, (19.0, 0.6, 0.1, 0.0)).run("none", 100),
-        "Compression did not pay: the best level tried, fp16, took 19.7 ms a step against 19.8 ms dense, so gradients "
-        "were sent uncompressed.",
+        "Compression did not pay: the best level tried, fp16, took 19.7 ms a step against 19.8 ms dense (1.01 x; its "
+        "computation took 7.60 ms longer), so most steps ran uncompressed.",
+    ),
+    "shorter by computation alone": (
+        lambda: Job().run("none", 15).run("fp16", 100, (5.0, 0.4, 8.0, 0.4)),
+        "Level fp16 made the step no shorter: 13.8 ms a step against 13.8 ms dense with the same computation (1.00 x; "
+        "dense as it ran: 19.8 ms).",
+    ),
+    "shorter by computation too": (
+        lambda: Job().run("none", 15).run("fp16", 100, (9.0, 0.6, 0.1, 0.4)),
+        "Communication was hidden at level fp16: 10.1 ms a step against 17.8 ms dense with the same computation "
+        "(1.76 x; dense as it ran: 19.8 ms).",
+    ),
+    "as good as equal computation": (
+        lambda: Job().run("none", 15).run("fp16", 100, (10.7, 0.6, 0.1, 0.4)),
+        "Communication was hidden at level fp16: 11.8 ms a step against 19.8 ms dense (1.68 x).",
+    ),
+    "nothing saved but 2%": (
+        lambda: Job().run("none", 15).run("fp16", 100, (11.0, 0.4, 7.62, 0.4)),
+        "Level fp16 made the step no shorter: 19.4 ms a step against 19.8 ms dense (1.02 x).",
+    ),
+    "the best is what saved most, not what computed least": (
+        lambda: (
+            Job()
+            .run("none", 100)
+            .run("fp16", 12, (9.0, 0.4, 9.0, 0.4))
+            .run("lowrank:4", 12, (11.0, 8.1, 0.0, 0.4))
+            .run("none", 100)
+        ),
+        "Compression did not pay: the best level tried, lowrank:4, took 19.5 ms a step against 19.8 ms dense (1.02 x), "
+        "so most steps ran uncompressed.",
+    ),
+    "a bottleneck, and no level promised enough": (
+        lambda: (
+            Job()
+            .run("none", 20)
+            .decide("none", "does not pay", **PROMISES)
+            .run("none", 100, DENSE_FREE)
+            .decide("none", "no bottleneck", **{**PROMISES, "none.exposed_comm_ms": 0.9, "none.step_ms": 18.5})
+            .run("none", 100, DENSE_FREE)
+        ),
+        "Communication held up 40% of a 19.8 ms step (step 20), but no level promised enough (lowrank:4, the best: "
+        "20.1 ms): gradients were sent uncompressed.",
+    ),
+    "a bottleneck, and no other level": (
+        lambda: (
+            Job()
+            .run("none", 100, DENSE_FREE)
+            .decide("none", "alas", **{"none.step_ms": 20.0, "none.exposed_comm_ms": 1.1})
+        ),
+        "Communication held up 6% of a 20.0 ms step (step 100), but no other level may run: gradients were sent "
+        "uncompressed.",
+    ),
+    "a bottleneck, and the end": (
+        lambda: Job().run("none", 100, DENSE_FREE).decide("fp16", "try it", **PROMISES).run("fp16", 4),
+        "Communication held up 2% of the step, but no other level ran long enough to compare (104 steps).",
+    ),
+    "no bottleneck, for all decisions": (
+        lambda: (
+            Job()
+            .run("none", 100, DENSE_FREE)
+            .decide("none", "5%", **{**PROMISES, "none.exposed_comm_ms": 1.0, "none.step_ms": 20.0})
+            .decide("none", "an older log")
+        ),
+        "Communication was never the bottleneck (2% of the step): gradients were sent uncompressed.",
+    ),
+    "good, but refused": (
+        lambda: (
+            Job()
+            .run("none", 100)
+            .run("lowrank:4", 12)
+            .decide("none", "the residual at lowrank:4 is 9.00 times the gradient (budget 4)")
+        ),
+        "lowrank:4 took 13.0 ms a step against 19.8 ms dense (1.52 x), but was refused from step 112 on, since the "
+        "residual at lowrank:4 is 9.00 times the gradient (budget 4).",
     ),
     "ended in a trial": (
         lambda: Job().run("none", 15).run("fp16", 7),
@@ -200,8 +390,8 @@ CASES: dict[str, tuple[Callable[[], Job], str]] = {
             .run(DRAINING, 10, (9.0, 0.0, 0.0, 0.0))
             .run("none", 100)
         ),
-        "Compression did not pay: the best level tried, fp16, took 19.7 ms a step against 19.8 ms dense, so gradients "
-        "were sent uncompressed.",
+        "Compression did not pay: the best level tried, fp16, took 19.7 ms a step against 19.8 ms dense (1.01 x; its "
+        "computation took 7.60 ms longer), so most steps ran uncompressed.",
     ),
     "warming is no level": (
         lambda: (
@@ -220,8 +410,8 @@ CASES: dict[str, tuple[Callable[[], Job], str]] = {
             .run("lowrank:4", 12, (19.0, 0.6, 0.1, 0.0))
             .run("none", 100)
         ),
-        "Compression did not pay: the best level tried, lowrank:4, took 19.7 ms a step against 19.8 ms dense, so "
-        "gradients were sent uncompressed.",
+        "Compression did not pay: the best level tried, lowrank:4, took 19.7 ms a step against 19.8 ms dense (1.01 x; "
+        "its computation took 7.60 ms longer), so most steps ran uncompressed.",
     ),
     "nearly nothing": (
         lambda: Job().run("none", 3),

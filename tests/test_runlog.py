@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdplus import __version__
@@ -25,7 +25,7 @@ SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4), max_leaves=12
 )
-FIELDS = st.dictionaries(st.text().filter(lambda name: name not in ("self", "kind")), VALUES, max_size=6)
+FIELDS = st.dictionaries(st.text().filter(lambda name: name not in ("self", "kind", "keep")), VALUES, max_size=6)
 
 
 def strict(value: Any) -> Any:
@@ -46,6 +46,7 @@ def written(path: Path, *records: tuple[str, dict[str, Any]]) -> RunLog:
 
 
 @given(st.lists(FIELDS, max_size=4))
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
 def test_any_json_value_survives_and_memory_equals_file(fields: list[dict[str, Any]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.jsonl"
@@ -105,6 +106,22 @@ def test_folders_are_made_and_the_path_is_absolute(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path / "elsewhere")
     log.write("window", **WINDOW)
     assert log.path == tmp_path / "runs/today/run.jsonl" and read(log.path) == log.records
+
+
+def test_what_is_not_kept_is_only_in_the_file(tmp_path: Path) -> None:
+    """Traces of every step would fill the memory of a job that runs for days."""
+    log = RunLog(tmp_path / "run.jsonl")
+    log.write("window", **WINDOW)
+    log.write("trace", keep=False, steps=[[0, 1.5, None]])
+    log.write("decision", keep=True, **DECISION)
+    assert [record["kind"] for record in log.records] == ["window", "decision"]
+    trace = {"kind": "trace", "steps": [[0, 1.5, None]]}
+    assert read(tmp_path / "run.jsonl") == [log.records[0], trace, log.records[1]]
+    nowhere = RunLog(None)
+    nowhere.write("trace", keep=False, steps=[])
+    assert nowhere.records == []
+    with pytest.raises(TypeError, match="Received: steps=<object"):
+        nowhere.write("trace", keep=False, steps=object())
 
 
 def test_every_record_is_readable_at_once(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,17 +18,20 @@ import tensorflow as tf
 from hvdplus.adapters.keras.ops import TensorFlowOps
 from hvdplus.adapters.keras.rows import mask_bytes, sum_of_rows, union_of_rows
 from hvdplus.buckets import DENSE_ONLY, SPARSE, Bucket, bytes_per_step, compressor_for, make_buckets
-from hvdplus.compression import Compressor, Context, NoCompression
+from hvdplus.calibration import codec_seconds
+from hvdplus.compression import Compressor, Context
+from hvdplus.costmodel import LevelCost, level_costs
 from hvdplus.exchange import SLOT_FLOATS, Ladder, Plan, Program, SideSlot, read_side
-from hvdplus.meter import StepTimes
+from hvdplus.meter import StepTimes, union_seconds
 from hvdplus.pilot import Pilot
 from hvdplus.residual import join, unreleased
 from hvdplus.runlog import RunLog
 from hvdplus.settings import Settings
 from hvdplus.transport import Transport
 
-_PLAN_VALUES = 3
-"""Values that the host returns to the graph besides the next slot's times: program, release, whether all was finite."""
+_PLAN_VALUES = 4
+"""Values that the host returns to the graph besides the next slot's times: program, release, whether to gauge, whether
+all was finite."""
 
 
 class _Lane(NamedTuple):
@@ -75,9 +77,13 @@ class TensorFlowExchange:
         self._idle = transport.size == 1 and (auto or ladder.names == ("none",))
         self._settings = settings
         self.buckets = self._cut(())
-        with tf.init_scope():  # a class of Horovod's is asked by compressing zeros
-            payload_bytes = [bytes_per_step(self.buckets, compressor) for compressor in ladder.compressors]
-        self.pilot = Pilot(ladder, settings, auto=auto, ranks=transport.size, payload_bytes=payload_bytes, log=log)
+        self._codec_seconds: tuple[float, ...] = (0.0,) * len(ladder.names)
+        """Of every level, for all that is not sparse. Within a compiled step the codec cannot be told from the wire."""
+        if transport.size > 1:
+            compiled = functools.partial(tf.function, autograph=False)
+            with tf.init_scope():
+                self._codec_seconds = codec_seconds(self.ops, self.buckets, ladder.compressors, transport, compiled)
+        self.pilot = Pilot(ladder, settings, auto=auto, ranks=transport.size, costs=self._costs(self.buckets), log=log)
         self._last_done = self._last_end = 0.0
         self._sparse: list[int] | None = None
         """Variables with sparse gradients; None: no gradient was seen yet."""
@@ -85,29 +91,36 @@ class TensorFlowExchange:
             plan = self.pilot.plan
             self._program = tf.Variable(ladder.program(plan), dtype=tf.int32, trainable=False, name="hvdplus_program")
             self._release = tf.Variable(plan.release, dtype=tf.float32, trainable=False, name="hvdplus_release")
+            self._gauge = tf.Variable(plan.gauge, dtype=tf.bool, trainable=False, name="hvdplus_gauge")
             self._times = tf.Variable(tf.zeros(len(StepTimes._fields)), trainable=False, name="hvdplus_times")
         self._make_lanes([])
 
-    def reduce(self, grads: Sequence[Any], loss: tf.Tensor | None, data_time: tf.Tensor | None) -> list[tf.Tensor]:
+    def reduce(
+        self,
+        grads: Sequence[Any],
+        loss: tf.Tensor | None = None,
+        data_time: tf.Tensor | None = None,
+        learning_rate: Any = None,
+    ) -> list[tf.Tensor]:
         """Mean gradients over all ranks. Call ``end_step`` after the optimizer has used them.
 
         Args:
             grads: gradients of all variables, in order; IndexedSlices come back dense.
             loss: 0-d, for the run log; None: unknown.
             data_time: seconds since the epoch when the step's input was there; None: unknown.
+            learning_rate: 0-d, of this step, for the pilot; None: unknown.
         """
         self.traces += 1
         self._sort_out_sparse(grads)
         dense = [tf.convert_to_tensor(grad) for grad in grads]
-        with tf.control_dependencies(dense):
-            ready = tf.timestamp()
-        program, release = self._program.read_value(), self._release.read_value()
+        ready = _time_after(dense)
+        program, release, gauge = self._program.read_value(), self._release.read_value(), self._gauge.read_value()
         sums, kept = [], []
-        row_bytes = []
+        row_bytes, begins, ends = [], [], []
         finite = sums_finite = tf.constant(True)
         checksum = tf.constant(0, tf.int64)
         for lane in self._lanes:
-            flat = self._pack(lane, dense)
+            flat, begin = _timed(self._pack(lane, dense))
             rows = self._rows(lane, grads) if lane.height else None
             total, *keep, lane_finite, sum_finite, lane_checksum, sent = tf.switch_case(
                 program,
@@ -116,14 +129,17 @@ class TensorFlowExchange:
             if lane.height:
                 row_bytes.append(sent + mask_bytes(lane.height, self.transport.size))
             total.set_shape([lane.bucket.spec.size])
+            total, end = _timed(total)
+            begins.append(begin)
+            ends.append(end)
             sums.append(total)
             kept.append(keep)
             finite = tf.logical_and(finite, lane_finite)
             sums_finite = tf.logical_and(sums_finite, sum_finite)
             checksum += lane_checksum
-        with tf.control_dependencies(sums):
-            done = tf.timestamp()
-        side_total = self._sum(self._side(finite, checksum, loss), f"{self._prefix}.side")
+        done = _time_after(sums)
+        known = self._known(finite, checksum, loss, learning_rate, self._norms(gauge, program, dense, kept))
+        side_total = self._sum(self._side(known), f"{self._prefix}.side")
         answer = tf.numpy_function(
             self._between_steps,
             [
@@ -131,19 +147,23 @@ class TensorFlowExchange:
                 sums_finite,
                 program,
                 release,
+                gauge,
                 ready if data_time is None else data_time,
                 ready,
                 done,
+                tf.stack(begins) if begins else tf.zeros(0, tf.float64),
+                tf.stack(ends) if ends else tf.zeros(0, tf.float64),
                 tf.add_n(row_bytes) if row_bytes else 0,
             ],
             tf.float64,
         )
         answer.set_shape([_PLAN_VALUES + len(StepTimes._fields)])
-        healthy = answer[2] > 0
+        healthy = answer[3] > 0
         self._commit(program, healthy, kept)
         self._hand_over(program, tf.cast(answer[0], tf.int32))
         self._program.assign(tf.cast(answer[0], tf.int32))
         self._release.assign(tf.cast(answer[1], tf.float32))
+        self._gauge.assign(answer[2] > 0)
         self._times.assign(tf.cast(answer[_PLAN_VALUES:], tf.float32))
         if self._idle:
             return dense
@@ -169,14 +189,18 @@ class TensorFlowExchange:
         if self._sparse:
             self.buckets = self._cut(self._sparse)
             dense = self.buckets[: len(self.buckets) - len(self._sparse)]
-            with tf.init_scope():
-                self.pilot.resize([bytes_per_step(dense, compressor) for compressor in self._ladder.compressors])
+            share = sum(bucket.spec.size for bucket in dense) / sum(bucket.spec.size for bucket in self.buckets)
+            self._codec_seconds = tuple(share * seconds for seconds in self._codec_seconds)
+            self.pilot.resize(self._costs(dense))
             self._make_lanes(self._sparse)
+
+    def _costs(self, buckets: Sequence[Bucket]) -> tuple[LevelCost, ...]:
+        with tf.init_scope():  # a class of Horovod's is asked by compressing zeros
+            return level_costs(buckets, self._ladder.compressors, self._codec_seconds)
 
     def _make_lanes(self, sparse: Sequence[int]) -> None:
         with tf.init_scope():  # variables belong to no trace
             self._lanes = [] if self._idle else [self._make_lane(bucket, sparse) for bucket in self.buckets]
-            self._codec_seconds = [self._calibrate(level) for level in range(len(self._ladder.names))]
 
     def _cut(self, sparse: Sequence[int]) -> tuple[Bucket, ...]:
         """Buckets of all variables; each of the ``sparse`` ones has its own, at the end."""
@@ -307,21 +331,54 @@ class TensorFlowExchange:
     def _sum(self, array: tf.Tensor, name: str) -> tf.Tensor:
         return self.transport.wait(self.transport.start(array, name))
 
-    def _side(self, finite: tf.Tensor, checksum: tf.Tensor, loss: tf.Tensor | None) -> tf.Tensor:
-        """This rank's side tensor, laid out as ``hvdplus.exchange.side_tensor`` does, with no parameters to count."""
+    def _norms(
+        self, gauge: tf.Tensor, program: tf.Tensor, dense: Sequence[tf.Tensor], kept: list[list[tf.Tensor]]
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Norms of this rank's gradients and of what sending leaves behind, where they are asked for."""
+        nothing = tf.constant(0.0), tf.constant(0.0)
+        if not kept:
+            return nothing
+        keeps = [self._ladder.compressors[used.level].keeps_residual for used in self._ladder.programs]
+
+        def norms() -> tuple[tf.Tensor, tf.Tensor]:
+            left = tf.linalg.global_norm([residual for residual, _ in kept])
+            return (
+                tf.linalg.global_norm([tf.cast(grad, tf.float32) for grad in dense]),
+                tf.where(tf.gather(tf.constant(keeps), program), left, 0.0),
+            )
+
+        return tf.cond(gauge, norms, lambda: nothing)
+
+    def _known(
+        self,
+        finite: tf.Tensor,
+        checksum: tf.Tensor,
+        loss: tf.Tensor | None,
+        learning_rate: Any,
+        norms: tuple[tf.Tensor, tf.Tensor],
+    ) -> SideSlot:
+        """This rank's slot, of 0-d tensors."""
+
+        def number(value: Any) -> tf.Tensor:
+            return (
+                tf.constant(0.0) if value is None else tf.cast(tf.reshape(tf.convert_to_tensor(value), []), tf.float32)
+            )
+
         bits = tf.bitwise.bitwise_and(checksum, 0xFFFFFFFF)
-        step, codec, exposed_comm, input_wait = tf.unstack(self._times.read_value())
-        known = SideSlot(
+        return SideSlot(
             nonfinite=tf.where(finite, 0.0, 1.0),
             checksum_high=tf.cast(tf.bitwise.right_shift(bits, tf.constant(16, tf.int64)), tf.float32),
             checksum_low=tf.cast(tf.bitwise.bitwise_and(bits, 0xFFFF), tf.float32),
-            step=step,
-            codec=codec,
-            exposed_comm=exposed_comm,
-            input_wait=input_wait,
-            loss=tf.constant(0.0) if loss is None else tf.cast(tf.reshape(loss, []), tf.float32),
+            **dict(zip(StepTimes._fields, tf.unstack(self._times.read_value()), strict=True)),
+            loss=number(loss),
             has_loss=tf.constant(0.0 if loss is None else 1.0),
+            learning_rate=number(learning_rate),
+            gradient_norm=norms[0],
+            residual_norm=norms[1],
         )
+
+    def _side(self, known: SideSlot) -> tf.Tensor:
+        """This rank's side tensor, laid out as ``hvdplus.exchange.side_tensor`` does, with no parameters to count."""
         before = tf.zeros(self.transport.rank * SLOT_FLOATS)
         after = tf.zeros((self.transport.size - 1 - self.transport.rank) * SLOT_FLOATS)
         return tf.concat([before, tf.stack(list(known)), after], axis=0)
@@ -332,30 +389,47 @@ class TensorFlowExchange:
         sums_finite: Any,
         program: Any,
         release: Any,
+        gauge: Any,
         data: Any,
         ready: Any,
         done: Any,
+        begins: np.ndarray,
+        ends: np.ndarray,
         row_bytes: Any,
     ) -> np.ndarray:
-        """On the host, once a step: (next program, its release, 1 if all was finite, this step's times)."""
+        """On the host, once a step: (next program, its release, 1 to gauge, 1 if all was finite, this step's times)."""
         used = self._ladder.programs[int(program)]
-        plan = Plan(used.level, used.phase, float(release), used.warms)
+        plan = Plan(used.level, used.phase, float(release), used.warms, bool(gauge))
         slots, _ = read_side(total, self.transport.size)
         healthy = bool(sums_finite) and not any(slot.nonfinite for slot in slots)
         self.pilot.row_bytes = int(row_bytes)
         self.pilot.observe(plan, total, healthy)
-        times = StepTimes()
-        if self._last_done:
-            # Within the compiled step the codec cannot be told from the wire; its speed was measured beforehand.
-            waited = max(0.0, float(done - ready))
-            codec = min(self._codec_seconds[plan.level], waited) if self.transport.size > 1 else 0.0
-            input_wait = max(0.0, float(data) - self._last_end) if self._last_end and data < ready else 0.0
-            step = float(done) - self._last_done
-            exposed = waited - codec if self.transport.size > 1 else 0.0
-            times = StepTimes(step, codec, exposed, min(input_wait, step))
+        times = self._step_times(plan.level, float(data), float(ready), float(done), begins, ends)
         self._last_done = float(done)
         following = self.pilot.advance()
-        return np.array([self._ladder.program(following), following.release, float(healthy), *times], dtype=np.float64)
+        coming = self._ladder.program(following), following.release, following.gauge
+        return np.array([*coming, healthy, *times], dtype=np.float64)
+
+    def _step_times(
+        self, level: int, data: float, ready: float, done: float, begins: np.ndarray, ends: np.ndarray
+    ) -> StepTimes:
+        """Times of the step that ends now. All arguments but the level are seconds since the epoch: when the input was
+        there, all gradients, all sums; and for every bucket, when its gradients and when its sum."""
+        if not self._last_done:
+            return StepTimes()
+        step = done - self._last_done
+        waited = min(max(0.0, done - ready), step)
+        input_wait = max(0.0, data - self._last_end) if self._last_end and data < ready else 0.0
+        input_wait = min(input_wait, step - waited)
+        if self.transport.size == 1:
+            return StepTimes(step, input_wait=input_wait)
+        codec = min(self._codec_seconds[level], waited)
+        # A bucket is encoded before its sum begins, and only then is the wire busy with it.
+        sizes = np.array([lane.bucket.spec.size for lane in self._lanes])
+        sent = np.maximum(begins, self._last_done) + codec * sizes / sizes.sum()
+        exposed = waited - codec
+        overlapped = max(0.0, union_seconds(zip(sent, ends, strict=True)) - exposed)
+        return StepTimes(step, codec, exposed, input_wait, overlapped)
 
     def _note_end(self, now: Any) -> None:
         self._last_end = float(now)
@@ -428,34 +502,6 @@ class TensorFlowExchange:
                 reduced[i] = tf.cast(part * tf.cast(self._scale, part.dtype), dense[i].dtype)
         return reduced
 
-    def _calibrate(self, level: int) -> float:
-        """Seconds that the codec of a level takes for the whole model, measured once on this machine.
-
-        The least of a few runs, less the least that a call costs that does nothing.
-        """
-        compressor = self._ladder.compressors[level]
-        lanes = [lane for lane in self._lanes if lane.bucket.dtype != DENSE_ONLY]
-        if isinstance(compressor, NoCompression) or not lanes:
-            return 0.0
-
-        def codec(lane: _Lane, grad: tf.Tensor) -> list[tf.Tensor]:
-            state = lane.states[level].read_value() if level in lane.states else None
-            ctx = self._context(lane, level, 0, state)
-            if not compressor.keeps_residual:
-                return [compressor.decode(self.ops, ctx, compressor.encode(self.ops, ctx, grad))]
-            payload, *kept = compressor.send(self.ops, ctx, grad, grad)
-            summed = compressor.decode(self.ops, ctx, payload)
-            return [summed, *kept, *compressor.advance(self.ops, ctx, payload).state]
-
-        def everything(grads: list[tf.Tensor]) -> list[tf.Tensor]:
-            return [array for lane, grad in zip(lanes, grads, strict=True) for array in codec(lane, grad)]
-
-        grads = [tf.zeros(lane.bucket.spec.size) for lane in lanes]
-        nothing = _least_seconds(
-            tf.function(lambda arrays: [tf.reshape(array, [-1])[:1] for array in arrays], autograph=False), grads
-        )
-        return max(0.0, _least_seconds(tf.function(everything, autograph=False), grads) - nothing)
-
 
 def _flat(state: Sequence[tf.Tensor]) -> tf.Tensor:
     """A context's arrays as one vector of float32."""
@@ -463,12 +509,22 @@ def _flat(state: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.concat(parts, axis=0) if parts else tf.zeros(0)
 
 
-def _least_seconds(function: Callable[[list[tf.Tensor]], list[tf.Tensor]], grads: list[tf.Tensor]) -> float:
-    """Wall time of the fastest of five calls, after one that traces."""
-    seconds = []
-    for _ in range(6):
-        began = time.perf_counter()
-        for result in function(grads):
-            result.numpy()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds[1:])
+def _time_after(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Seconds since the epoch when all of them are there.
+
+    TensorFlow would keep timestamps in the order of the program, and everything else that has effects with them.
+    """
+    with tf.control_dependencies(tensors):
+        now = tf.timestamp()
+    if not tf.executing_eagerly():
+        order = getattr(now.graph, "experimental_acd_manager", None)
+        if order is not None:
+            order.run_independently(now.op)
+    return now
+
+
+def _timed(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """A tensor and when it was there. Its users wait for the timestamp: left to itself, it may be taken late."""
+    now = _time_after([tensor])
+    with tf.control_dependencies([now]):
+        return tf.identity(tensor), now

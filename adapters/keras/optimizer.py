@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from hvdplus.adapters.keras.exchange import TensorFlowExchange
 from hvdplus.adapters.keras.ops import TensorFlowOps
-from hvdplus.launch import check_same_model, check_same_settings, choose_ladder, open_log
+from hvdplus.launch import announce, check_same_model, check_same_settings, choose_ladder, open_log
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 
@@ -32,12 +32,18 @@ LOSS_SCALING = (
 
 
 def wrap(
-    optimizer: keras.optimizers.Optimizer, world: World, *, compression: Any, passes: int, average: bool
+    optimizer: keras.optimizers.Optimizer,
+    world: World,
+    *,
+    compression: Any,
+    settings: Mapping[str, Any] | None,
+    passes: int,
+    average: bool,
 ) -> keras.optimizers.Optimizer:
     """The optimizer as an instance of a subclass of its own class, sharing its variables.
 
     Raises:
-        ValueError: wrapped twice, not a Keras 3 optimizer, or an unknown compression.
+        ValueError: wrapped twice, not a Keras 3 optimizer, an unknown compression, or a wrong setting.
     """
     if isinstance(optimizer, _Distributed):
         raise ValueError(
@@ -56,13 +62,15 @@ def wrap(
                 f"Received: {passes} and {optimizer.gradient_accumulation_steps}"
             )
         optimizer.gradient_accumulation_steps = passes
-    ladder, auto = choose_ladder(compression, Settings.from_environment(), world, TensorFlowOps())
+    resolved = Settings.load(settings)
+    ladder, auto = choose_ladder(compression, resolved, world, TensorFlowOps())
+    announce(ladder, auto, world)
     # The class keeps name and module of the user's, so that a saved model loads without hvdplus.
     base = optimizer.__class__
     kind = type(base.__name__, (_Distributed, base), {"__module__": base.__module__})
     wrapped: Any = kind.__new__(kind)  # type: ignore[call-overload]
     wrapped.__dict__.update(optimizer.__dict__)
-    wrapped.__dict__["_hvdplus"] = _Setup(world, ladder, auto, average, next(_instances))
+    wrapped.__dict__["_hvdplus"] = _Setup(world, resolved, ladder, auto, average, next(_instances))
     if optimizer.built:
         wrapped._hvdplus.connect(wrapped._trainable_variables)
     return wrapped
@@ -71,8 +79,9 @@ def wrap(
 class _Setup:
     """What the wrapper carries: the job, the choice of levels and, once variables are known, the exchange."""
 
-    def __init__(self, world: World, ladder: Any, auto: bool, average: bool, instance: int) -> None:
+    def __init__(self, world: World, settings: Settings, ladder: Any, auto: bool, average: bool, instance: int) -> None:
         self.world = world
+        self.settings = settings
         self.ladder = ladder
         self.auto = auto
         self.average = average
@@ -99,18 +108,17 @@ class _Setup:
         with tf.init_scope():
             # Not the names: `dense_7` depends on what was made before.
             check_same_model(list(zip(shapes, dtypes, strict=True)), self.world)
-        settings = Settings.from_environment()
         with tf.init_scope():
-            check_same_settings(settings, self.ladder, self.world, auto=self.auto, average=self.average)
+            check_same_settings(self.settings, self.ladder, self.world, auto=self.auto, average=self.average)
         self.positions = {id(v.value): i for i, v in enumerate(variables)}
         self.exchange = TensorFlowExchange(
             shapes,
             dtypes,
             self.world.transport,
-            settings,
+            self.settings,
             ladder=self.ladder,
             auto=self.auto,
-            log=open_log(settings, self.world, self.instance),
+            log=open_log(self.settings, self.world, self.instance),
             prefix=f"hvdplus{self.instance}",
             average=self.average,
         )
@@ -156,7 +164,7 @@ class _Distributed:
         present = dict(zip(places, grads, strict=True))
         # Keras drops variables without a gradient; the exchange is the same in every step, so they send zeros.
         complete = [present.get(i, missing) for i, missing in enumerate(exchange.zeros())]
-        reduced = exchange.reduce(complete, loss, data_time)
+        reduced = exchange.reduce(complete, loss, data_time, learning_rate)
         grads = super()._clip_gradients([reduced[place] for place in places])  # type: ignore[misc]
         super()._backend_update_step(grads, trainable_variables, learning_rate)  # type: ignore[misc]
         exchange.end_step([tf.convert_to_tensor(v) for v in trainable_variables])

@@ -6,6 +6,7 @@ is written to ``.grad``. Nothing else of the user's is touched.
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,8 +18,10 @@ import torch
 
 from hvdplus.adapters.torch.ops import TorchOps
 from hvdplus.adapters.torch.rows import SharedRows, as_sparse, rows_used
-from hvdplus.buckets import DENSE_ONLY, SPARSE, Bucket, bytes_per_step, compressor_for, make_buckets
+from hvdplus.buckets import DENSE_ONLY, SPARSE, Bucket, compressor_for, make_buckets
+from hvdplus.calibration import codec_seconds
 from hvdplus.compression import Compressor, Context
+from hvdplus.costmodel import LevelCost, level_costs
 from hvdplus.exchange import Ladder, Plan, SideSlot, read_side, side_tensor, split_checksum
 from hvdplus.meter import StepMeter
 from hvdplus.pilot import Pilot
@@ -107,14 +110,12 @@ class TorchExchange:
         self._rows: dict[int, SharedRows] = {}
         """Those of them whose rows are shared."""
         self.buckets = self._cut()
-        self.pilot = Pilot(
-            ladder,
-            settings,
-            auto=auto,
-            ranks=transport.size,
-            payload_bytes=[bytes_per_step(self.buckets, compressor) for compressor in ladder.compressors],
-            log=log,
-        )
+        self._codec_seconds: tuple[float, ...] = (0.0,) * len(ladder.names)
+        """Of every level, for all parameters; 0: not tried."""
+        if auto and transport.size > 1:  # with contexts and memory of its own
+            ops = TorchOps(self._device)
+            self._codec_seconds = codec_seconds(ops, self.buckets, ladder.compressors, transport)
+        self.pilot = Pilot(ladder, settings, auto=auto, ranks=transport.size, costs=self._costs(), log=log)
         self.plan = self.pilot.plan
         self._make_lanes()
         self._passes_left = [passes] * len(self.parameters)
@@ -137,8 +138,11 @@ class TorchExchange:
         """Count backward passes anew, after their number or the optimizer's state changed between two steps."""
         self._passes_left = [self.passes] * len(self.parameters)
 
-    def finish(self) -> None:
-        """Send what is left, wait, and write the reduced gradients to ``.grad``. All ranks call it once a step."""
+    def finish(self, learning_rate: float = 0.0) -> None:
+        """Send what is left, wait, and write the reduced gradients to ``.grad``. All ranks call it once a step.
+
+        ``learning_rate``: of the coming step, for the pilot; 0: unknown.
+        """
         self._pay_again()
         if self._late:  # begun one step ago: here by now
             plan, side = self._late
@@ -148,7 +152,7 @@ class TorchExchange:
         with self.meter.codec():
             for rows in self._rows.values():
                 rows.start()
-        slot = self._slot()
+        slot = self._slot(learning_rate)
         # Two names alternate: the last one may still be in flight where it was not awaited.
         self._side_count += 1
         side = _Side(
@@ -157,7 +161,7 @@ class TorchExchange:
             f"{self._prefix}.side.{self._side_count % 2}",
         )
         for lane in self._lanes:
-            with self.meter.exposed_comm():
+            with self.meter.awaited(lane.bucket.number):
                 lane.total = self.transport.wait(lane.handle)
             with self.meter.codec():
                 self._decode(lane)
@@ -175,8 +179,10 @@ class TorchExchange:
                     # Finite payloads can still have a sum beyond float32; it is the same on every rank.
                     healthy = not any(slot.nonfinite for slot in slots) and self._sums_are_finite()
                     self._settle(healthy)
+        with self.meter.exposed_comm():
+            reduced_rows = {i: rows.receive(self._scale) for i, rows in self._rows.items()}
         with self.meter.codec():
-            self._deliver(used, users)
+            self._deliver(used, users, reduced_rows)
         if awaited:
             self.pilot.observe(self.plan, side.total(), healthy)
             self._late = None
@@ -226,6 +232,12 @@ class TorchExchange:
         )
         return tuple(bucket._replace(parameters=tuple(dense[i] for i in bucket.parameters)) for bucket in buckets)
 
+    def _costs(self) -> tuple[LevelCost, ...]:
+        """What every level costs, with parameters whose rows are shared left out."""
+        total = sum(p.numel() for p in self.parameters)
+        share = sum(bucket.spec.size for bucket in self.buckets) / total if total else 0.0
+        return level_costs(self.buckets, self._ladder.compressors, [share * s for s in self._codec_seconds])
+
     def _make_lanes(self) -> None:
         self._lanes = [] if self.idle else [self._make_lane(bucket) for bucket in self.buckets]
         self._place_of = {
@@ -248,7 +260,7 @@ class TorchExchange:
                 self._rows[i] = SharedRows(parameter, self.transport, self.ops, f"{self._prefix}.rows.{i}")
         if self._rows:
             self.buckets = self._cut()
-            self.pilot.resize([bytes_per_step(self.buckets, compressor) for compressor in self._ladder.compressors])
+            self.pilot.resize(self._costs())
             self._make_lanes()
 
     def _make_lane(self, bucket: Bucket) -> _Lane:
@@ -297,6 +309,7 @@ class TorchExchange:
         if self._passes_left[i] == 0 and parameter.grad is not None:
             self._versions[i] = parameter.grad._version
         if self._passes_left[i] == 0 and self._sorted and i not in self._rows:
+            self.meter.look()
             with self.meter.codec(), torch.no_grad():
                 self._pack(i, parameter.grad)
                 self._send_ready()
@@ -339,6 +352,7 @@ class TorchExchange:
                     lane.pending = unreleased(lane.residual, self.plan.release)
             name = self._ladder.tensor_name(self._prefix, lane.bucket.number, self.plan)
             lane.handle = self.transport.start(lane.payload, name)
+            self.meter.sum_begins(lane.bucket.number, functools.partial(self.transport.done, lane.handle))
 
     def _send_rest(self) -> np.ndarray:
         """Fill in what the backward pass did not deliver, and send; returns which parameters have a gradient here."""
@@ -360,7 +374,7 @@ class TorchExchange:
             self._send_ready()
         return used
 
-    def _slot(self) -> SideSlot:
+    def _slot(self, learning_rate: float) -> SideSlot:
         checksum = 0
         if not self.idle:
             for lane in self._lanes:
@@ -374,7 +388,23 @@ class TorchExchange:
             *times,
             loss=0.0 if math.isnan(loss) else loss,
             has_loss=float(not math.isnan(loss)),
+            learning_rate=learning_rate,
+            **self._norms(),
         )
+
+    def _norms(self) -> dict[str, float]:
+        """Norms of the gradients, which are still this rank's own, and of what sending leaves behind."""
+        if not self.plan.gauge or self.idle:
+            return {}
+        with self.meter.codec():
+            fresh = [
+                p.grad.coalesce().values() if p.grad.is_sparse else p.grad
+                for p in self.parameters
+                if p.grad is not None
+            ]
+            left = [lane.pending for lane in self._lanes if lane.pending is not None]
+            keeps = self._ladder.compressors[self.plan.level].keeps_residual
+            return {"gradient_norm": _norm(fresh), "residual_norm": _norm(left if keeps else [])}
 
     def _decode(self, lane: _Lane) -> None:
         """Sum of payloads -> sum of gradients, in ``lane.sum``."""
@@ -408,12 +438,10 @@ class TorchExchange:
                 if compressor.settles:  # a plain all-reduce would have delivered it: so does this
                     lane.sum = torch.full_like(lane.sum, math.nan)
 
-    def _deliver(self, used: np.ndarray, users: np.ndarray) -> None:
+    def _deliver(self, used: np.ndarray, users: np.ndarray, reduced_rows: dict[int, torch.Tensor]) -> None:
         """Write means to ``.grad``; a parameter that nobody used keeps ``grad=None``."""
         with torch.no_grad():
-            for i, rows in self._rows.items():
-                with self.meter.exposed_comm():
-                    reduced = rows.receive(self._scale)
+            for i, reduced in reduced_rows.items():
                 if users[i]:
                     self.parameters[i].grad = reduced
             for i, (lane, part, shape) in self._place_of.items():
@@ -433,3 +461,15 @@ class TorchExchange:
                     torch.mul(mean, self._scale, out=grad)
                 else:
                     grad.copy_(mean * self._scale)
+
+
+def _norm(tensors: Sequence[torch.Tensor]) -> float:
+    """Euclidean norm of all elements together."""
+    if not tensors:
+        return 0.0
+    with torch.no_grad():
+        # In half precision the norm of one tensor may be infinite already.
+        norms = [
+            torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)).float() for t in tensors
+        ]
+        return float(torch.linalg.vector_norm(torch.stack(norms)))

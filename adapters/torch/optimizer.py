@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from hvdplus.adapters.torch.exchange import TorchExchange
 from hvdplus.adapters.torch.ops import TorchOps
-from hvdplus.launch import check_same_model, check_same_settings, choose_ladder, open_log
+from hvdplus.launch import announce, check_same_model, check_same_settings, choose_ladder, open_log
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 
@@ -28,6 +28,7 @@ def wrap(
     world: World,
     *,
     compression: Any,
+    settings: Mapping[str, Any] | None,
     passes: int,
     average: bool,
     sparse_as_dense: bool,
@@ -36,7 +37,7 @@ def wrap(
 
     Raises:
         ValueError: wrapped twice, names missing or repeated, parameters that cannot be reduced, another model on
-            another rank, or an unknown compression.
+            another rank, an unknown compression, or a wrong setting.
     """
     if isinstance(optimizer, _Distributed):
         raise ValueError(
@@ -50,10 +51,11 @@ def wrap(
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     _check_types(parameters, names)
     check_same_model([(names[id(p)], tuple(p.shape), str(p.dtype)) for p in parameters], world)
-    settings = Settings.from_environment()
-    ladder, auto = choose_ladder(compression, settings, world, TorchOps())
+    resolved = Settings.load(settings)
+    ladder, auto = choose_ladder(compression, resolved, world, TorchOps())
+    announce(ladder, auto, world)
     check_same_settings(
-        settings, ladder, world, auto=auto, passes=passes, average=average, sparse_as_dense=sparse_as_dense
+        resolved, ladder, world, auto=auto, passes=passes, average=average, sparse_as_dense=sparse_as_dense
     )
     kind = type(optimizer.__class__.__name__, (_Distributed, optimizer.__class__), {"__module__": __name__})
     wrapped: Any = kind.__new__(kind)  # type: ignore[call-overload]
@@ -61,11 +63,11 @@ def wrap(
     # A learning-rate scheduler patches `step` on the instance; ours has to come first. It still sees our groups.
     wrapped.__dict__.pop("step", None)
     instance = next(_instances)
-    log = open_log(settings, world, instance)
+    log = open_log(resolved, world, instance)
     wrapped._exchange = TorchExchange(
         parameters,
         world.transport,
-        settings,
+        resolved,
         ladder=ladder,
         auto=auto,
         log=log,
@@ -109,7 +111,7 @@ class _Distributed(torch.optim.Optimizer):
         if self._synchronized and not self._exchange.in_flight:  # the means would be exchanged, with residuals, again
             warnings.warn("optimizer.synchronize() called twice. Nothing is exchanged a second time.", stacklevel=2)
             return
-        self._exchange.finish()
+        self._exchange.finish(self._learning_rate())
         self._synchronized = True
 
     @contextmanager
@@ -185,11 +187,15 @@ class _Distributed(torch.optim.Optimizer):
         """The pilot: present plan, level names, measured times, run log."""
         return self._exchange.pilot
 
+    def _learning_rate(self) -> float:
+        """The first group's, which schedulers change with all others; 0: it has none."""
+        return float(self.param_groups[0].get("lr", 0.0))
+
     def _exchanging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def exchanged() -> Any:
             with torch.enable_grad():
                 loss = closure()
-            self._exchange.finish()
+            self._exchange.finish(self._learning_rate())
             return loss
 
         return exchanged

@@ -16,8 +16,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("doctor", "show versions, MPI and settings, and how to mend what is missing"),
     "install-horovod": ("install_horovod", "build and install Horovod for the PyTorch, TensorFlow and MPI found here"),
     "compressors": ("compressors", "list the compressors: what each of them sends, keeps and learns"),
-    "plan": ("plan", "estimate what compressors would send and cost for a model, without running it"),
+    "plan": ("plan", "say what compression would cost and save: for a model, or on more ranks from a run log"),
     "report": ("report", "show what a run did: times, levels, decisions"),
+    "replay": ("replay", "decide once more from a run log's figures, with other limits if you like"),
 }
 
 

@@ -15,9 +15,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hvdplus.adapters.local import Local
+from hvdplus.adapters.numpy import NumpyOps
+from hvdplus.cli.compressors import reason
 from hvdplus.cli.install_horovod import (
     TENSORFLOW_NAMES,
     default_jobs,
@@ -27,6 +31,9 @@ from hvdplus.cli.install_horovod import (
     package_version,
     which,
 )
+from hvdplus.launch import AUTO, choose_ladder
+from hvdplus.settings import CONFIG, Settings, describe, unknown
+from hvdplus.transport import World
 
 ROW = tuple[str, str]
 PROBE_SECONDS = 120.0  # importing a framework from a cold network disk
@@ -90,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table; return 0 if something here can train on several ranks, else 1."""
+    """Print the table; return 0 if something here can train on several ranks and the settings are right, else 1."""
     frameworks = [framework.module for framework in find_frameworks()]
     names = [*frameworks, *(["mpi4py"] if package_version("mpi4py") else [])]
     with ThreadPoolExecutor() as pool:
@@ -100,14 +107,20 @@ def run(args: argparse.Namespace) -> int:
     _section("Horovod", _horovod(frameworks, seen))
     _section("MPI", _mpi(seen))
     _section("Machine", _machine(seen.get("torch", {})))
-    _section("Settings", _settings())
+    settings, sound = _settings()
+    _section("Settings", settings)
 
     ways = _ways(frameworks, seen)
     findings = list(_findings(frameworks, seen))
     _section("Missing", [(_optional(found), found.command) for found in findings] or [("nothing", "")])
-    print("\n" + (f"Training on several ranks works through: {', '.join(ways)}." if ways else
-                  "Nothing here can train on several ranks yet: see what is missing."))  # fmt: skip
-    return 0 if ways else 1
+    if not sound:
+        end = "A setting is wrong: see Settings. (Compressors that only a script registers are unknown here.)"
+    elif ways:
+        end = f"Training on several ranks works through: {', '.join(ways)}."
+    else:
+        end = "Nothing here can train on several ranks yet: see what is missing."
+    print(f"\n{end}")
+    return 0 if ways and sound else 1
 
 
 def _section(title: str, rows: Iterator[ROW] | list[ROW]) -> None:
@@ -185,19 +198,30 @@ def _machine(torch: dict[str, Any]) -> Iterator[ROW]:
     yield "Slurm", (which("sbatch") or "not found") + (f", inside job {job}" if job else "")
 
 
-def _settings() -> Iterator[ROW]:
-    from hvdplus import settings
-
+def _settings() -> tuple[list[ROW], bool]:
+    """The settings' rows, and whether jobs can start with them."""
+    path = os.environ.get(CONFIG, "")
+    rows = [(CONFIG, f"{path or '-'} ({'environment' if path else 'default'}): YAML file with settings")]
     try:
-        described = list(settings.describe())
+        loaded = Settings.load()
+        wrong = list(_wrong_levels(loaded))
+        rows += [(s.name, f"{s.value or '-'} ({s.origin}): {s.help}") for s in describe(loaded)]
     except ValueError as error:
-        yield "not readable", str(error)
-        return
-    for name, value, origin, text in described:
-        yield name, f"{value or '-'} ({origin}): {text}"
-    for name in sorted(set(os.environ) - {entry[0] for entry in described}):
-        if name.startswith(settings.PREFIX):
-            yield name, "is in the environment, but is no setting of hvdplus"
+        wrong = [str(error)]
+    for name, near in unknown(os.environ):
+        hint = f"; did you mean {near}?" if near else ""
+        rows.append((name, f"is in the environment, but is no setting of hvdplus{hint}"))
+    return rows + [("wrong", message) for message in wrong], not wrong
+
+
+def _wrong_levels(loaded: Settings) -> Iterator[str]:
+    """What is wrong with the levels that are set: a ladder is looked at even where a fixed level leaves it unused."""
+    alone = World(Local(), hosts={}, collective="none", cross_rank=0, differences=())
+    for compression in dict.fromkeys((loaded.compression, AUTO)):
+        try:
+            choose_ladder(AUTO, replace(loaded, compression=compression), alone, NumpyOps())
+        except Exception as error:  # another package's compressor may fail as it likes
+            yield reason(error)
 
 
 def _ways(frameworks: list[str], seen: dict[str, dict[str, Any]]) -> list[str]:

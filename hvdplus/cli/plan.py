@@ -1,6 +1,10 @@
-"""``hvdplus plan``: what compressors would send and cost for a model, estimated without running anything.
+"""``hvdplus plan``: what compression would cost and save, before anything is run at that size.
 
-The model is cut into buckets as in a job, so the same tensors travel whole and the same bytes are counted.
+    hvdplus plan lowrank:4 --shape 4096x1024     what a model would send, from its shapes alone
+    hvdplus plan run.jsonl --ranks 64,1024       what a job would do on more ranks and other links, from its run log
+
+From shapes, the model is cut into buckets as in a job, so the same tensors travel whole and the same bytes are counted.
+From a run log, see ``hvdplus.forecast``.
 """
 
 from __future__ import annotations
@@ -9,12 +13,27 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from hvdplus.buckets import Bucket, bytes_per_step, make_buckets
 from hvdplus.cli.compressors import columns, count, ratio, reason, whole
 from hvdplus.compression import Compressor, NoCompression, parse
+from hvdplus.costmodel import ALL_REDUCES, Collective, Wire, ring_all_reduce
+from hvdplus.forecast import (
+    DENSE,
+    MARGIN,
+    Shown,
+    Step,
+    best_level,
+    costs_on,
+    pays_up_to,
+    predict,
+    what_the_run_showed,
+)
+from hvdplus.runlog import read
 from hvdplus.settings import Settings
 
 USUAL = (
@@ -24,6 +43,12 @@ USUAL = (
 """What is compared unless the user names something."""
 UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9}
 """What may stand behind a number of parameters."""
+RANKS, RATES = "8,64,1024,4096", "1,10,25,100"
+"""What a run log is asked for unless the user names something."""
+LATENCY_US = "20"
+"""Of a message between hosts by TCP over Ethernet of 1 to 10 Gbit/s: some tens of microseconds."""
+LINE = 110
+"""Letters in a line of text."""
 
 
 class Model(NamedTuple):
@@ -40,40 +65,59 @@ class Model(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the arguments of ``hvdplus plan``."""
-    parser.add_argument("compressors", nargs="*", metavar="COMPRESSOR", help="such as int8 (default: a choice of them)")
+    parser.add_argument(
+        "what", nargs="*", metavar="RUNLOG|COMPRESSOR",
+        help="run log of a job (HVDPLUS_RUN_LOG), or compressors such as int8 (default: a choice of them)",
+    )  # fmt: skip
     parser.add_argument(
         "--shape", action="append", metavar="AxB", help="shape of a tensor, such as 4096x1024 or 1024; once for each"
     )
     parser.add_argument("--parameters", metavar="D", help="instead of shapes, how many there are, such as 25M")
-    parser.add_argument("--ranks", default="2", metavar="N", help="number of ranks (default: 2)")
-    parser.add_argument("--gbit", metavar="RATE", help="speed of a rank's link in Gbit/s; adds the ring's time")
+    parser.add_argument("--ranks", metavar="N", help=f"number of ranks (default: 2; of a run log, several: {RANKS})")
+    parser.add_argument(
+        "--gbit", metavar="RATE",
+        help="speed of a rank's link in Gbit/s; adds the ring's time (of a run log, several: the run's own and "
+        f"{RATES})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--latency-us", metavar="T", help=f"of a run log: microseconds a message takes (default: {LATENCY_US})"
+    )
+    parser.add_argument(
+        "--all-reduce", metavar="KIND", help="of a run log: ring or tree (default: whichever makes the step shorter)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the estimate.
 
-    Returns 0, or 2 with a message for arguments that cannot be read. A compressor that cannot serve that many ranks is
-    a row with its reason.
+    Returns 0, or 2 with a message for arguments or a run log that cannot be read. A compressor that cannot serve that
+    many ranks is a row with its reason.
     """
     try:
-        model, ranks = _model(args.shape, args.parameters), whole("--ranks", args.ranks)
-        gbit = None if args.gbit is None else _rate(args.gbit)
-        compressors = {spelling: _compressor(spelling) for spelling in args.compressors or USUAL}
-        buckets = _buckets(model, ranks)
+        log = next((text for text in args.what if text.endswith(".jsonl") or Path(text).is_file()), None)
+        text = _from_shapes(args) if log is None else _from_run_log(args, log)
     except ValueError as error:
         print(f"hvdplus plan: {error}", file=sys.stderr)
         return 2
-    print(_facts(model, buckets, ranks) + "\n")
-    rows = [_row(spelling, compressor, buckets, gbit) for spelling, compressor in compressors.items()]
-    heads = _heads(gbit)
-    print(columns([*heads, *rows], range(1, len(heads[0]))))
-    print("\n" + _notes(model, ranks, gbit))
+    print(text)
     return 0
 
 
-def ring_seconds(payload_bytes: float, ranks: int, gbit: float) -> float:
-    """Time of a ring all-reduce over links of ``gbit`` Gbit/s, without latency: every rank sends 2 (N-1)/N of it."""
-    return 2 * (ranks - 1) / ranks * payload_bytes * 8 / (gbit * 1e9)
+# -- from shapes -------------------------------------------------------------------------------------------------------
+
+
+def _from_shapes(args: argparse.Namespace) -> str:
+    for option, value in (("--latency-us", args.latency_us), ("--all-reduce", args.all_reduce)):
+        if value is not None:
+            raise ValueError(f"{option} goes with a run log. Received: {option} {value}, and no run log")
+    model, ranks = _model(args.shape, args.parameters), whole("--ranks", "2" if args.ranks is None else args.ranks)
+    gbit = None if args.gbit is None else _rate(args.gbit)
+    compressors = {spelling: _compressor(spelling) for spelling in args.what or USUAL}
+    buckets = _buckets(model, ranks)
+    rows = [_row(spelling, compressor, buckets, gbit) for spelling, compressor in compressors.items()]
+    heads = _heads(gbit)
+    table = columns([*heads, *rows], range(1, len(heads[0])))
+    return "\n\n".join((_facts(model, buckets, ranks), table, _notes(model, ranks, gbit)))
 
 
 def _model(shapes: Sequence[str] | None, parameters: str | None) -> Model:
@@ -105,13 +149,17 @@ def _one_matrix(text: str) -> Model:
 
 
 def _rate(text: str) -> float:
+    return _above_zero("--gbit", "a rate above 0 in Gbit/s, such as 10", text)
+
+
+def _above_zero(option: str, wanted: str, text: str) -> float:
     try:
-        rate = float(text)
+        number = float(text)
     except ValueError:
-        rate = math.nan
-    if not 0 < rate < math.inf:
-        raise ValueError(f"--gbit wants a rate above 0 in Gbit/s, such as 10. Received: {text!r}")
-    return rate
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ValueError(f"{option} wants {wanted}. Received: {text!r}")
+    return number
 
 
 def _compressor(spelling: str) -> Compressor:
@@ -126,7 +174,7 @@ def _compressor(spelling: str) -> Compressor:
 
 
 def _buckets(model: Model, ranks: int) -> tuple[Bucket, ...]:
-    limit = Settings.from_environment().bucket_bytes
+    limit = Settings.load().bucket_bytes
     return make_buckets(model.shapes, ["float32"] * len(model.shapes), bucket_bytes=limit, ranks=ranks, seed=0)
 
 
@@ -151,7 +199,9 @@ def _row(spelling: str, compressor: Compressor, buckets: Sequence[Bucket], gbit:
         return [spelling, reason(error)]
     touched = passes * bytes_per_step(buckets, NoCompression())
     row = [spelling, f"{sent / 1e6:.3f}", ratio(buckets, sent), f"{passes:.1f}", f"{touched / 1e9:.3f}"]
-    return row if gbit is None else [*row, f"{ring_seconds(sent, buckets[0].spec.ranks, gbit) * 1e3:.2f}"]
+    if gbit is not None:
+        row.append(f"{ring_all_reduce(sent, buckets[0].spec.ranks, _wire(gbit, 0.0)) * 1e3:.2f}")
+    return row
 
 
 def _notes(model: Model, ranks: int, gbit: float | None) -> str:
@@ -164,3 +214,133 @@ def _notes(model: Model, ranks: int, gbit: float | None) -> str:
     if gbit is not None:
         notes.append(f"Ring: 2 (N-1)/N = {turns:.3g} times the MB sent, at the link's rate; latency is not included.")
     return "\n".join(notes)
+
+
+# -- from a run log ----------------------------------------------------------------------------------------------------
+
+
+def _from_run_log(args: argparse.Namespace, path: str) -> str:
+    if len(args.what) > 1 or args.shape or args.parameters:
+        raise ValueError(
+            f"{path} is a run log, which brings its own model and levels: name one, and no compressors or shapes"
+        )
+    ranks = [whole("--ranks", text) for text in (RANKS if args.ranks is None else args.ranks).split(",")]
+    if min(ranks) < 2:
+        raise ValueError(f"--ranks wants at least 2 with a run log. Received: {args.ranks!r}")
+    rates = [_rate(text) for text in (RATES if args.gbit is None else args.gbit).split(",")]
+    latency = 1e-6 * _above_zero(
+        "--latency-us", "microseconds above 0, such as 20", LATENCY_US if args.latency_us is None else args.latency_us
+    )
+    kinds = ALL_REDUCES
+    if args.all_reduce is not None:
+        if args.all_reduce not in ALL_REDUCES:
+            raise ValueError(f"--all-reduce wants {' or '.join(ALL_REDUCES)}. Received: {args.all_reduce!r}")
+        kinds = {args.all_reduce: ALL_REDUCES[args.all_reduce]}
+    try:
+        shown = what_the_run_showed(read(path))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(str(error) if str(error).startswith(path) else f"{path}: {error}") from None
+    if args.gbit is None and shown.hosts > 1 and shown.gbit < math.inf:
+        rates = [shown.gbit, *rates]
+    blocks = (
+        _what_it_showed(shown),
+        _forecasts(shown, ranks, rates, latency, kinds),
+        _limits(shown, ranks, latency, kinds),
+        _assumed(shown, latency, kinds),
+    )
+    return "\n\n".join(blocks)
+
+
+def _wire(gbit: float, latency: float) -> Wire:
+    return Wire(latency, 8e-9 / gbit)
+
+
+def _what_it_showed(shown: Shown) -> str:
+    link = shown.link
+    facts = (
+        f"Run: {count(shown.ranks, 'rank')} on {count(shown.hosts, 'host')}, all-reduce by {shown.collective}. A step "
+        f"computes {_ms(shown.compute)} ms, which hides {_ms(shown.hideable)} ms of communication. An all-reduce takes "
+        f"{_ms(link.alpha)} ms and {link.beta * 1e9:.3f} ms a MB"
+    )
+    facts += f", as by links of {shown.gbit:.3g} Gbit/s." if shown.gbit < math.inf else "."
+    rows = [
+        ["level", "MB sent", "of it last", "all-", "codec", "comm.", "step", "by the"],
+        ["", "a step", "bucket", "reduces", "ms", "ms", "ms", "model"],
+    ]
+    for name, cost in shown.costs.items():
+        seen = shown.seen.get(name)
+        model = shown.compute + cost.codec + link.exposed(cost, shown.hideable)
+        rows.append([
+            name, f"{cost.payload_bytes / 1e6:.3f}", f"{cost.last_bytes / 1e6:.3f}", str(cost.messages),
+            _ms(cost.codec), *((_ms(seen.comm), _ms(seen.step)) if seen else ("-", "-")), _ms(model),
+        ])  # fmt: skip
+    return f"{_wrapped(facts)}\n\n{columns(rows, range(1, len(rows[0])))}"
+
+
+def _forecasts(
+    shown: Shown, ranks: Sequence[int], rates: Sequence[float], latency: float, kinds: Mapping[str, Collective]
+) -> str:
+    """The table of ranks and rates; below it, who cannot serve so many."""
+    rows = [
+        ["ranks", "Gbit/s", "dense", "exposed", "best", "its step", "speed-up", "all-reduce"],
+        ["", "", "ms", "share", "level", "ms", "to dense", ""],
+    ]
+    left_out = []
+    for number in ranks:
+        costs, reasons = costs_on(shown, number)
+        left_out += [f"On {count(number, 'rank')} without {name}: {why}." for name, why in reasons.items()]
+        for gbit in rates:
+            wire = _wire(gbit, latency)
+            steps = {name: predict(shown, cost, number, wire, kinds) for name, cost in costs.items()}
+            rows.append([f"{number:,}", *_forecast(steps, gbit)])
+    table = columns(rows, (0, 1, 2, 3, 5, 6))
+    return "\n\n".join([table, *(["\n".join(map(_wrapped, left_out))] if left_out else [])])
+
+
+def _forecast(steps: Mapping[str, Step], gbit: float) -> list[str]:
+    dense, name = steps[DENSE], best_level(steps)
+    best = steps[name]
+    return [
+        f"{gbit:.3g}", _ms(dense.seconds), f"{dense.exposed / dense.seconds:.0%}", name, _ms(best.seconds),
+        f"{dense.seconds / best.seconds:.2f} x", ", ".join(dict.fromkeys((dense.collective, best.collective))),
+    ]  # fmt: skip
+
+
+def _limits(shown: Shown, ranks: Sequence[int], latency: float, kinds: Mapping[str, Collective]) -> str:
+    lines = [f"Compression stops paying (no level saves more than {MARGIN:.0%} of the dense step)"]
+    for number in ranks:
+        limit = pays_up_to(shown, number, latency, kinds)
+        where = {0.0: "it never pays", math.inf: "it always pays"}.get(limit, f"above {limit:.3g} Gbit/s")
+        lines.append(f"  on {count(number, 'rank')}: {where}")
+    return "\n".join(lines)
+
+
+def _assumed(shown: Shown, latency: float, kinds: Mapping[str, Collective]) -> str:
+    messages = 2 * (shown.ranks - 1) * latency
+    fixed = max(0.0, shown.link.alpha - messages)
+    less = "" if fixed else f"; the run showed less than its {2 * (shown.ranks - 1)} messages would take"
+    notes = [
+        *shown.assumptions,
+        f"A message takes {latency * 1e6:g} us (--latency-us), an all-reduce {_ms(fixed)} ms besides{less}. One run "
+        "cannot tell the two apart.",
+        f"All-reduce: {' or '.join(kinds)}"
+        + (", whichever makes the step shorter: " if len(kinds) > 1 else ": ")
+        + "2 (N-1) messages in a ring, 2 log N in a tree, about twice the payload over each link in both. The run went "
+        f"by {shown.collective}; Horovod over Gloo always goes by ring, and hvdplus has Open MPI do so unless "
+        "OMPI_MCA_coll_tuned_allreduce_algorithm says otherwise (6 is the tree).",
+        "Every rank has a link of its own and as many samples a step as in the run. A rate is what payloads get: by "
+        "TCP about 95% of the nominal one. Above some 10 Gbit/s the hosts' memory may be slower than the link.",
+        "The log says nothing of slow ranks, of other jobs on the network, of how long Horovod takes to agree among "
+        "so many ranks, nor of what a level costs in accuracy there.",
+    ]
+    return "\n".join(_wrapped(note) for note in notes)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f}"
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, LINE, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)

@@ -11,6 +11,7 @@ import tensorflow as tf
 from reference import Reference
 
 import hvdplus.keras as hvd
+from hvdplus.exchange import read_side
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -214,14 +215,14 @@ def test_non_finite_gradient_of_one_rank_reaches_all_and_leaves_no_trace(level, 
         held = [v.numpy() for lane in lanes for v in lane.states.values()]
         return held + [lane.residual.numpy() for lane in lanes if lane.residual is not None]
 
-    before, plan = memory(), exchange.pilot.plan
+    before, plan = memory(), exchange.pilot.plan._replace(gauge=False)
     kept = [np.array(v) for v in variables]
     grads = gradients(4, RANK)
     if RANK == SIZE - 1:
         grads[3][2, 5] = value
     step(grads)
     assert not np.isfinite(np.array(variables[3])).all()
-    assert exchange.pilot.plan == plan
+    assert exchange.pilot.plan._replace(gauge=False) == plan
     assert all(a.tobytes() == b.tobytes() for a, b in zip(before, memory(), strict=True))
     for v, value_before in zip(variables, kept, strict=True):
         v.assign(value_before)
@@ -580,3 +581,68 @@ def test_a_stock_horovod_compressor_runs_in_fit():
 def test_settings_that_differ_between_ranks_are_an_error_on_every_rank(monkeypatch):
     monkeypatch.setenv("HVDPLUS_COMPRESSION", "int8" if RANK else "fp16")
     raises_everywhere(ValueError, "Ranks 0 and 1 differ in levels", lambda: plain("auto"))
+
+
+def test_settings_of_the_script_come_before_the_environment_and_the_file(monkeypatch, tmp_path):
+    path = tmp_path / "hvdplus.yaml"
+    path.write_text("ladder: [none, int8]\ndense_steps: 9\nwarm_steps: 4\n")
+    monkeypatch.setenv("HVDPLUS_CONFIG", str(path))
+    monkeypatch.setenv("HVDPLUS_DENSE_STEPS", "12")
+    _, optimizer = plain("auto", settings={"dense_steps": 20, "bucket_bytes": 1 << 20})
+    used = optimizer._hvdplus.settings
+    assert (used.dense_steps, used.warm_steps, len(optimizer._hvdplus.exchange.buckets)) == (20, 4, 1)
+    assert optimizer.hvdplus.ladder.names == ("none", "int8")
+    assert len(plain("auto")[1]._hvdplus.exchange.buckets) > 1, "the environment's"
+    assert plain("fp16", settings={"compression": "none"})[1].hvdplus.ladder.names == ("fp16",)
+    assert plain("auto", settings={"compression": "none"})[1].hvdplus.ladder.names == ("none",)
+    for wrong, match in (
+        ({"dense_stepz": 20}, r"dense_stepz \(argument\) is not a setting; did you mean dense_steps\?"),
+        ({"dense_steps": 0}, r"dense_steps \(argument\) wants a whole number of at least 1. Received: dense_steps=0"),
+        ({"transport": "mpi4py"}, "comes too late"),
+    ):
+        raises_everywhere(ValueError, match, lambda wrong=wrong: plain("auto", settings=wrong))
+    if SIZE > 1:
+        other = {"drain_steps": 5 + (RANK == SIZE - 1)}
+        raises_everywhere(ValueError, "differ in drain_steps: 5 against 6", lambda: plain("auto", settings=other))
+
+
+def norm(arrays):
+    return np.sqrt(sum(np.square(np.asarray(array, np.float64)).sum() for array in arrays))
+
+
+@several
+@pytest.mark.parametrize("level", ["none", "topk:0.2:32"])
+def test_ranks_say_how_large_their_gradients_and_residuals_are(level):
+    shapes = [*SHAPES, (400, 6)]
+    variables = [keras.Variable(np.zeros(shape, np.float32)) for shape in shapes]
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([6], [0.5, 0.25])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(schedule), compression=level)
+    optimizer.build(variables)
+    exchange, heard, known = optimizer._hvdplus.exchange, [], []
+    observe = exchange.pilot.observe
+
+    def observed(plan, total, *healthy):
+        heard.append((plan, read_side(total, SIZE)[0]))
+        observe(plan, total, *healthy)
+
+    exchange.pilot.observe = observed
+
+    @tf.function
+    def step(rows, *grads):
+        slices = tf.IndexedSlices(tf.ones((4, 6)), rows, (400, 6))
+        optimizer.apply([*grads, slices], variables)
+
+    for number in range(12):
+        grads, rows = gradients(number, RANK), np.array([number, 3, 3, RANK])
+        step(tf.constant(rows), *map(tf.constant, grads))
+        left = [lane.residual.numpy() for lane in exchange._lanes if lane.residual is not None]
+        known.append((norm([*grads, np.repeat(np.bincount(rows), 6)]), norm(left), 0.5 if number <= 6 else 0.25))
+    everyone = hvd.allgather_object(known)
+    assert sum(plan.gauge for plan, _ in heard) >= 2 and len(heard) == 12
+    for number, (plan, slots) in enumerate(heard):
+        for rank, slot in enumerate(slots):
+            gradient_norm, residual_norm, rate = everyone[rank][number]
+            assert slot.learning_rate == pytest.approx(rate)
+            assert slot.gradient_norm == pytest.approx(gradient_norm if plan.gauge else 0.0, rel=1e-4)
+            assert slot.residual_norm == pytest.approx(residual_norm if plan.gauge else 0.0, rel=1e-4)
+    assert any(slot.residual_norm for _, slots in heard for slot in slots) == (level != "none")

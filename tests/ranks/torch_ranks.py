@@ -11,6 +11,7 @@ from reference import Reference
 
 import hvdplus.torch as hvd
 from hvdplus.compression import Chain, Compressor, Context, Half, IntB, LowRank
+from hvdplus.exchange import read_side
 
 hvd.init()
 torch.set_num_threads(1)
@@ -207,13 +208,13 @@ def test_non_finite_gradient_of_one_rank_reaches_all_and_leaves_no_trace(level, 
         optimizer.zero_grad()
     exchange = optimizer._exchange
     lanes = copy.deepcopy([(lane.residual, lane.contexts) for lane in exchange._lanes])
-    plan = exchange.plan
+    plan = exchange.plan._replace(gauge=False)
     backward(params, damage(gradients(4, RANK), value, SIZE - 1))
     optimizer.synchronize()
     assert not torch.isfinite(params[3].grad).all()
     with optimizer.skip_synchronize():  # as a script without a loss scaler does: the step is taken all the same
         optimizer.step()
-    assert exchange.plan == plan
+    assert exchange.plan._replace(gauge=False) == plan
     for (residual, contexts), lane in zip(lanes, exchange._lanes, strict=True):
         assert (residual is None) == (lane.residual is None)
         assert residual is None or torch.equal(residual, lane.residual)
@@ -628,6 +629,32 @@ def test_horovods_own_names_for_compression(monkeypatch):
     assert plain(parameters(), "fp16").hvdplus.ladder.names == ("fp16",)
 
 
+def test_settings_of_the_script_come_before_the_environment_and_the_file(monkeypatch, tmp_path):
+    path = tmp_path / "hvdplus.yaml"
+    path.write_text("ladder: [none, int8]\ndense_steps: 9\nwarm_steps: 4\n")
+    monkeypatch.setenv("HVDPLUS_CONFIG", str(path))
+    monkeypatch.setenv("HVDPLUS_DENSE_STEPS", "12")
+    settings = {"dense_steps": 20, "bucket_bytes": 1 << 20}
+    optimizer = plain(parameters(), "auto", settings=settings)
+    used = optimizer._exchange._settings
+    assert (used.dense_steps, used.warm_steps, len(optimizer._exchange.buckets)) == (20, 4, 1)
+    assert optimizer.hvdplus.ladder.names == ("none", "int8")
+    assert len(plain(parameters(), "auto")._exchange.buckets) > 1, "the environment's"
+    assert plain(parameters(), "fp16", settings={"compression": "none"}).hvdplus.ladder.names == ("fp16",)
+    assert plain(parameters(), settings={"compression": "none"}, compression="auto").hvdplus.ladder.names == ("none",)
+    for wrong, match in (
+        ({"dense_stepz": 20}, r"dense_stepz \(argument\) is not a setting; did you mean dense_steps\?"),
+        ({"dense_steps": 0}, r"dense_steps \(argument\) wants a whole number of at least 1. Received: dense_steps=0"),
+        ({"transport": "mpi4py"}, "comes too late"),
+    ):
+        raises_everywhere(ValueError, match, lambda wrong=wrong: plain(parameters(), "auto", settings=wrong))
+    if SIZE > 1:
+        other = {"drain_steps": 5 + (RANK == SIZE - 1)}
+        raises_everywhere(
+            ValueError, "differ in drain_steps: 5 against 6", lambda: plain(parameters(), "auto", settings=other)
+        )
+
+
 def test_zero_grad_in_flight_is_refused():
     params = parameters()
     optimizer = plain(params, "none")
@@ -793,7 +820,7 @@ def test_loss_scaling_leaves_out_levels_with_residuals():
     scaler.scale(torch.zeros(()))
     scaler.unscale_(optimizer)
     with optimizer.skip_synchronize():
-        raises_everywhere(ValueError, "loss scaling would mix units", lambda: scaler.step(optimizer))
+        raises_everywhere(ValueError, "loss scaling would mix the units", lambda: scaler.step(optimizer))
 
 
 @pytest.mark.ranks(1)
@@ -909,3 +936,58 @@ def test_what_a_step_paid_out_that_was_not_taken_is_paid_out_again(monkeypatch):
     assert skipped == 3
     assert all(lane.residual is None for lane in optimizer._exchange._lanes), "all is paid out"
     assert hvd.identical(p for p in params)
+
+
+def listen(optimizer):
+    """[(plan, every rank's slot)] of the steps that the pilot observes from now on."""
+    pilot, heard = optimizer.hvdplus, []
+    observe = pilot.observe
+
+    def observed(plan, total, *healthy):
+        heard.append((plan, read_side(total, SIZE)[0]))
+        observe(plan, total, *healthy)
+
+    pilot.observe = observed
+    return heard
+
+
+def norm(arrays):
+    return np.sqrt(sum(np.square(np.asarray(array, np.float64)).sum() for array in arrays))
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("level", ["none", "fp16", "topk:0.2:32", "lowrank:2", "int8"])
+def test_ranks_say_how_large_their_gradients_and_residuals_are(level):
+    table, params = torch.nn.Embedding(400, 6, sparse=True), parameters()
+    optimizer = plain([*params, *table.parameters()], level)
+    heard, known = listen(optimizer), []
+    for step in range(12):
+        rate = 0.1 * (step + 1)
+        optimizer.param_groups[0]["lr"] = torch.tensor(rate) if step % 2 else rate
+        grads, rows = gradients(step, RANK), np.array([step, 3, 3, RANK])
+        optimizer.zero_grad()
+        backward(params, grads)
+        table(torch.from_numpy(rows)).sum().backward()
+        optimizer.step()
+        left = [lane.residual for lane in optimizer._exchange._lanes if lane.residual is not None]
+        known.append((norm([*grads, np.repeat(np.bincount(rows), 6)]), norm(left), rate))
+    everyone = hvd.allgather_object(known)
+    assert sum(plan.gauge for plan, _ in heard) >= 2 and len(heard) >= 11
+    for step, (plan, slots) in enumerate(heard):
+        for rank, slot in enumerate(slots):
+            gradient_norm, residual_norm, rate = everyone[rank][step]
+            assert slot.learning_rate == pytest.approx(rate)
+            assert slot.gradient_norm == pytest.approx(gradient_norm if plan.gauge else 0.0, rel=1e-4)
+            assert slot.residual_norm == pytest.approx(residual_norm if plan.gauge else 0.0, rel=1e-4)
+    lossy = any(slot.residual_norm for _, slots in heard for slot in slots)
+    assert lossy == optimizer.hvdplus.ladder.compressors[-1].keeps_residual
+
+
+@pytest.mark.ranks(2, 4)
+def test_what_codecs_take_is_known_beforehand_and_the_same_everywhere():
+    state = torch.get_rng_state()
+    automatic, fixed = plain(parameters(), "auto").hvdplus, plain(parameters(), "lowrank:4").hvdplus
+    assert automatic.costs[0].codec == 0 and all(0 < cost.codec < 1 for cost in automatic.costs[1:])
+    assert all(cost.codec == 0 for cost in fixed.costs), "nobody asks"
+    assert len({str(costs) for costs in hvd.allgather_object(automatic.costs)}) == 1
+    assert torch.equal(state, torch.get_rng_state())

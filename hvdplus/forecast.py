@@ -1,0 +1,284 @@
+"""What a job would do on more ranks and other links, from what one run showed of it.
+
+The wire is a model: the run's is fitted (``costmodel.fit_link``), another's follows from the formulas of collectives.
+All else stays as the run showed it: computing, codec, and how much communication computing hides, because every rank
+goes on working on as many samples (weak scaling). Slower hosts, other jobs on the same links and what Horovod needs to
+agree among thousands of ranks are not in it, since no run on a few ranks shows them. Pure functions of a run log's
+records; times in seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from statistics import median
+from typing import Any, NamedTuple
+
+from hvdplus.compression import NoCompression, Spec, parse
+from hvdplus.controller import Limits
+from hvdplus.costmodel import ALL_REDUCES, Collective, LevelCost, Link, Wire, fit_link, job_link, ring_wire
+from hvdplus.exchange import SLOT_FLOATS
+from hvdplus.runlog import Record
+
+DENSE = NoCompression().name
+MARGIN = Limits().margin
+"""Share of the step that counts as a difference between levels."""
+SLOWEST, FASTEST = 1e-3, 1e4
+"""Gbit/s between which ``pays_up_to`` looks."""
+
+
+class Seen(NamedTuple):
+    """A level as it ran: medians over its windows."""
+
+    step: float
+    compute: float
+    """All of the step but codec and communication: input wait too."""
+    codec: float
+    exposed: float
+    overlapped: float
+    """Communication behind computing."""
+    sent_bytes: float
+    """Rows of sparse gradients too."""
+
+    @property
+    def comm(self) -> float:
+        """All communication, hidden or not."""
+        return self.exposed + self.overlapped
+
+
+class Shown(NamedTuple):
+    """What a run showed."""
+
+    ranks: int
+    hosts: int
+    collective: str
+    elements: int
+    """Values in a gradient."""
+    seen: dict[str, Seen]
+    """The levels that ran."""
+    costs: dict[str, LevelCost]
+    """All levels of the ladder, least compression first, dense at the front."""
+    link: Link
+    compute: float
+    hideable: float
+    """Communication that computing hides."""
+    assumptions: tuple[str, ...]
+    """What the run did not show and was made up for it."""
+
+    @property
+    def gbit(self) -> float:
+        """Rate of a rank's link in Gbit/s; infinite where bytes took no time that could be seen."""
+        beta = ring_wire(self.link, self.ranks, 0.0)[0].beta
+        return 8e-9 / beta if beta else math.inf
+
+
+class Step(NamedTuple):
+    """A step at some level."""
+
+    seconds: float
+    exposed: float
+    """Communication that it waits for."""
+    collective: str
+
+
+# -- what the run showed -----------------------------------------------------------------------------------------------
+
+
+def what_the_run_showed(records: Sequence[Record]) -> Shown:
+    """Read a job's figures out of its run log.
+
+    Raises:
+        ValueError: the log does not hold them; the message says what is missing, and how to get it.
+    """
+    about = next((record for record in records if record["kind"] == "run"), {})
+    costs, ranks = _costs_as_tried(records), int(about.get("ranks") or 1)
+    if ranks < 2:
+        raise ValueError("the job ran on one rank, which shows nothing of a network: run it on two hosts or more")
+    seen = _levels_as_seen(records, costs)
+    rows = max((round(level.sent_bytes) - costs[name].payload_bytes for name, level in seen.items()), default=0)
+    if rows > 0:  # of sparse gradients, when computing is over
+        costs = {
+            name: cost._replace(payload_bytes=cost.payload_bytes + rows, last_bytes=cost.last_bytes + rows)
+            for name, cost in costs.items()
+        }
+    if not seen:
+        raise ValueError("it holds no complete window of steps at a level: let the job run longer, 100 steps or so")
+
+    link = fit_link([(costs[name], level.comm) for name, level in seen.items()])
+    compute = median(level.compute for level in seen.values())
+    hideable = max(level.overlapped for level in seen.values())
+    # Every level copies gradients into buckets and out of them; what is tried beforehand is encoding and decoding.
+    packing = min(level.codec for level in seen.values())
+    gradient_bytes = int(about.get("gradient_bytes") or max(cost.payload_bytes for cost in costs.values()))
+    costs = {
+        name: cost._replace(codec=seen[name].codec if name in seen else packing + cost.codec)
+        for name, cost in costs.items()
+    }
+    assumptions = []
+    if len(seen) == 1:
+        (only,) = seen
+        assumptions.append(
+            f"Only {only} ran: its communication is taken for bytes alone, as if an all-reduce took no time of its own."
+        )
+    if DENSE not in costs:
+        like, cost = next(iter(costs.items()))
+        last = round(gradient_bytes * cost.last_bytes / cost.payload_bytes) if cost.payload_bytes else gradient_bytes
+        costs = {DENSE: LevelCost(gradient_bytes, last, cost.messages, packing), **costs}
+        assumptions.append(
+            f"No dense step ran: it is taken for fp32's bytes in as many messages as those of {like}, and "
+            f"{packing * 1e3:.2f} ms of codec."
+        )
+    bound = [name for name in seen if link.seconds(costs[name]) - hideable > 1.1 * link.exposed(costs[name], math.inf)]
+    if not bound:
+        assumptions.append(
+            f"Computing hid all communication but the last bucket's, and may be able to hide more than the "
+            f"{hideable * 1e3:.2f} ms it did: steps on slow links may be shorter than they are here."
+        )
+    hosts = max(1, len(about.get("hosts") or {}))
+    if hosts == 1:
+        assumptions.append("All ranks were on one host, so what the run showed of its link is the host's memory.")
+    collective = str(about.get("collective") or "unknown")
+    if collective not in ("ring", "segmented ring"):
+        assumptions.append(f"The run's all-reduce ({collective}) is taken for a ring.")
+    return Shown(
+        ranks, hosts, collective, gradient_bytes // 4, seen, costs, link, compute, hideable, tuple(assumptions)
+    )
+
+
+def _costs_as_tried(records: Sequence[Record]) -> dict[str, LevelCost]:
+    """Level -> what the run's record says of it, or the last one that corrects it."""
+    levels = next((record["levels"] for record in reversed(records) if record.get("levels")), None)
+    if not levels:
+        raise ValueError(
+            "its run record does not say what the levels send (an older hvdplus wrote it): run the job once more"
+        )
+    try:
+        return {
+            str(name): LevelCost(
+                int(entry["payload_bytes"]), int(entry["last_bytes"]), int(entry["messages"]),
+                float(entry.get("codec_ms") or 0.0) / 1e3,
+            )
+            for name, entry in levels.items()
+        }  # fmt: skip
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError(
+            f"its run record should hold payload_bytes, last_bytes and messages for each level. Received: {levels}"
+        ) from None
+
+
+def _levels_as_seen(records: Sequence[Record], costs: Mapping[str, LevelCost]) -> dict[str, Seen]:
+    """Levels of ``costs`` that ran, in their order; the first window after a change counts only where it is alone.
+
+    Draining and warming are no levels, and so are left out.
+    """
+    windows: dict[str, list[Seen]] = {}
+    first: dict[str, list[Seen]] = {}
+    for level, group in groupby((r for r in records if r["kind"] == "window"), key=lambda window: str(window["level"])):
+        stretch = [_seen(window) for window in group]
+        first.setdefault(level, []).extend(stretch[:1])
+        windows.setdefault(level, []).extend(stretch[1:])
+    usable = {
+        name: [window for window in windows[name] or first[name] if not any(map(math.isnan, window))]
+        for name in costs
+        if name in windows
+    }
+    return {name: Seen(*map(median, zip(*some, strict=True))) for name, some in usable.items() if some}
+
+
+def _seen(window: Mapping[str, Any]) -> Seen:
+    """One window; NaN for what it does not say."""
+    step, codec, exposed, overlapped, sent = (
+        float(value) if isinstance(value := window.get(name), (int, float)) else math.nan
+        for name in ("step_ms", "codec_ms", "exposed_comm_ms", "overlapped_comm_ms", "payload_bytes")
+    )
+    return Seen(step / 1e3, max(0.0, step - codec - exposed) / 1e3, codec / 1e3, exposed / 1e3, overlapped / 1e3, sent)
+
+
+# -- what follows from it ----------------------------------------------------------------------------------------------
+
+
+def costs_on(shown: Shown, ranks: int) -> tuple[dict[str, LevelCost], dict[str, str]]:
+    """Costs of the levels that can serve that many ranks; the others, and why they cannot.
+
+    Most payloads are as large on any number of ranks. Lanes that have to hold sums of signs widen with it: by how much,
+    one matrix as large as the model tells. The side tensor has a slot for every rank.
+    """
+    more_slots = 4 * SLOT_FLOATS * (ranks - shown.ranks)
+    costs, reasons = {}, {}
+    for name, cost in shown.costs.items():
+        try:
+            growth = _growth(name, shown, ranks)
+        except ValueError as error:
+            reasons[name] = " ".join(str(error).split())
+        else:
+            costs[name] = cost._replace(
+                payload_bytes=round(cost.payload_bytes * growth) + more_slots,
+                last_bytes=round(cost.last_bytes * growth),
+            )
+    return costs, reasons
+
+
+def _growth(name: str, shown: Shown, ranks: int) -> float:
+    """Payload on ``ranks`` ranks over that on the run's. Raises ValueError if the level cannot serve so many."""
+    try:
+        compressor = parse(name)
+    except Exception:  # an object of the script's own, or another package's that is not installed here
+        return 1.0
+    side = max(16, math.isqrt(shown.elements))
+
+    def size(ranks: int) -> int:
+        spec = Spec(((side, side),), ranks=ranks)
+        return max(compressor.payload_bytes(spec, phase) for phase in range(compressor.phases))
+
+    after, before = size(ranks), size(shown.ranks)
+    return after / before if before else 1.0
+
+
+def predict(
+    shown: Shown, cost: LevelCost, ranks: int, wire: Wire, collectives: Mapping[str, Collective] = ALL_REDUCES
+) -> Step:
+    """A step over ``ranks`` such wires, by the collective that makes it shortest; of equal ones, the first.
+
+    Of the time that the run's all-reduces took besides their bytes, what messages of ``wire.alpha`` do not explain is
+    taken for a fixed part of each (negotiation, launching), the same on any number of ranks.
+    """
+    _, fixed = ring_wire(shown.link, shown.ranks, wire.alpha)
+
+    def by(name: str) -> Step:
+        exposed = job_link(collectives[name], ranks, wire, fixed).exposed(cost, shown.hideable)
+        return Step(shown.compute + cost.codec + exposed, exposed, name)
+
+    return min(map(by, collectives), key=lambda step: round(step.seconds, 9))  # equal to a nanosecond is equal
+
+
+def best_level(steps: Mapping[str, Step]) -> str:
+    """As the controller chooses: the least compression that is as good as the fastest. ``steps``: least first."""
+    fastest = min(step.seconds for step in steps.values())
+    return next(name for name, step in steps.items() if (1 - MARGIN) * step.seconds <= fastest)
+
+
+def pays_up_to(
+    shown: Shown, ranks: int, message_seconds: float, collectives: Mapping[str, Collective] = ALL_REDUCES
+) -> float:
+    """Rate of the links in Gbit/s above which no level saves the margin; 0: at no rate, infinite: at every rate.
+
+    On a faster link, communication shrinks and a level's other costs stay, so there is one such rate.
+    """
+    costs, _ = costs_on(shown, ranks)
+
+    def pays(gbit: float) -> bool:
+        wire = Wire(message_seconds, 8e-9 / gbit)
+        return (
+            best_level({name: predict(shown, cost, ranks, wire, collectives) for name, cost in costs.items()}) != DENSE
+        )
+
+    if pays(FASTEST):
+        return math.inf
+    if not pays(SLOWEST):
+        return 0.0
+    low, high = SLOWEST, FASTEST
+    while high / low > 1.001:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if pays(middle) else (low, middle)
+    return low

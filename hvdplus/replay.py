@@ -1,0 +1,58 @@
+"""Decisions once more, from a run log: the same figures give the same decisions, anywhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hvdplus.controller import Controller, Decision, Limits, Observation
+from hvdplus.costmodel import LevelCost
+from hvdplus.meter import StepTimes
+from hvdplus.runlog import Record
+
+
+class Replayed(NamedTuple):
+    """A decision, and the level that it left."""
+
+    before: int
+    decision: Decision
+
+
+def replay(records: Sequence[Record], **limits: float) -> tuple[tuple[str, ...], list[Replayed]]:
+    """The ladder and the decisions that a run log's figures lead to.
+
+    Args:
+        records: of a run at ``auto``, read from its file (a job keeps no traces in memory).
+        limits: fields of ``controller.Limits`` to change; without any, decisions come out as in the run.
+
+    Raises:
+        ValueError: the log does not hold what a replay needs.
+    """
+    run = next((record for record in records if record["kind"] == "run"), {})
+    if not run.get("limits") or not any(record["kind"] == "trace" for record in records):
+        raise ValueError("only the log of a run at compression auto, by this version of hvdplus, can be replayed")
+    names = tuple(run["levels"])
+    controller = Controller(names, _costs(run), Limits(**{**run["limits"], **limits}))
+    decisions = []
+    for record in records:
+        if record["kind"] == "resize":
+            controller.costs = _costs(record)
+        elif record["kind"] == "forbid":
+            controller.forbid(names.index(record["level"]), record["reason"])
+        elif record["kind"] == "trace":
+            for level, *micros, error, norm, learning_rate in record["steps"]:
+                times = StepTimes(*(value / 1e6 for value in micros))
+                gauged = [math.nan if value is None else value for value in (error, norm)]
+                before = controller.level
+                decision = controller.observe(level, Observation(times, gauged[0], gauged[1], learning_rate))
+                if decision:
+                    decisions.append(Replayed(before, decision))
+    return names, decisions
+
+
+def _costs(record: Record) -> tuple[LevelCost, ...]:
+    return tuple(
+        LevelCost(level["payload_bytes"], level["last_bytes"], level["messages"], round(level["codec_ms"] * 1e3) / 1e6)
+        for level in record["levels"].values()
+    )

@@ -1,0 +1,232 @@
+"""What the tests of decisions share: a simulated job on a simulated link, whose true step times are known.
+
+The wire works while the backward pass does, but for the bucket that leaves last; what it needs beyond that is exposed.
+Ranks say what they measured, each for itself, and ``reduce_times`` makes one set of figures of it, as in a real job.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from hypothesis import strategies as st
+
+from hvdplus.controller import Controller, Decision, Limits, Mode, Observation
+from hvdplus.costmodel import LevelCost
+from hvdplus.meter import StepTimes, reduce_times
+
+NAMES = ("none", "fp16", "int8", "lowrank:16+fp16", "lowrank:8+fp16")
+LOSSY = 2
+"""Least level that keeps a residual and has to learn before it begins."""
+WARM_STEPS = 2
+LIMITS = Limits()
+GAUGE_STEPS = 5
+ms = 1e-3
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Standard deviations, as shares of the figure, and how often something odd happens."""
+
+    compute: float = 0.0
+    wire: float = 0.0
+    rank: float = 0.0
+    """Of each rank's own computation."""
+    odd: float = 0.0
+    """Share of steps that compute half as long again, and of those whose communication takes three times as long."""
+    waves: float = 0.0
+    """Of the wire, as it comes and goes over some ten steps."""
+
+
+NOISES = {
+    "jitter": Noise(compute=0.05, wire=0.05, rank=0.02),
+    "restless wire": Noise(compute=0.03, wire=0.2, rank=0.02),
+    "odd steps": Noise(compute=0.03, wire=0.05, rank=0.01, odd=0.05),
+    "waves": Noise(compute=0.03, wire=0.05, rank=0.01, waves=0.1),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a step costs."""
+
+    compute: float = 50 * ms
+    payload_bytes: tuple[float, ...] = (8e6, 4e6, 2e6, 6e5, 3e5)
+    rate: float = 125e6
+    """Bytes a second."""
+    alpha: float = 0.2 * ms
+    """Seconds for each all-reduce."""
+    messages: int = 5
+    codec: tuple[float, ...] = (0.0, 1 * ms, 2 * ms, 4 * ms, 3 * ms)
+    told: float = 1.0
+    """What the controller is told of the codecs, as a multiple of the truth; 0: nothing."""
+    overlap: float = 0.4
+    """Share of the computation that communication can hide behind."""
+    ranks: int = 2
+    slow_rank: float = 0.0
+    """Seconds that rank 0 computes longer than the others."""
+    noise: Noise = Noise()
+
+    @property
+    def costs(self) -> tuple[LevelCost, ...]:
+        """What the controller is told of the levels."""
+        return tuple(
+            LevelCost(round(sent), round(sent / self.messages), self.messages, self.told * codec)
+            for sent, codec in zip(self.payload_bytes, self.codec, strict=True)
+        )
+
+    def wire(self, level: int) -> float:
+        """All communication of a step, hidden or not."""
+        return self.alpha * self.messages + self.payload_bytes[level] / self.rate
+
+    def exposed(self, level: int) -> float:
+        wire = self.wire(level)
+        return max(wire / self.messages, wire - self.overlap * (self.compute + self.slow_rank))
+
+    def seconds(self, level: int) -> float:
+        """The step, without noise."""
+        return self.compute + self.slow_rank + self.codec[level] + self.exposed(level)
+
+    def best(self, levels: Iterable[int] = range(len(NAMES))) -> float:
+        """The shortest step of all, without noise: the oracle that has tried every level."""
+        return min(self.seconds(level) for level in levels)
+
+    def step(self, level: int, dice: random.Random, wave: float = 0.0) -> list[StepTimes]:
+        """What each rank measures of one step."""
+        noise = self.noise
+        wire = self.wire(level) * _shaken(dice, noise.wire) * math.exp(noise.waves * wave)
+        compute = self.compute * _shaken(dice, noise.compute)
+        if noise.odd:
+            compute *= 1.5 if dice.random() < noise.odd else 1
+            wire *= 3 if dice.random() < noise.odd else 1
+        busy = [compute * _shaken(dice, noise.rank) for _ in range(self.ranks)]
+        busy[0] += self.slow_rank
+        last = max(busy)  # all leave the exchange together: who computed less waits longer
+        exposed = max(wire / self.messages, wire - self.overlap * last)
+        codec = self.codec[level]
+        return [StepTimes(last + codec + exposed, codec, exposed + last - own, 0.0, wire - exposed) for own in busy]
+
+
+def _shaken(dice: random.Random, deviation: float) -> float:
+    return math.exp(dice.gauss(0, deviation)) if deviation else 1.0
+
+
+def any_job(dice: random.Random) -> Job:
+    """From 1 ms to 1 s of computation, 0.4 to 400 MB of gradients, 1 MB/s to 100 GB/s, and any codecs."""
+    compute = 10 ** dice.uniform(-3, 0)
+    dense_bytes = 4 * 10 ** dice.uniform(5, 8)
+    dear = (0.0, 0.1, 0.6)
+    return Job(
+        compute=compute,
+        payload_bytes=tuple(dense_bytes * share for share in (1, 0.5, 0.26, 0.07, 0.035)),
+        rate=10 ** dice.uniform(6, 11),
+        alpha=dice.choice([0.0, 10 ** dice.uniform(-5, -3)]),
+        messages=dice.choice([1, 2, 5, 12]),
+        codec=(0.0, *(compute * dice.uniform(0, dice.choice(dear)) for _ in range(4))),
+        told=dice.choice([0.0, 0.7, 1.0, 1.3]),
+        overlap=dice.uniform(0, 0.9),
+    )
+
+
+jobs = st.randoms(use_true_random=False).map(any_job)
+
+
+def some_jobs(count: int, noise: Noise, seed: int = 0) -> list[Job]:
+    """For what is said of a share of all jobs."""
+    dice = random.Random(seed)
+    return [replace(any_job(dice), noise=noise) for _ in range(count)]
+
+
+Training = Callable[[int, int, int], tuple[float, float, float]]
+"""(step, level, steps at the level) -> error, norm of the gradients, learning rate."""
+
+
+def calm(step: int, level: int, age: int) -> tuple[float, float, float]:
+    """Training in which nothing happens."""
+    return (0.4 if level >= LOSSY else 0.0), 1.0, 0.1
+
+
+@dataclass
+class Course:
+    """What happened in a run."""
+
+    controller: Controller
+    levels: list[int]
+    """Level of every step; of one from which a level learns, that level."""
+    decisions: list[tuple[int, Decision]]
+    """(step, decision)."""
+    modes: list[Mode]
+    """What the controller was busy with at every step."""
+    seconds: float = 0.0
+    """What all steps took, without noise."""
+
+    @property
+    def last(self) -> Decision:
+        return self.decisions[-1][1]
+
+    def changes(self, since: int) -> int:
+        later = self.levels[since:]
+        return sum(one != other for one, other in zip(later, later[1:], strict=False))
+
+    def most(self, since: int) -> tuple[int, float]:
+        """The level that most steps ran at, and their share."""
+        later = self.levels[since:]
+        level, count = Counter(later).most_common(1)[0]
+        return level, count / len(later)
+
+    def times(self, words: str) -> list[int]:
+        """Steps of the decisions whose reason holds ``words``."""
+        return [step for step, decision in self.decisions if words in decision.reason]
+
+
+def drive(
+    job: Job | Callable[[int], Job],
+    steps: int,
+    *,
+    limits: Limits = LIMITS,
+    seed: int = 0,
+    training: Training = calm,
+    events: Callable[[int, Controller], object] = lambda step, controller: None,
+) -> Course:
+    """Run ``steps`` steps of a job (that changes) under a controller.
+
+    Figures arrive one step late. Steps that pay out a residual, or from which a level learns, are none of the
+    controller's business. ``events(step, controller)`` is called before every step.
+    """
+    at = job if callable(job) else lambda step: job
+    start = at(0)
+    controller = Controller(NAMES, start.costs, limits)
+    course = Course(controller, [], [], [])
+    dice = random.Random(seed)
+    late: tuple[int, Observation] | None = None
+    running = drains = warms = age = 0
+    wave = 0.0
+    for step in range(steps):
+        events(step, controller)
+        level, mode = controller.level, controller.mode
+        if late:
+            decision = controller.observe(*late)
+            if decision:
+                course.decisions.append((step, decision))
+        if level != running:
+            drains = limits.drain_steps if level < LOSSY <= running else 0
+            warms = WARM_STEPS if level >= LOSSY else 0
+            running, age = level, 0
+        job_now = at(step)
+        late = None
+        course.levels.append(level)
+        course.modes.append(mode)
+        course.seconds += job_now.seconds(0 if warms else level)
+        wave = 0.9 * wave + math.sqrt(1 - 0.9**2) * dice.gauss(0, 1)
+        if drains or warms:
+            drains, warms = max(0, drains - 1), max(0, warms - 1)
+            continue
+        error, norm, rate = training(step, level, age)
+        if step % GAUGE_STEPS:
+            error = norm = math.nan
+        age += 1
+        late = level, Observation(reduce_times(job_now.step(level, dice, wave)), error, norm, rate)
+    return course

@@ -1,0 +1,299 @@
+"""The cost model: formulas agree with collectives played message by message, a link is found again in what it did."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdplus.costmodel import (
+    ALL_REDUCES,
+    Collective,
+    LevelCost,
+    Link,
+    Wire,
+    binomial_broadcast,
+    fit_link,
+    job_link,
+    parameter_server,
+    recursive_doubling,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_wire,
+    tree_all_reduce,
+)
+
+thoroughly = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+WIRE = Wire(20e-6, 8e-9)
+
+# -- collectives, played -----------------------------------------------------------------------------------------------
+
+
+class Network:
+    """Hosts that exchange byte vectors in rounds: in one round everybody sends one message and receives one."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self.seconds = 0.0
+        self.sent: dict[int, int] = {}
+
+    def round(self, messages: dict[tuple[int, int], np.ndarray]) -> dict[tuple[int, int], np.ndarray]:
+        """Deliver ``messages``, sender and receiver -> content."""
+        senders, receivers = zip(*messages, strict=True)
+        assert len(set(senders)) == len(senders) and len(set(receivers)) == len(receivers)
+        self.seconds += self.wire.alpha + max(map(len, messages.values())) * self.wire.beta
+        for (sender, _), content in messages.items():
+            self.sent[sender] = self.sent.get(sender, 0) + len(content)
+        return {pair: content.copy() for pair, content in messages.items()}
+
+
+def play_ring(net: Network, data: list[np.ndarray]) -> None:
+    ranks, part = len(data), len(data[0]) // len(data)
+
+    def chunk(rank: int, number: int) -> np.ndarray:
+        start = number % ranks * part
+        return data[rank][start : start + part]
+
+    for adds in (True, False):  # reduce-scatter, then all-gather
+        for turn in range(ranks - 1):
+            moved = {r: r - turn + (0 if adds else 1) for r in range(ranks)}
+            come = net.round({(r, (r + 1) % ranks): chunk(r, moved[r]) for r in range(ranks)})
+            for (sender, receiver), content in come.items():
+                target = chunk(receiver, moved[sender])
+                target[:] = target + content if adds else content
+
+
+def folded(net: Network, data: list[np.ndarray], play: Callable[[list[int]], None]) -> None:
+    """``play`` among as many ranks as a power of two has; the others hand over before and are told after."""
+    extra = len(data) - (1 << (len(data).bit_length() - 1))
+    pairs = [(2 * i, 2 * i + 1) for i in range(extra)]
+    if pairs:
+        for (_, receiver), content in net.round({pair: data[pair[0]] for pair in pairs}).items():
+            data[receiver] += content
+    play([receiver for _, receiver in pairs] + list(range(2 * extra, len(data))))
+    if pairs:
+        for (_, receiver), content in net.round({(b, a): data[b] for a, b in pairs}).items():
+            data[receiver][:] = content
+
+
+def play_tree(net: Network, data: list[np.ndarray]) -> None:
+    def play(active: list[int]) -> None:
+        length = len(data[0])
+        kept = {place: (0, length) for place in range(len(active))}
+        distances = [1 << bit for bit in reversed(range(len(active).bit_length() - 1))]
+        halves = []
+        for distance in distances:
+            before, messages = dict(kept), {}
+            for place, (low, high) in before.items():
+                middle = (low + high) // 2
+                mine, theirs = ((low, middle), (middle, high))[:: -1 if place & distance else 1]
+                kept[place] = mine
+                messages[active[place], active[place ^ distance]] = data[active[place]][slice(*theirs)]
+            halves.append(before)
+            for (_, receiver), content in net.round(messages).items():
+                data[receiver][slice(*kept[active.index(receiver)])] += content
+        for distance, before in zip(reversed(distances), reversed(halves), strict=True):
+            come = net.round({
+                (active[place], active[place ^ distance]): data[active[place]][slice(*kept[place])] for place in kept
+            })  # fmt: skip
+            for (sender, receiver), content in come.items():
+                data[receiver][slice(*kept[active.index(sender)])] = content
+            kept = before
+
+    folded(net, data, play)
+
+
+def play_doubling(net: Network, data: list[np.ndarray]) -> None:
+    def play(active: list[int]) -> None:
+        for distance in (1 << bit for bit in range(len(active).bit_length() - 1)):
+            come = net.round({
+                (active[place], active[place ^ distance]): data[active[place]] for place in range(len(active))
+            })  # fmt: skip
+            for (_, receiver), content in come.items():
+                data[receiver] += content
+
+    folded(net, data, play)
+
+
+def play_server(net: Network, data: list[np.ndarray]) -> None:
+    server, total = len(data), np.zeros_like(data[0])
+    for rank in range(len(data)):
+        total += net.round({(rank, server): data[rank]})[rank, server]
+    for rank in range(len(data)):
+        data[rank][:] = net.round({(server, rank): total})[server, rank]
+
+
+@pytest.mark.parametrize(
+    ("formula", "play"),
+    [
+        (ring_all_reduce, play_ring),
+        (tree_all_reduce, play_tree),
+        (recursive_doubling, play_doubling),
+        (parameter_server, play_server),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 16, 31])
+def test_an_all_reduce_takes_what_playing_it_takes(
+    formula: Collective, play: Callable[[Network, list[np.ndarray]], None], ranks: int
+) -> None:
+    length = 16 * ranks  # parts and halves are whole bytes
+    data = [np.random.default_rng(rank).integers(0, 1000, length) for rank in range(ranks)]
+    total = sum(data)
+    net = Network(WIRE)
+    play(net, data)
+    assert all(np.array_equal(one, total) for one in data)
+    assert formula(length, ranks, WIRE) == pytest.approx(net.seconds, abs=1e-15)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8, 13])
+def test_every_rank_of_a_ring_sends_the_fewest_bytes_there_are(ranks: int) -> None:
+    net = Network(WIRE)
+    play_ring(net, [np.ones(16 * ranks, int) for _ in range(ranks)])
+    assert net.sent == dict.fromkeys(range(ranks), 2 * (ranks - 1) * 16)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 9, 16, 17])
+def test_a_broadcast_and_an_all_gather_take_what_playing_them_takes(ranks: int) -> None:
+    net, content, has = Network(WIRE), np.arange(100), [0]
+    while len(has) < ranks:
+        new = range(len(has), min(2 * len(has), ranks))
+        has += [receiver for _, receiver in net.round(dict.fromkeys(zip(has, new, strict=False), content))]
+    assert binomial_broadcast(100, ranks, WIRE) == pytest.approx(net.seconds)
+
+    net, gathered = Network(WIRE), [[rank] for rank in range(ranks)]
+    for _ in range(ranks - 1):
+        latest = [have[-1] for have in gathered]
+        net.round({(rank, (rank + 1) % ranks): np.full(100, latest[rank]) for rank in range(ranks)})
+        for rank in range(ranks):
+            gathered[(rank + 1) % ranks].append(latest[rank])
+    assert all(sorted(have) == list(range(ranks)) for have in gathered)
+    assert ring_all_gather(100, ranks, WIRE) == pytest.approx(net.seconds)
+
+
+def test_what_grows_with_the_ranks_and_what_does_not() -> None:
+    """Why payloads should add up: 100 MB at 10 Gbit/s."""
+    wire, payload = Wire(0.0, 8e-10), 1e8
+    assert ring_all_reduce(payload, 2, wire) == pytest.approx(0.08)
+    assert ring_all_reduce(payload, 4096, wire) == tree_all_reduce(payload, 4096, wire) == pytest.approx(0.16, rel=1e-3)
+    assert ring_all_gather(payload, 4096, wire) == pytest.approx(4095 * 0.08)
+    assert parameter_server(payload, 4096, wire) == pytest.approx(2 * 4096 * 0.08)
+    assert ring_all_reduce(0, 4096, Wire(20e-6, 0)) == pytest.approx(0.1638)
+    assert tree_all_reduce(0, 4096, Wire(20e-6, 0)) == pytest.approx(0.00048)
+
+
+# -- the job's link ----------------------------------------------------------------------------------------------------
+
+seconds = st.floats(1e-6, 1e-1)
+per_byte = st.floats(1e-11, 1e-6)
+ranks_of_a_job = st.integers(2, 5000)
+
+
+@given(st.sampled_from(sorted(ALL_REDUCES)), ranks_of_a_job, seconds, per_byte, seconds, st.integers(0, 10**9))
+@thoroughly
+def test_a_collective_is_a_straight_line_in_its_payload(
+    name: str, ranks: int, alpha: float, beta: float, fixed: float, payload: int
+) -> None:
+    wire = Wire(alpha, beta)
+    link = job_link(ALL_REDUCES[name], ranks, wire, fixed)
+    assert link.alpha + payload * link.beta == pytest.approx(fixed + ALL_REDUCES[name](payload, ranks, wire))
+
+
+@given(ranks_of_a_job, seconds, per_byte, seconds)
+@thoroughly
+def test_the_wire_below_a_ring_is_found_again(ranks: int, alpha: float, beta: float, fixed: float) -> None:
+    link = job_link(ring_all_reduce, ranks, Wire(alpha, beta), fixed)
+    wire, besides = ring_wire(link, ranks, alpha)
+    assert wire == pytest.approx((alpha, beta)) and besides == pytest.approx(fixed, rel=1e-6)
+    assert job_link(ring_all_reduce, ranks, wire, besides) == pytest.approx(link)
+
+
+def test_a_ring_faster_than_its_messages_has_nothing_besides() -> None:
+    wire, fixed = ring_wire(Link(1e-6, 1e-9), 4, 20e-6)
+    assert fixed == 0.0 and wire == (20e-6, pytest.approx(1e-9 / 1.5))
+
+
+# -- the fit -----------------------------------------------------------------------------------------------------------
+
+levels = st.lists(
+    st.builds(LevelCost, st.integers(1, 10**9), st.just(0), st.integers(1, 200)), min_size=2, max_size=6
+).filter(lambda costs: _spread(costs) > 1.5)
+
+
+def _spread(costs: list[LevelCost]) -> float:
+    sizes = [cost.payload_bytes / cost.messages for cost in costs]
+    return max(sizes) / min(sizes)
+
+
+def apart(costs: list[LevelCost], link: Link) -> bool:
+    """Whether both figures of the link matter somewhere, so that rounding does not hide one of them."""
+    shares = [link.alpha * cost.messages / link.seconds(cost) for cost in costs]
+    return max(shares) > 0.01 and min(shares) < 0.99 and max(shares) > 1.01 * min(shares)
+
+
+@given(levels, seconds, per_byte)
+@thoroughly
+def test_a_link_is_found_again_in_what_it_did(costs: list[LevelCost], alpha: float, beta: float) -> None:
+    link = Link(alpha, beta)
+    if apart(costs, link):
+        assert fit_link([(cost, link.seconds(cost)) for cost in costs]) == pytest.approx(link, rel=1e-3)
+
+
+measurements = st.lists(
+    st.tuples(
+        st.builds(LevelCost, st.integers(0, 10**9), st.just(0), st.integers(0, 200)), st.floats(0, 100, width=32)
+    ),
+    max_size=6,
+)
+
+
+@given(measurements)
+@thoroughly
+def test_no_link_pays_back_time(measured: list[tuple[LevelCost, float]]) -> None:
+    link = fit_link(measured)
+    assert link.alpha >= 0 and link.beta >= 0 and math.isfinite(link.alpha) and math.isfinite(link.beta)
+
+
+@given(levels, seconds, per_byte, st.floats(0.01, 100), st.lists(st.floats(0.7, 1.4), min_size=6, max_size=6))
+@thoroughly
+def test_the_unit_of_time_does_not_matter(
+    costs: list[LevelCost], alpha: float, beta: float, factor: float, noise: list[float]
+) -> None:
+    link = Link(alpha, beta)
+    measured = [(cost, link.seconds(cost) * times) for cost, times in zip(costs, noise, strict=False)]
+    once = fit_link(measured)
+    again = fit_link([(cost, factor * taken) for cost, taken in measured])
+    assert [again.seconds(cost) for cost in costs] == pytest.approx(
+        [factor * once.seconds(cost) for cost in costs], rel=1e-6
+    )
+
+
+def test_the_fit_is_by_relative_error_and_one_level_alone_is_all_bytes() -> None:
+    large, small = LevelCost(10**8, 0, 10), LevelCost(10**5, 0, 10)
+    assert fit_link([(large, 1.0)]) == (0.0, pytest.approx(1e-8))
+    assert fit_link([]) == fit_link([(large, 0.0)]) == (0.0, 0.0)
+    # Bytes that seem to cost less than nothing cost nothing: relative errors of -1/3 and +1/3 are the least.
+    flat = fit_link([(large, 0.01), (small, 0.02)])
+    assert flat.beta == 0.0 and flat.alpha * 10 == pytest.approx(0.012)
+
+
+# -- what a step waits for ---------------------------------------------------------------------------------------------
+
+
+@given(levels, seconds, per_byte, st.floats(0, 1), st.floats(1, 10))
+@thoroughly
+def test_more_bytes_or_a_slower_link_never_shorten_a_step(
+    costs: list[LevelCost], alpha: float, beta: float, hideable: float, more: float
+) -> None:
+    link = Link(alpha, beta)
+    for cost in costs:
+        waits = link.exposed(cost, hideable)
+        larger = cost._replace(payload_bytes=round(cost.payload_bytes * more))
+        assert waits <= link.exposed(larger, hideable)
+        assert waits <= Link(alpha, beta * more).exposed(cost, hideable)
+        assert waits <= Link(alpha * more, beta).exposed(cost, hideable)
+        assert waits <= link.exposed(cost, hideable / more)
+        assert waits <= max(link.seconds(cost), alpha)
