@@ -25,8 +25,10 @@ How to read it. ``bytes`` is what a rank sends in a compressed step, as a share 
 positive where the row is worse than what it is held against, and ``+-`` the standard error of that mean. A target is
 met (``ok``) where ``worse`` is not above the *spread*: the standard deviations over seeds of the two rows, pooled:
 sqrt((sd1^2 + sd2^2) / 2). Rows without a target report only what they cost. ``diverged`` counts the seeds in which
-something was not finite (the figure is then that of the weights before) or nothing was learned. ``kept`` is the last
-step's residual of a rank over its gradient, in norms. The exit code is 0 whatever comes out: this is a report.
+something was not finite (the figure is then that of the weights before) or nothing was learned. ``error`` is what
+the automatic controller's budget bounds: in every compressed step the norm of what is held back (residual) over that of
+the rank's own gradient (without the residual it joins), both root mean squares over ranks, and of these the median of
+the last 50 compressed steps. The exit code is 0 whatever comes out: this is a report.
 """
 
 from __future__ import annotations
@@ -80,6 +82,8 @@ ROWS = (
 )
 DENSE = "none"
 WARM_STEPS = 2
+SMOOTHED_STEPS = 50
+"""Compressed steps at the end of a run of whose errors the median is reported."""
 SMALLEST_COMPRESSED = 256
 """Elements below which a tensor travels whole."""
 CHARACTERS = 96
@@ -485,8 +489,8 @@ class Result:
     """Something was not finite, or nothing was learned."""
     bytes_a_step: float
     dense_bytes: int
-    kept: float
-    """Norm of rank 0's residual over that of its gradient, last step."""
+    error: float
+    """Residual over gradient, in norms, smoothed; 0 without a residual."""
     seconds: float
 
 
@@ -520,7 +524,7 @@ def train(task: Task, row: str, seed: int, steps: int, dense_steps: int, ranks: 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, steps))
     parameters, layout = list(model.parameters()), make_layout(model, ranks)
     exchange = make_exchange(row, layout.spec)
-    grads: list[Tensor] = []
+    errors: list[float] = []
     for step in range(steps):
         grads = [_gradient(model, layout, task.batch(rank, ranks, draw)) for rank in range(ranks)]
         if step < dense_steps or row == DENSE:
@@ -529,6 +533,7 @@ def train(task: Task, row: str, seed: int, steps: int, dense_steps: int, ranks: 
                 exchange.warm(total)
         else:
             total = exchange.add(grads)
+            errors.append(_error(exchange.residuals, grads))
         if not torch.isfinite(total).all():
             break
         _hand_over(total / ranks, parameters, layout)
@@ -536,10 +541,18 @@ def train(task: Task, row: str, seed: int, steps: int, dense_steps: int, ranks: 
         scheduler.step()
     final = task.evaluate(model)
     diverged = not torch.isfinite(total).all() or (final <= task.hopeless) == task.higher_is_better
-    kept = float(exchange.residuals[0].norm() / grads[0].norm()) if exchange.residuals else 0.0
+    error = statistics.median(errors[-SMOOTHED_STEPS:]) if errors else 0.0
     dense_bytes = 4 * layout.spec.size
     seconds = time.monotonic() - began
-    return Result(task.name, row, seed, final, diverged, exchange.bytes_a_step, dense_bytes, kept, seconds)
+    return Result(task.name, row, seed, final, diverged, exchange.bytes_a_step, dense_bytes, error, seconds)
+
+
+def _error(residuals: Sequence[Tensor] | None, grads: Sequence[Tensor]) -> float:
+    """Norms over all ranks: as many residuals as gradients, so root mean squares over ranks have the same ratio."""
+    if residuals is None:
+        return 0.0
+    left, fresh = (math.hypot(*(float(one.norm()) for one in tensors)) for tensors in (residuals, grads))
+    return left / max(fresh, 1e-30)
 
 
 def _gradient(model: nn.Module, layout: Layout, batch: Batch) -> Tensor:
@@ -597,10 +610,10 @@ def report(task: Task, results: dict[str, list[Result]]) -> str:
     """The table of one task and, below it, that of the targets."""
     digits = 2 if task.higher_is_better else 4
     table = [
-        ("compressor", "bytes [% of dense]", "final: " + task.metric, "worse than dense", "kept [x gradient]", "s")
+        ("compressor", "bytes [% of dense]", "final: " + task.metric, "worse than dense", "error [x gradient]", "s")
     ]
     for row, runs in results.items():
-        kept = statistics.fmean(run.kept for run in runs)
+        error = statistics.fmean(run.error for run in runs)
         seconds = statistics.fmean(run.seconds for run in runs)
         table.append(
             (
@@ -608,7 +621,7 @@ def report(task: Task, results: dict[str, list[Result]]) -> str:
                 f"{100 * runs[0].bytes_a_step / runs[0].dense_bytes:.2f}",
                 _final(runs, digits),
                 _worse(compare(runs, results[DENSE], task.higher_is_better), digits) if DENSE in results else "?",
-                f"{kept:.2f}" if kept else "-",
+                f"{error:.2f}" if error else "-",
                 f"{seconds:.1f}",
             )
         )

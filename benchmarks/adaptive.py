@@ -1,0 +1,515 @@
+"""Is ``auto`` what it promises to be? Measured on hosts with real bandwidth limits, against everybody else.
+
+    python benchmarks/adaptive.py --quick       some cells, fewer repeats
+    python benchmarks/adaptive.py               all of it, for hours; writes benchmarks/results/
+
+Nothing else may run on the machine meanwhile: what is measured is mostly its processor.
+
+Needs root (network namespaces; see ``lab.py``). Two hosts with a core each, or four on two cores; three models of
+different ratio of computation to gradient on real data (``contestants.py``). In every cell ``auto`` trains from a dense
+start; 80 steps after it, blocks of its steps are measured in turns with blocks of others:
+
+    oracle   the level of the ladder with the shortest step, found by trying all that stay within the error budget,
+             then measured again beside ``auto``
+    dense    the faster of stock Horovod in fp32 and in fp16
+
+A round has one block of everybody, in changing order; a block's figure is the median of its steps, a round's ratio
+that of two blocks, a cell's ratio the rounds' geometric mean, with a 95 % bound from the rounds' spread (Student's t).
+A line fails (``FAIL``) where that bound is beyond the limit. Ratios below 1 are in favour of ``auto``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import date
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lab import UNSHAPED, Job, Lab
+from matplotlib.figure import Figure
+from scipy import stats
+
+from hvdplus.controller import Limits
+from hvdplus.settings import Settings
+
+HERE = Path(__file__).parent
+DENSE_STEPS = Limits().dense_steps
+REACHED_WITHIN = 80
+"""Steps after the dense start, or after a change of the link."""
+ORACLE_LIMIT, DENSE_LIMIT = 1.05, 1.02
+BLOCK_SECONDS, BLOCK_STEPS = 0.6, (3, 12)
+"""A block takes so long, but has no fewer and no more steps."""
+RATES = ("50mbit", "200mbit", "1gbit", "5gbit", UNSHAPED)
+MODELS = ("mlp", "text", "cnn")
+
+
+class Ratio(NamedTuple):
+    """Of step times, with its 95 % bounds."""
+
+    middle: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.middle:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+class Verdict(NamedTuple):
+    """A line of the report."""
+
+    line: str
+    passed: bool
+    figures: str
+
+
+def ratio(above: Sequence[float], below: Sequence[float]) -> Ratio:
+    """Geometric mean of the pairs' ratios."""
+    logs = [math.log(a / b) for a, b in zip(above, below, strict=True)]
+    low, high = stats.t.interval(0.95, len(logs) - 1, statistics.mean(logs), stats.sem(logs))
+    return Ratio(*map(math.exp, (statistics.mean(logs), low, high)))
+
+
+class Ranks:
+    """A job of contestants in the lab, commanded from here."""
+
+    def __init__(self, lab: Lab, connection: Connection, job: Job) -> None:
+        self.lab = lab
+        self._connection, self._job = connection, job
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """``ranks.steps(who="auto", count=10)`` and so on: see ``contestants.Job``."""
+
+        def call(**arguments: Any) -> Any:
+            self._connection.send((name, arguments))
+            try:
+                return self._connection.recv()
+            except EOFError:
+                raise SystemExit(
+                    f"The job ended while it was busy with {name} {arguments}:\n{self._job.output}"
+                ) from None
+
+        return call
+
+
+@contextmanager
+def running(hosts: int, seconds: float) -> Iterator[Ranks]:
+    """A lab with a job of contestants: two hosts with a core each, more on all cores."""
+    cores = {"h1": "0", "h2": "1"} if hosts == 2 else None
+    with Lab(hosts, "1gbit", cores) as lab, tempfile.TemporaryDirectory() as folder:
+        lab.check()
+        address = f"{folder}/socket"
+        environment = {
+            "CONTESTANTS": address,
+            "CONTESTANTS_MASTER": lab.address("h1"),
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, str(HERE / "contestants.py")]
+        with Listener(address) as listener, lab.start(command, env=environment, timeout_seconds=seconds) as job:
+            listener._listener._socket.settimeout(120)  # type: ignore[attr-defined]
+            try:
+                connection = listener.accept()
+            except TimeoutError:
+                raise SystemExit(f"The job did not start:\n{job.output}") from None
+            ranks = Ranks(lab, connection, job)
+            yield ranks
+            connection.send(("end", {}))
+            job.wait()
+
+
+# -- measuring in turns
+
+
+def block(ranks: Ranks, who: str, steps: int) -> float:
+    """Median seconds of a block's steps; the first one is not counted."""
+    return statistics.median(ranks.steps(who=who, count=steps + 1)["seconds"][1:])
+
+
+def block_steps(seconds: float) -> int:
+    """How many steps of ``seconds`` make a block."""
+    least, most = BLOCK_STEPS
+    return min(most, max(least, round(BLOCK_SECONDS / seconds)))
+
+
+def in_turns(ranks: Ranks, people: Sequence[str], rounds: int) -> dict[str, list[float]]:
+    """Blocks of everybody, round after round."""
+    order = random.Random(0)
+    lengths = {who: block_steps(statistics.median(ranks.steps(who=who, count=3)["seconds"])) for who in people}
+    seconds: dict[str, list[float]] = {who: [] for who in people}
+    for _ in range(rounds):
+        for who in order.sample(list(people), len(people)):
+            seconds[who].append(block(ranks, who, lengths[who]))
+    return seconds
+
+
+class Cell(NamedTuple):
+    """What one cell came to."""
+
+    hosts: int
+    model: str
+    rate: str
+    auto: str
+    """The level that ``auto`` had reached."""
+    oracle: str
+    dense: str
+    against_oracle: Ratio
+    against_dense: Ratio
+    oracle_ms: float
+    levels: dict[str, float]
+    """Level -> milliseconds a step, when all were tried."""
+    over_budget: dict[str, float]
+    """Level -> its error."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.hosts} hosts, {self.model}, {self.rate}"
+
+
+def best_level(ranks: Ranks, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Milliseconds of all levels within the error budget, and the errors of those beyond it."""
+    people = [f"level {level}" for level in Settings().ladder]
+    seconds = in_turns(ranks, people, rounds)
+    levels, over = {}, {}
+    for who in people:
+        windows = [record for record in ranks.records(who=who) if record["kind"] == "window"]
+        errors = [window["error"] for window in windows if window["error"] is not None]
+        if errors and errors[-1] > Settings().error_budget:
+            over[who.removeprefix("level ")] = errors[-1]
+        else:
+            levels[who.removeprefix("level ")] = statistics.median(seconds[who]) * 1e3
+    return levels, over
+
+
+def compare(ranks: Ranks, hosts: int, model: str, rate: str, rounds: int) -> Cell:
+    """``auto``, which has had its time, against the oracle and against dense."""
+    levels, over = best_level(ranks, max(3, rounds // 3))
+    oracle = min(levels, key=lambda level: levels[level])
+    people = ["auto", f"level {oracle}", "horovod", "horovod fp16"]
+    seconds = in_turns(ranks, people, rounds)
+    dense = min(people[2:], key=lambda who: statistics.median(seconds[who]))
+    auto = ranks.steps(who="auto", count=1)["levels"][0]
+    return Cell(
+        hosts,
+        model,
+        rate,
+        auto,
+        oracle,
+        dense,
+        ratio(seconds["auto"], seconds[f"level {oracle}"]),
+        ratio(seconds["auto"], seconds[dense]),
+        statistics.median(seconds[f"level {oracle}"]) * 1e3,
+        levels,
+        over,
+    )
+
+
+def measure_cell(ranks: Ranks, hosts: int, model: str, rate: str, rounds: int) -> Cell:
+    """A dense start, 80 steps, and the comparison."""
+    ranks.lab.shape(rate)
+    ranks.forget(who="auto")
+    ranks.steps(who="auto", count=DENSE_STEPS + REACHED_WITHIN)
+    return compare(ranks, hosts, model, rate, rounds)
+
+
+# -- what else is promised
+
+
+def cells(quick: bool) -> dict[int, dict[str, Sequence[str]]]:
+    """Hosts -> model -> rates."""
+    if quick:
+        return {
+            2: {"mlp": ("200mbit", "1gbit", UNSHAPED), "text": ("200mbit", "1gbit"), "cnn": ("1gbit",)},
+            4: {"mlp": ("1gbit",), "text": ("200mbit",)},
+        }
+    return {hosts: dict.fromkeys(MODELS, RATES) for hosts in (2, 4)}
+
+
+def link_changes(ranks: Ranks, hosts: int, model: str, rounds: int) -> tuple[list[Cell], Verdict]:
+    """The link changes while ``auto`` trains on; at the end, 500 steady steps."""
+    ranks.lab.shape("1gbit")
+    ranks.forget(who="auto")
+    ranks.steps(who="auto", count=DENSE_STEPS + REACHED_WITHIN)
+    seen = []
+    for rate in ("100mbit", UNSHAPED, "1gbit"):
+        ranks.lab.shape(rate)
+        ranks.steps(who="auto", count=REACHED_WITHIN)
+        seen.append(compare(ranks, hosts, model, rate, rounds))
+        say(describe(seen[-1]))
+    levels = ranks.steps(who="auto", count=STEADY_STEPS)["levels"]
+    changes = sum(a != b for a, b in zip(levels, levels[1:], strict=False))
+    share = max(levels.count(level) for level in set(levels)) / len(levels)
+    return seen, Verdict(
+        f"no oscillation in {STEADY_STEPS} steps: at most {MOST_CHANGES} changes, {STEADY_SHARE:.0%} at one level",
+        changes <= MOST_CHANGES and share >= STEADY_SHARE,
+        f"{changes} changes, {share:.1%} at one level ({hosts} hosts, {model}, 1gbit)",
+    )
+
+
+STEADY_STEPS, MOST_CHANGES, STEADY_SHARE = 500, 6, 0.9
+
+
+def slow_rank(ranks: Ranks) -> Verdict:
+    """The CPU of one host is halved: that is no communication, and compression does not help."""
+    ranks.lab.shape(UNSHAPED)
+    ranks.forget(who="auto")
+    count = DENSE_STEPS + REACHED_WITHIN
+    ranks.steps(who="auto", count=count)
+    before = last_window(ranks)
+    with ranks.lab.slow("h2", 0.5):
+        levels = ranks.steps(who="auto", count=count)["levels"]
+        during = last_window(ranks)
+        ranks.forget(who="auto")
+        fresh = ranks.steps(who="auto", count=count)["levels"]
+    compressed = sum(level != "none" for level in (*levels[-20:], *fresh[-20:]))
+    share = during["exposed_comm_ms"] / during["step_ms"]
+    return Verdict(
+        "one slow rank is blamed as computation and not answered with compression",
+        compressed == 0 and during["compute_ms"] > 1.5 * before["compute_ms"] and share <= Limits().bottleneck,
+        f"computation {before['compute_ms']:.1f} -> {during['compute_ms']:.1f} ms, exposed communication "
+        f"{before['exposed_comm_ms']:.1f} -> {during['exposed_comm_ms']:.1f} ms ({share:.1%} of the step), "
+        f"{compressed} of 40 steps compressed (2 hosts, cnn, unshaped)",
+    )
+
+
+def last_window(ranks: Ranks) -> dict[str, Any]:
+    """Medians over the last three windows of ``auto``."""
+    windows = [record for record in ranks.records(who="auto") if record["kind"] == "window"][-3:]
+    return {key: statistics.median(window[key] for window in windows) for key in windows[0] if key.endswith("_ms")}
+
+
+class Race(NamedTuple):
+    """Everybody's way to the target on the character model."""
+
+    rate: str
+    seconds: dict[str, list[float]]
+    """Who -> seconds of training until the target, one a seed; infinity: not within the steps allowed."""
+    final: dict[str, list[float]]
+    """Who -> bits a character after all steps, one a seed."""
+    curves: dict[str, list[list[tuple[float, float]]]]
+    """Who -> a curve a seed of (seconds of training, bits a character)."""
+
+
+RACES = (("1gbit", 2.0), ("100mbit", 3.0))
+"""Rate, and how many times sooner than stock Horovod in fp32."""
+SOONER_THAN_STATIC = 1.3
+RACE_STEPS, EVALUATE_STEPS = 400, 20
+TARGET = 3.0
+"""Bits a character on the validation text."""
+STATIC = ("horovod fp16", "ddp", "ddp fp16", "ddp powersgd:4", "ddp powersgd:2")
+"""The best choices that users of stock Horovod and PyTorch have."""
+PEOPLE = ("auto", "horovod", *STATIC)
+QUICK_PEOPLE = ("auto", "horovod", "horovod fp16", "ddp fp16", "ddp powersgd:4")
+
+
+def race(ranks: Ranks, rate: str, seeds: Sequence[int], people: Sequence[str]) -> Race:
+    """Time to a fixed loss (dense start included), and the loss after all steps."""
+    ranks.lab.shape(rate)
+    result = Race(rate, *({who: [] for who in people} for _ in range(3)))
+    for seed in seeds:
+        ranks.model(name="text", seed=seed)
+        for who in people:
+            spent, curve = 0.0, []
+            for _ in range(RACE_STEPS // EVALUATE_STEPS):
+                spent += sum(ranks.steps(who=who, count=EVALUATE_STEPS)["seconds"])
+                curve.append((spent, ranks.evaluate(who=who)))
+            ranks.forget(who=who)
+            result.curves[who].append(curve)
+            result.seconds[who].append(next((seconds for seconds, loss in curve if loss <= TARGET), math.inf))
+            result.final[who].append(curve[-1][1])
+            say(
+                f"  {rate}, seed {seed}: {who} reached {TARGET:g} bits after {result.seconds[who][-1]:.1f} s and ended "
+                f"with {curve[-1][1]:.3f} after {spent:.1f} s"
+            )
+    return result
+
+
+def judge_race(run: Race, least_dense: float) -> list[Verdict]:
+    """Verdicts from medians over the seeds."""
+    auto = statistics.median(run.seconds["auto"])
+    dense = statistics.median(run.seconds["horovod"])
+    static = {who: statistics.median(run.seconds[who]) for who in run.seconds if who in STATIC}
+    best = min(static, key=lambda who: static[who])
+    spread = statistics.stdev(run.final["horovod"]) if len(run.final["horovod"]) > 1 else math.nan
+    worse = statistics.mean(run.final["auto"]) - statistics.mean(run.final["horovod"])
+    return [
+        Verdict(
+            f"time to the loss at {run.rate}: at least {least_dense:g} x sooner than stock Horovod fp32",
+            dense / auto >= least_dense,
+            f"{dense / auto:.2f} x ({dense:.1f} s against {auto:.1f} s)",
+        ),
+        Verdict(
+            f"time to the loss at {run.rate}: at least {SOONER_THAN_STATIC:g} x sooner than the best static choice",
+            static[best] / auto >= SOONER_THAN_STATIC,
+            f"{static[best] / auto:.2f} x ({best}: {static[best]:.1f} s against {auto:.1f} s)",
+        ),
+        Verdict(
+            f"final loss at {run.rate} within the dense seeds' spread",
+            worse <= spread,
+            f"{worse:+.4f} bits a character, standard deviation of dense {spread:.4f} ({len(run.final['auto'])} seeds)",
+        ),
+    ]
+
+
+# -- the report
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def describe(cell: Cell) -> str:
+    """A cell in one line."""
+    over = "".join(f"; {level} over the error budget ({error:.1f})" for level, error in cell.over_budget.items())
+    return (
+        f"  {cell.name:<26} auto {cell.auto:<16} oracle {cell.oracle:<16} {cell.oracle_ms:7.1f} ms   against oracle "
+        f"{cell.against_oracle}   against {cell.dense:<12} {cell.against_dense}{over}"
+    )
+
+
+def judge_cells(seen: Sequence[Cell], changed: Sequence[Cell]) -> list[Verdict]:
+    """The lines about cells: the worst cell decides."""
+    verdicts = []
+    lines: tuple[tuple[str, str, float, Sequence[Cell]], ...] = (
+        (f"against the oracle: at most {ORACLE_LIMIT} x in every cell", "against_oracle", ORACLE_LIMIT, seen),
+        (f"against dense: at most {DENSE_LIMIT} x in every cell", "against_dense", DENSE_LIMIT, seen),
+        (
+            f"after a change of the link: at most {ORACLE_LIMIT} x the oracle within {REACHED_WITHIN} steps",
+            "against_oracle",
+            ORACLE_LIMIT,
+            changed,
+        ),
+    )
+    for line, figure, limit, those in lines:
+        if not those:
+            continue
+        beyond = [cell for cell in those if getattr(cell, figure).high > limit]
+        worst = max(those, key=lambda cell: getattr(cell, figure).high)
+        verdicts.append(
+            Verdict(
+                line,
+                not beyond,
+                f"{len(those) - len(beyond)} of {len(those)} cells; worst: {worst.name}, {getattr(worst, figure)}",
+            )
+        )
+    return verdicts
+
+
+def main() -> int:
+    """Measure, print, judge; a full run leaves table and pictures in results/. Returns 0 whatever comes out."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="some cells, fewer repeats, one race of two seeds")
+    parser.add_argument("--rounds", type=int, help="rounds of blocks a cell (quick: 6, else 12)")
+    parser.add_argument("--only", choices=PARTS, help="a part of it")
+    options = parser.parse_args()
+    quick, parts = options.quick, (options.only,) if options.only else PARTS
+    rounds = options.rounds or (6 if quick else 12)
+    began = time.monotonic()
+    seen: list[Cell] = []
+    changed: list[Cell] = []
+    verdicts: list[Verdict] = []
+    races: list[Race] = []
+    say(f"{machine()}\nladder {', '.join(Settings().ladder)}; error budget {Settings().error_budget:g}")
+    for hosts, models in cells(quick).items():
+        mine = parts if hosts == 2 else set(parts) & {"cells"}
+        if not mine:
+            continue
+        with running(hosts, seconds=1200 if quick else 6 * 3600) as ranks:
+            for model, rates in models.items() if "cells" in mine else ():
+                ranks.model(name=model)
+                for rate in rates:
+                    seen.append(measure_cell(ranks, hosts, model, rate, rounds))
+                    say(describe(seen[-1]))
+            if "changes" in mine:
+                ranks.model(name="mlp")
+                cells_after, steady = link_changes(ranks, hosts, "mlp", rounds)
+                changed += cells_after
+                verdicts.append(steady)
+            if "slow" in mine:
+                ranks.model(name="cnn")
+                verdicts.append(slow_rank(ranks))
+            if "race" in mine:
+                for rate, least in RACES[:1] if quick else RACES:
+                    races.append(race(ranks, rate, range(2 if quick else 5), QUICK_PEOPLE if quick else PEOPLE))
+                    verdicts += judge_race(races[-1], least)
+    verdicts = [*judge_cells(seen, changed), *verdicts]
+    lines = [f"{'ok  ' if v.passed else 'FAIL'}  {v.line}\n        {v.figures}" for v in verdicts]
+    say("\n" + "\n".join(lines) + f"\n\n{time.monotonic() - began:.0f} s")
+    if not quick and not options.only:
+        keep(seen, changed, races, lines)
+    return 0
+
+
+PARTS = ("cells", "changes", "slow", "race")
+
+
+def keep(seen: Sequence[Cell], changed: Sequence[Cell], races: Sequence[Race], verdicts: Sequence[str]) -> None:
+    """Write table, figures and pictures into results/."""
+    folder = HERE / "results"
+    folder.mkdir(exist_ok=True)
+    after = ["", "after a change of the link:", *map(describe, changed), ""]
+    table = [machine(), "", *map(describe, seen), *after, *verdicts]
+    (folder / "adaptive.txt").write_text("\n".join(table) + "\n")
+    figures = {
+        "machine": machine(),
+        "cells": [cell._asdict() for cell in seen],
+        "changes": [cell._asdict() for cell in changed],
+        "races": [run._asdict() for run in races],
+    }
+    (folder / "adaptive.json").write_text(json.dumps(figures, indent=1) + "\n")
+    draw_cells(seen, folder / "adaptive-cells.png")
+    draw_races(races, folder / "adaptive-races.png")
+
+
+def draw_cells(seen: Sequence[Cell], path: Path) -> None:
+    """Step times of all levels and of ``auto``, as shares of the dense step, a column a cell."""
+    figure = Figure(figsize=(14, 7), layout="constrained")
+    axis = figure.add_subplot()
+    for level in Settings().ladder:
+        points = [(x, cell.levels[level] / cell.levels["none"]) for x, cell in enumerate(seen) if level in cell.levels]
+        if points:
+            axis.plot(*zip(*points, strict=True), "o", label=level, alpha=0.7)
+    auto = [cell.against_oracle.middle * cell.levels[cell.oracle] / cell.levels["none"] for cell in seen]
+    axis.plot(range(len(seen)), auto, "_", color="black", markersize=18, markeredgewidth=2.5, label="auto")
+    axis.set_xticks(range(len(seen)), [cell.name for cell in seen], rotation=60, ha="right")
+    axis.set_ylabel("step, as a share of dense fp32")
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.grid(axis="y", color="#e6e6e6")
+    axis.legend(ncols=4, frameon=False)
+    axis.set_title(f"auto and the levels it chooses from ({machine()})", loc="left")
+    figure.savefig(path, dpi=100)
+
+
+def draw_races(races: Sequence[Race], path: Path) -> None:
+    """Validation loss over seconds of training, first seed."""
+    figure = Figure(figsize=(14, 6), layout="constrained")
+    for axis, run in zip(figure.subplots(1, len(races), squeeze=False)[0], races, strict=True):
+        for who, curves in run.curves.items():
+            axis.plot(*zip(*curves[0], strict=True), label=who, linewidth=3 if who == "auto" else 1.2)
+        axis.set_xscale("log")
+        axis.set_xlabel("seconds of training")
+        axis.set_ylabel("validation loss [bits a character]")
+        axis.set_title(f"characters on 2 hosts, {run.rate}", loc="left")
+        axis.grid(color="#e6e6e6")
+        axis.legend(frameon=False)
+    figure.savefig(path, dpi=100)
+
+
+def machine() -> str:
+    return f"{date.today()}, {os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""The ranks' side of ``adaptive.py``: models on real data, trained by whoever is called next.
+
+One job holds every contestant, each with its own copy of the model, so that they can be measured in turns under the
+same conditions. Rank 0 takes commands over the socket that CONTESTANTS names, the other ranks from rank 0.
+
+    auto                       hvdplus, as it comes
+    level NAME                 hvdplus at one level
+    horovod, horovod fp16      stock Horovod (over the same MPI settings, ring included)
+    ddp, ddp fp16, ddp powersgd:R
+                               PyTorch's own DistributedDataParallel over Gloo, with its communication hooks
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Client
+from typing import Any
+
+import horovod.torch as horovod
+import quality
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn import functional
+
+import hvdplus.torch as hvd
+
+
+class Perceptron(quality.Digits):
+    """Much gradient for little computation: 1.1 M parameters, 32 digits a rank."""
+
+    name, learning_rate, images_a_rank = "mlp", 0.05, 32
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
+        )
+
+
+class Convolutions(quality.Digits):
+    """Much computation for little gradient: 0.2 M parameters, 128 digits a rank."""
+
+    name, learning_rate, images_a_rank = "cnn", 0.05, 128
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(1, 64, 3, padding="same"),
+            nn.ReLU(),
+            *(part for _ in range(3) for part in (nn.Conv2d(64, 64, 3, padding="same"), nn.ReLU())),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(1024, 64),
+            nn.ReLU(),
+            nn.Linear(64, 10),
+        )
+
+
+class Characters(quality.Text):
+    """In between: a transformer of 1.8 M parameters, 64 characters a rank."""
+
+    name, learning_rate, windows_a_rank = "text", 0.001, 2
+
+    def model(self) -> nn.Module:
+        return quality.Transformer(width=224, layers=3)
+
+
+TASKS: dict[str, Callable[[], quality.Task]] = {"mlp": Perceptron, "cnn": Convolutions, "text": Characters}
+
+
+class Contestant:
+    """Somebody who trains a copy of the model."""
+
+    def __init__(self, who: str, number: int, task: quality.Task, initial: nn.Module, seed: int) -> None:
+        """``number``: of this contestant in the job; tensor names begin with it. ``seed``: of the order of data."""
+        self.model = copy.deepcopy(initial)
+        self._task = task
+        self._draw = torch.Generator().manual_seed(1000 * seed + hvd.rank())
+        self._forward: nn.Module = self.model
+        self.optimizer = task.optimizer(self.model)
+        named = [(f"{number}.{name}", parameter) for name, parameter in self.model.named_parameters()]
+        kind, _, detail = who.partition(" ")
+        if kind == "auto" or kind == "level":
+            self.optimizer = hvd.DistributedOptimizer(
+                self.optimizer, named_parameters=named, compression=detail or "auto"
+            )
+        elif kind == "horovod":
+            compression = horovod.Compression.fp16 if detail == "fp16" else horovod.Compression.none
+            self.optimizer = horovod.DistributedOptimizer(
+                self.optimizer, named_parameters=named, compression=compression
+            )
+        elif kind == "ddp":
+            self._forward = _ddp(self.model, detail)
+        else:
+            raise ValueError(f"Nobody is called {who!r}")
+
+    def step(self) -> float:
+        """Train one step; returns its seconds."""
+        began = time.perf_counter()
+        batch = self._task.batch(hvd.rank(), hvd.size(), self._draw)
+        self.optimizer.zero_grad()
+        logits = self._forward(batch.inputs)
+        functional.cross_entropy(logits.flatten(0, -2), batch.labels.flatten()).backward()
+        self.optimizer.step()
+        return time.perf_counter() - began
+
+    @property
+    def level(self) -> str:
+        """That hvdplus runs next; elsewhere empty."""
+        pilot = getattr(self.optimizer, "hvdplus", None)
+        return pilot.ladder.names[pilot.plan.level] if pilot else ""
+
+    def evaluate(self) -> float:
+        return self._task.evaluate(self.model)
+
+
+def _ddp(model: nn.Module, hook: str) -> nn.Module:
+    if not torch.distributed.is_initialized():
+        store = torch.distributed.TCPStore(
+            os.environ["CONTESTANTS_MASTER"], 29511, hvd.size(), is_master=hvd.rank() == 0
+        )
+        torch.distributed.init_process_group("gloo", store=store, rank=hvd.rank(), world_size=hvd.size())
+    name, _, rank = hook.partition(":")
+    # PowerSGD over several Gloo buckets aborts: one bucket.
+    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1000 if name == "powersgd" else 25)
+    if name == "fp16":
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif name == "powersgd":
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=int(rank), start_powerSGD_iter=10, min_compression_rate=1
+        )
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return wrapped
+
+
+class Job:
+    """What rank 0 is told, all ranks do."""
+
+    def __init__(self) -> None:
+        self._people: dict[str, Contestant] = {}
+        self._number = 0
+
+    def model(self, name: str, seed: int = 0) -> dict[str, Any]:
+        """Begin anew with a model: all contestants leave."""
+        self._people.clear()
+        self._task, self._seed = TASKS[name](), seed
+        torch.manual_seed(seed)
+        self._initial = self._task.model()
+        hvd.broadcast_parameters(self._initial.state_dict(), root_rank=0)
+        return {"parameters": sum(parameter.numel() for parameter in self._initial.parameters())}
+
+    def forget(self, who: str) -> None:
+        """The next steps of ``who`` begin from the initial weights."""
+        self._people.pop(who, None)
+
+    def steps(self, who: str, count: int) -> dict[str, Any]:
+        """Train ``count`` steps: seconds and levels of each."""
+        if who not in self._people:
+            self._number += 1
+            self._people[who] = Contestant(who, self._number, self._task, self._initial, self._seed)
+        contestant = self._people[who]
+        seconds, levels = [], []
+        hvd.barrier()
+        for _ in range(count):
+            levels.append(contestant.level)
+            seconds.append(contestant.step())
+        return {"seconds": seconds, "levels": levels}
+
+    def evaluate(self, who: str) -> float:
+        return self._people[who].evaluate()
+
+    def records(self, who: str) -> list[dict[str, Any]]:
+        """The run log of ``who`` so far."""
+        return self._people[who].optimizer.hvdplus.log.records
+
+    def identical(self, who: str) -> bool:
+        return hvd.identical(self._people[who].model)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    hvd.init()
+    job = Job()
+    line = Client(os.environ["CONTESTANTS"]) if hvd.rank() == 0 else None
+    while True:
+        command = line.recv() if line else None
+        name, arguments = horovod.broadcast_object(command, root_rank=0, name="contestants.command")
+        if name == "end":
+            break
+        answer = getattr(job, name)(**arguments)
+        if line:
+            line.send(answer)
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()
