@@ -577,6 +577,15 @@ def test_the_best_of_what_is_left_is_held(bad: int) -> None:
     assert all("times the gradient (budget 1)" in why for why in course.controller.refused.values())
 
 
+@pytest.mark.parametrize("error", [1.8, 2.2])
+def test_what_loses_twice_the_budget_in_its_trial_is_not_even_held(error: float) -> None:
+    """Less than that may be what the level before it left behind."""
+    course = drive(SLOW, 300, training=lambda step, level, age: (error if level == LOWRANK_8 else 0.0, 1.0, 0.1))
+    trial = WARM_STEPS + LIMITS.settle_steps + LIMITS.trial_steps + 1
+    assert (course.levels.count(LOWRANK_8) == trial) == (error > 2)
+    assert set(course.levels[150:]) == {LOWRANK_16}
+
+
 def test_a_single_reading_of_many_is_no_reason() -> None:
     """The median of the last ten counts."""
     rare = drive(SLOW, 600, training=lambda s, level, age: (3.0 if age % 20 == 5 and age > 20 else 0.5, 1.0, 0.1))

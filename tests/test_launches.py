@@ -28,7 +28,7 @@ def test_launch(framework, launcher, ranks, asked, expected):
     body += ["-o", "faulthandler_timeout=120"]  # a rank that waits says where
     code, output = run(
         launcher(ranks, *body, f"{framework}_ranks.py"),
-        timeout_seconds=600,
+        timeout_seconds=1500,
         cwd=TESTS / "ranks",
         PYTHONPATH=str(TESTS / "ranks"),
         HVDPLUS_TRANSPORT=asked,
