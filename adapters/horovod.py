@@ -21,6 +21,8 @@ SECONDS_TO_END = 20
 class Horovod:
     """What both bindings share. ``binding`` is ``horovod.torch`` or ``horovod.tensorflow``."""
 
+    negotiates = True
+
     def __init__(self, binding: ModuleType, *arguments: Any, **keywords: Any) -> None:
         """Starts Horovod; the arguments are those of ``horovod.init``."""
         self.binding: Any = binding
@@ -49,13 +51,13 @@ class Horovod:
 class HorovodTorch(Horovod):
     """PyTorch: sums in place, asynchronously."""
 
-    def start(self, array: Array, name: str) -> Any:
+    def start(self, array: Array, name: str, scale: float = 1.0) -> Any:
         if self.binding.size() != self.size:
             raise TransportError(
                 f"The job had {self.size} ranks when hvd.init() was called and has {self.binding.size()} now. hvdplus "
                 "optimizers do not change size: use Horovod's own in elastic jobs."
             )
-        return self.binding.allreduce_async_(array, op=self.binding.Sum, name=name)
+        return self.binding.allreduce_async_(array, op=self.binding.Sum, name=name, postscale_factor=scale)
 
     def done(self, handle: Any) -> bool:
         return bool(self.binding.poll(handle))
@@ -67,8 +69,10 @@ class HorovodTorch(Horovod):
 class HorovodTensorFlow(Horovod):
     """TensorFlow: the sum is an op, the graph waits where it needs it."""
 
-    def start(self, array: Array, name: str) -> Any:
-        return self.binding.allreduce(array, op=self.binding.Sum, name=name, ignore_name_scope=True)
+    def start(self, array: Array, name: str, scale: float = 1.0) -> Any:
+        return self.binding.allreduce(
+            array, op=self.binding.Sum, name=name, postscale_factor=scale, ignore_name_scope=True
+        )
 
     def done(self, handle: Any) -> bool:
         return True

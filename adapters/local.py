@@ -11,13 +11,14 @@ class Local:
     """See ``hvdplus.transport.Transport``."""
 
     name = "local"
+    negotiates = False
     rank = 0
     size = 1
     local_rank = 0
     local_size = 1
 
-    def start(self, array: Array, name: str) -> Any:
-        return array
+    def start(self, array: Array, name: str, scale: float = 1.0) -> Any:
+        return array if scale == 1.0 else array * scale
 
     def done(self, handle: Any) -> bool:
         return True

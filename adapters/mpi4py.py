@@ -23,6 +23,7 @@ class Mpi4py:
     """See ``hvdplus.transport.Transport``. Arrays are anything that NumPy can view without a copy, on the host."""
 
     name = "mpi4py"
+    negotiates = False
 
     def __init__(self) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -42,8 +43,8 @@ class Mpi4py:
         on_this_host.Free()
         _end_job_on_exception(self._main)
 
-    def start(self, array: Array, name: str) -> Future[Array]:
-        return self._thread.submit(self._sum, array, self._sums)
+    def start(self, array: Array, name: str, scale: float = 1.0) -> Future[Array]:
+        return self._thread.submit(self._sum, array, self._sums, scale)
 
     def done(self, handle: Future[Array]) -> bool:
         return handle.done()
@@ -64,12 +65,14 @@ class Mpi4py:
     def shutdown(self) -> None:
         self._thread.shutdown()
 
-    def _sum(self, array: Array, comm: MPI.Comm) -> Array:
+    def _sum(self, array: Array, comm: MPI.Comm, scale: float = 1.0) -> Array:
         buffer = np.asarray(array)
         if buffer.dtype == np.float16:  # MPI knows no half precision: sum raw pairs of bytes with our own operation
             comm.Allreduce(MPI.IN_PLACE, [buffer.view(np.uint16), MPI.UINT16_T], self._half_sum)
         else:
             comm.Allreduce(MPI.IN_PLACE, buffer, MPI.SUM)
+        if scale != 1.0:
+            np.multiply(buffer, buffer.dtype.type(scale), out=buffer)
         return array
 
 

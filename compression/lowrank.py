@@ -18,9 +18,11 @@ not swamped by an absolute epsilon. Only the basis is orthonormal, never the pay
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -155,14 +157,10 @@ class LowRank(Projection):
         return Layout(values, sum(spec.sizes[tensor] for tensor in self._dense(spec)) + spec.tail)
 
     def _groups(self, spec: Spec) -> Sequence[Group]:
-        found: dict[tuple[int, int], list[int]] = {}
-        for tensor, shape in enumerate(spec.shapes):
-            if 2 * self.rank <= min(most_square(shape)):
-                found.setdefault(most_square(shape), []).append(tensor)
-        return [Group(rows, columns, tuple(tensors)) for (rows, columns), tensors in found.items()]
+        return _split(spec.shapes, self.rank)[0]
 
     def _dense(self, spec: Spec) -> Sequence[int]:
-        return [tensor for tensor, shape in enumerate(spec.shapes) if 2 * self.rank > min(most_square(shape))]
+        return _split(spec.shapes, self.rank)[1]
 
     def _factors(self, ops: Ops, ctx: Context, payload: Array) -> Sequence[Array]:
         """The factors of every group, (b, n, r) or (b, m, r)."""
@@ -172,6 +170,19 @@ class LowRank(Projection):
             factors.append(ops.reshape(payload[start : start + math.prod(shape)], shape))
             start += math.prod(shape)
         return factors
+
+
+@functools.lru_cache(maxsize=1024)  # asked several times a step
+def _split(shapes: tuple[tuple[int, ...], ...], rank: int) -> tuple[tuple[Group, ...], tuple[int, ...]]:
+    """Tensors that have ``rank`` columns to spare, by the size of their matrix, and those that travel as they are."""
+    found: dict[tuple[int, int], list[int]] = {}
+    dense = []
+    for tensor, shape in enumerate(shapes):
+        if 2 * rank <= min(most_square(shape)):
+            found.setdefault(most_square(shape), []).append(tensor)
+        else:
+            dense.append(tensor)
+    return tuple(Group(rows, columns, tuple(tensors)) for (rows, columns), tensors in found.items()), tuple(dense)
 
 
 def most_square(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -185,8 +196,9 @@ def most_square(shape: tuple[int, ...]) -> tuple[int, int]:
     return min(cuts, key=sum)
 
 
-def _starts(spec: Spec) -> list[int]:
-    return [0, *np.cumsum(spec.sizes, dtype=int).tolist()]
+@functools.lru_cache(maxsize=1024)
+def _starts(spec: Spec) -> tuple[int, ...]:
+    return tuple(accumulate(spec.sizes, initial=0))
 
 
 def _matrix(ops: Ops, bucket: Array, group: Group, start: int) -> Array:

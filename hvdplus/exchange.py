@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvdplus.compression import Compressor, parse
+from hvdplus.compression import Compressor, NoCompression, parse
 from hvdplus.meter import StepTimes
 
 
@@ -54,6 +54,7 @@ class Ladder:
             parse(level) if isinstance(level, str) else level for level in levels
         )
         self.names: tuple[str, ...] = tuple(compressor.name for compressor in self.compressors)
+        self._names_on_the_wire = [re.sub(r"[^A-Za-z0-9_.]", "_", name) for name in self.names]
         if len(set(self.names)) != len(self.names):
             raise ValueError(f"The ladder names a level twice. Received: {', '.join(self.names)}")
         self.programs: tuple[Program, ...] = tuple(
@@ -81,11 +82,14 @@ class Ladder:
         step that all went well."""
         return plan.release > 0 or plan.warms > 0 or self.compressors[plan.level].settles
 
+    def plain(self, plan: Plan) -> bool:
+        """Whether the step sends gradients as they are, and nothing besides."""
+        return isinstance(self.compressors[plan.level], NoCompression) and not (plan.release or plan.warms)
+
     def tensor_name(self, prefix: str, bucket: int, plan: Plan) -> str:
         """All-reduce name. A payload's length depends on level and phase, so both are part of it: a name that keeps
         its shape stays in Horovod's response cache. Letters are those that TensorFlow allows in op names."""
-        level = re.sub(r"[^A-Za-z0-9_.]", "_", self.names[plan.level])
-        return f"{prefix}.{bucket}.{level}.{plan.phase}"
+        return f"{prefix}.{bucket}.{self._names_on_the_wire[plan.level]}.{plan.phase}"
 
 
 class SideSlot(NamedTuple):

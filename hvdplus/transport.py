@@ -28,9 +28,13 @@ class Transport(Protocol):
     local_rank: int
     """Rank among those on the same host."""
     local_size: int
+    negotiates: bool
+    """Whether ranks may start sums in any order, and small ones that are ready together are made as one."""
 
-    def start(self, array: Array, name: str) -> Any:
+    def start(self, array: Array, name: str, scale: float = 1.0) -> Any:
         """Begin to sum ``array`` over all ranks, in place where the framework allows; returns a handle at once.
+
+        The sum is multiplied by ``scale``, in the array's precision.
 
         ``name`` is the same on every rank and unique among sums in flight.
         """

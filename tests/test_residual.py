@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from hvdplus.adapters.numpy import NumpyOps
 from hvdplus.buckets import make_buckets
 from hvdplus.compression import Array, Compressor, Context, Ops, parse
+from hvdplus.costmodel import LevelCost
 from hvdplus.exchange import Ladder, Plan, SideSlot, side_tensor
 from hvdplus.pilot import Pilot
 from hvdplus.residual import join, release_factor, unreleased
@@ -68,7 +69,7 @@ class Job:
             Settings(drain_steps=drain_steps, warm_steps=warm_steps),
             auto=True,  # it begins dense, and its controller sees no times: the tests choose the levels
             ranks=ranks,
-            payload_bytes=[0] * len(LADDER),
+            costs=[LevelCost(0, 0, 0)] * len(LADDER),
             log=RunLog(None),
         )
         buckets = make_buckets(shapes, ["float32"] * len(shapes), bucket_bytes=BUCKET_BYTES, ranks=ranks, seed=0)
@@ -85,6 +86,11 @@ class Job:
         """What no residual is meant to keep: float16's rounding and qsgd's; its size is checked where it happens."""
         self.bound = [0.0 for _ in self.specs]
         """What float32 rounding may have added up to."""
+
+    @property
+    def plan(self) -> Plan:
+        """The coming step's; nothing is gauged here, whatever the pilot asks."""
+        return self.pilot.plan._replace(gauge=False)
 
     def go(self, level: str) -> None:
         """Run ``level`` from the next step on."""
@@ -116,7 +122,7 @@ class Job:
         return [bits_of(self.ops, self._context(number, LADDER.index(level))) for number in range(len(self.specs))]
 
     def _step(self, bad_rank: int | None) -> Plan:
-        plan = self.pilot.plan
+        plan = self.plan
         compressor, settles = self.ladder.compressors[plan.level], self.ladder.settles(plan)
         grads = [[self.rng.standard_normal(spec.size, np.float32) for spec in self.specs] for _ in range(self.ranks)]
         if bad_rank is not None:
@@ -256,13 +262,13 @@ def run(job: Job, schedule: Sequence[Stretch], steps: int) -> None:
             done += 1
     job.go("none")
     drained = 0
-    while job.pilot.plan.release:
+    while job.plan.release:
         job.step()
         job.check()
         drained += 1
         assert drained <= 10
     assert job.outstanding() == 0, "drained to exactly nothing"
-    assert job.pilot.plan == Plan()
+    assert job.plan == Plan()
     job.step()
     job.check()
     assert job.outstanding() == 0
@@ -303,7 +309,7 @@ def test_the_residual_holds_what_the_level_cannot_send(framework: str, level: st
     """It is really used: without it, whatever the payload misses would be gone."""
     job = Job(ops_of(framework), 2)
     job.go(level)
-    while job.pilot.plan.warms:
+    while job.plan.warms:
         job.step()
         assert job.outstanding() == 0, "dense steps lose nothing"
     for _ in range(6):
@@ -321,7 +327,7 @@ def test_a_residual_is_paid_out_in_equal_parts(level: str) -> None:
         job.step()
     owed = job.owed()
     job.go(level)
-    while job.pilot.plan.warms:
+    while job.plan.warms:
         job.step()
         assert same(job.owed(), owed), "it waits meanwhile"
     releases = []
@@ -365,10 +371,10 @@ def test_steps_that_are_not_finite_teach_nothing(level: str) -> None:
         job.step()
     job.go(level)
     for _ in range(6):  # warming up first, where the level does
-        owed, learned, plan = job.owed(), job.learned(level), job.pilot.plan
+        owed, learned, plan = job.owed(), job.learned(level), job.plan
         for rank in (0, 3):
             assert job.step(bad_rank=rank) == plan
-            assert same(job.owed(), owed) and job.learned(level) == learned and job.pilot.plan == plan
+            assert same(job.owed(), owed) and job.learned(level) == learned and job.plan == plan
         job.step()
         job.check()
     assert job.learned(level) != learned, "but the others do"
@@ -417,7 +423,7 @@ def test_a_level_that_follows_takes_over_contexts_and_phase(first: str, second: 
         job.step()
     before = [[array.copy() for array in contexts[LADDER.index(first)].state] for contexts in job.contexts]
     job.go(second)
-    assert job.pilot.plan == Plan(LADDER.index(second), 1, 1.0)
+    assert job.plan == Plan(LADDER.index(second), 1, 1.0)
     (number,) = (number for number, spec in enumerate(job.specs) if (3, 3, 8, 16) in spec.shapes)
     for old, new in zip(before[number], job.contexts[number][LADDER.index(second)].state, strict=True):
         assert np.allclose(np.abs((old[0].T @ new[0]).diagonal()), 1, atol=1e-5)

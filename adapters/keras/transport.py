@@ -38,11 +38,12 @@ class _OnHost:
         self.size = transport.size
         self.local_rank = transport.local_rank
         self.local_size = transport.local_size
+        self.negotiates = transport.negotiates
 
-    def start(self, array: tf.Tensor, name: str) -> tf.Tensor:
+    def start(self, array: tf.Tensor, name: str, scale: float = 1.0) -> tf.Tensor:
         def total(values: np.ndarray) -> np.ndarray:
             mine = np.array(values)  # the input belongs to TensorFlow
-            return np.asarray(self._transport.wait(self._transport.start(mine, name)))
+            return np.asarray(self._transport.wait(self._transport.start(mine, name, scale)))
 
         result = tf.numpy_function(total, [array], array.dtype)
         result.set_shape(array.shape)

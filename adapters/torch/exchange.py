@@ -1,7 +1,7 @@
 """The exchange in PyTorch: hooks fill buckets while the backward pass runs, ``finish`` brings the means back.
 
 A gradient is copied once, into its bucket's flat buffer, together with its share of the residual; what comes back
-is written to ``.grad``. Nothing else of the user's is touched.
+is written to ``.grad``. Plain dense steps over Horovod need no bucket: a large gradient is summed where it is.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvdplus.adapters.torch.memory import alone_in_memory
 from hvdplus.adapters.torch.ops import TorchOps
 from hvdplus.adapters.torch.rows import SharedRows, as_sparse, rows_used
 from hvdplus.buckets import DENSE_ONLY, SPARSE, Bucket, compressor_for, make_buckets
 from hvdplus.calibration import codec_seconds
-from hvdplus.compression import Compressor, Context
+from hvdplus.compression import Array, Compressor, Context
 from hvdplus.costmodel import LevelCost, level_costs
 from hvdplus.exchange import Ladder, Plan, SideSlot, read_side, side_tensor, split_checksum
 from hvdplus.meter import StepMeter
@@ -52,7 +53,7 @@ class _Lane:
 
     bucket: Bucket
     flat: torch.Tensor
-    """What is sent before encoding: gradients plus released residual."""
+    """What is sent before encoding: gradients plus released residual; or the bucket's only gradient itself."""
     contexts: dict[int, Context] = field(default_factory=dict)
     """Level -> context, made when the level is first used."""
     residual: torch.Tensor | None = None
@@ -68,6 +69,32 @@ class _Lane:
     sum: Any = None
     """Sum of all ranks' gradients, decoded."""
     nonfinite: bool = False
+
+
+@dataclass
+class _Cut:
+    """All gradients, cut into lanes."""
+
+    lanes: list[_Lane]
+    prefix: str
+    """Of the sums' names."""
+    in_place: bool = False
+    """Whether a gradient that has a lane of its own is summed where it is, if it can be, and comes back as a mean."""
+
+    def __post_init__(self) -> None:
+        self.place_of = {
+            i: (lane, slice(*lane.bucket.offsets[place : place + 2]), lane.bucket.shapes[place])
+            for lane in self.lanes
+            for place, i in enumerate(lane.bucket.parameters)
+        }
+
+    def alone(self, lane: _Lane) -> bool:
+        """Whether the lane is for one gradient, which is summed where it is."""
+        return self.in_place and len(lane.bucket.parameters) == 1
+
+
+PLAIN_BUCKET_BYTES = 64 << 10
+"""Horovod sums what is ready at the same time as one: only small gradients are worth a copy into a bucket before."""
 
 
 class TorchExchange:
@@ -109,19 +136,21 @@ class TorchExchange:
         """Parameters whose gradients are sparse on some rank, and so come back sparse on all."""
         self._rows: dict[int, SharedRows] = {}
         """Those of them whose rows are shared."""
-        self.buckets = self._cut()
+        self.buckets = self._make_buckets()
         self._codec_seconds: tuple[float, ...] = (0.0,) * len(ladder.names)
         """Of every level, for all parameters; 0: not tried."""
         if auto and transport.size > 1:  # with contexts and memory of its own
             ops = TorchOps(self._device)
             self._codec_seconds = codec_seconds(ops, self.buckets, ladder.compressors, transport)
         self.pilot = Pilot(ladder, settings, auto=auto, ranks=transport.size, costs=self._costs(), log=log)
-        self.plan = self.pilot.plan
         self._make_lanes()
+        self._follow(self.pilot.plan)
         self._passes_left = [passes] * len(self.parameters)
         self._versions: dict[int, int] = {}
         self._next_lane = 0
         self._late: tuple[Plan, _Side] | None = None
+        self._norms: list[torch.Tensor] = []
+        """Of the gradients of this step, where the plan gauges them."""
         self._unpaid = False
         """Whether a residual's share was sent in a step that was not taken (yet)."""
         self._side_count = 0
@@ -160,11 +189,12 @@ class TorchExchange:
             torch.from_numpy(side_tensor(self.transport.rank, self.transport.size, slot, used)),
             f"{self._prefix}.side.{self._side_count % 2}",
         )
-        for lane in self._lanes:
+        for lane in self._now.lanes:
             with self.meter.awaited(lane.bucket.number):
-                lane.total = self.transport.wait(lane.handle)
-            with self.meter.codec():
-                self._decode(lane)
+                lane.total = lane.sum = self.transport.wait(lane.handle)
+            if not self._now.in_place:
+                with self.meter.codec():
+                    self._decode(lane)
         with self.meter.exposed_comm():
             for rows in self._rows.values():
                 rows.send()
@@ -188,29 +218,37 @@ class TorchExchange:
             self._late = None
         else:
             self._late = (self.plan, side)
-        for lane in self._lanes:
+        for lane in self._now.lanes:
             lane.waiting = set(lane.bucket.parameters)
             lane.payload = lane.handle = lane.total = lane.sum = None  # memory that the forward pass can have
+            if self._now.alone(lane):
+                lane.flat = lane.flat.new_empty(0)
         self._versions.clear()
         self._next_lane = 0
         self.restart()
         self.loss = math.nan
         self._unpaid = healthy and any(
-            lane.pending is not None and not self._compressor(lane).keeps_residual for lane in self._lanes
+            lane.pending is not None and not self._compressor(lane).keeps_residual for lane in self._now.lanes
         )
-        before, self.plan = self.plan, self.pilot.advance()
+        before = self.plan
+        self._follow(self.pilot.advance())
         self._hand_over(before.level)
+
+    def _follow(self, plan: Plan) -> None:
+        """The coming step's."""
+        self.plan = plan
+        self._now = self._plain if self._plain and self._ladder.plain(plan) else self._joined
 
     def _pay_again(self) -> None:
         """Before a step begins: did the script skip one that paid out a residual? All ranks skip alike."""
         if self._unpaid:
             self._unpaid = False
-            self.plan = self.pilot.repeat()
+            self._follow(self.pilot.repeat())
 
     def commit(self) -> None:
         """The optimizer has taken the step: pending residuals become residuals."""
         self._unpaid = False
-        for lane in self._lanes:
+        for lane in self._joined.lanes:
             if lane.pending is not None:
                 if lane.pending.data_ptr() == lane.flat.data_ptr():
                     # What was sent became its own remainder, in place: the old residual's memory is free instead.
@@ -220,31 +258,32 @@ class TorchExchange:
                 lane.residual, lane.pending = (lane.pending if outstanding else None), None
         self.meter.end_step()
 
-    def _cut(self) -> tuple[Bucket, ...]:
-        """Buckets of all parameters but those whose rows are shared."""
+    def _make_buckets(self, bucket_bytes: int = 0) -> tuple[Bucket, ...]:
+        """Buckets of all parameters but those whose rows are shared. ``bucket_bytes``: 0 is what the settings say."""
         dense = [i for i in range(len(self.parameters)) if i not in self._rows]
         buckets = make_buckets(
             [tuple(self.parameters[i].shape) for i in dense],
             [str(self.parameters[i].dtype).removeprefix("torch.") for i in dense],
-            bucket_bytes=self._settings.bucket_bytes,
+            bucket_bytes=bucket_bytes or self._settings.bucket_bytes,
             ranks=self.transport.size,
             seed=self._settings.seed,
         )
         return tuple(bucket._replace(parameters=tuple(dense[i] for i in bucket.parameters)) for bucket in buckets)
 
     def _costs(self) -> tuple[LevelCost, ...]:
-        """What every level costs, with parameters whose rows are shared left out."""
+        """What every level costs, with parameters whose rows are shared left out. At ``none`` Horovod makes sums as it
+        likes: as many as buckets is what comes nearest."""
         total = sum(p.numel() for p in self.parameters)
         share = sum(bucket.spec.size for bucket in self.buckets) / total if total else 0.0
         return level_costs(self.buckets, self._ladder.compressors, [share * s for s in self._codec_seconds])
 
     def _make_lanes(self) -> None:
-        self._lanes = [] if self.idle else [self._make_lane(bucket) for bucket in self.buckets]
-        self._place_of = {
-            i: (lane, slice(*lane.bucket.offsets[place : place + 2]), lane.bucket.shapes[place])
-            for lane in self._lanes
-            for place, i in enumerate(lane.bucket.parameters)
-        }
+        self._joined = _Cut([] if self.idle else [self._make_lane(bucket) for bucket in self.buckets], self._prefix)
+        self._plain: _Cut | None = None
+        """Lanes of plain dense steps, where nothing has to be joined or encoded."""
+        if self.transport.negotiates and not self.idle:
+            lanes = [self._make_lane(bucket) for bucket in self._make_buckets(PLAIN_BUCKET_BYTES)]
+            self._plain = _Cut(lanes, f"{self._prefix}.plain", in_place=True)
 
     def _sort_out_sparse(self) -> None:
         """In the first step, before anything is sent: which gradients are so sparse that only rows are exchanged?"""
@@ -259,13 +298,14 @@ class TorchExchange:
             if sum(theirs.get(i, 0) for theirs in used) <= SPARSE * len(parameter):
                 self._rows[i] = SharedRows(parameter, self.transport, self.ops, f"{self._prefix}.rows.{i}")
         if self._rows:
-            self.buckets = self._cut()
+            self.buckets = self._make_buckets()
             self.pilot.resize(self._costs())
             self._make_lanes()
+            self._follow(self.plan)
 
     def _make_lane(self, bucket: Bucket) -> _Lane:
         dtype = torch.float64 if bucket.dtype == DENSE_ONLY else torch.float32
-        flat = torch.zeros(bucket.spec.size, dtype=dtype, device=self._device)
+        flat = torch.zeros(0, dtype=dtype, device=self._device)  # its memory comes with the first gradient
         return _Lane(bucket, flat, waiting=set(bucket.parameters))
 
     def _compressor(self, lane: _Lane) -> Compressor:
@@ -282,7 +322,7 @@ class TorchExchange:
         """Where the coming level follows the last one, it takes over its contexts."""
         old, new = self._ladder.compressors[before], self._ladder.compressors[self.plan.level]
         if self.plan.level != before and new.follows(old):
-            for lane in self._lanes:
+            for lane in self._now.lanes:
                 if lane.bucket.dtype != DENSE_ONLY:
                     fresh = new.init(self.ops, lane.bucket.spec)
                     lane.contexts[self.plan.level] = new.inherit(self.ops, fresh, self._context(lane, before))
@@ -310,49 +350,72 @@ class TorchExchange:
             self._versions[i] = parameter.grad._version
         if self._passes_left[i] == 0 and self._sorted and i not in self._rows:
             self.meter.look()
-            with self.meter.codec(), torch.no_grad():
-                self._pack(i, parameter.grad)
-                self._send_ready()
+            with self.meter.codec():
+                self._send_full(self._pack(i, parameter.grad))
 
-    def _pack(self, i: int, grad: torch.Tensor | None) -> None:
-        """Copy one gradient into its bucket, together with its share of the residual."""
-        lane, part, shape = self._place_of[i]
-        target = lane.flat[part].view(shape)
+    def _pack(self, i: int, grad: torch.Tensor | None) -> _Lane:
+        """Copy one gradient into its bucket, together with its share of the residual, or let it be its own lane's."""
+        lane, part, shape = self._now.place_of[i]
         lane.pending = None  # of a step that was never taken
-        residual = lane.residual[part].view(shape) if lane.residual is not None and self.plan.release else None
+        lane.waiting.discard(i)
         if grad is not None and grad.is_sparse:
             grad = grad.to_dense()
-        if grad is None:
-            target.zero_()
-        elif residual is not None and grad.dtype == target.dtype:
-            torch.add(grad, residual, alpha=self.plan.release, out=target)
-            residual = None
-        else:
-            target.copy_(grad)
-        if residual is not None:
-            target.add_(residual, alpha=self.plan.release)
-        lane.waiting.discard(i)
-
-    def _send_ready(self) -> None:
-        """Send full buckets in their order: without negotiation that order has to be the same on every rank."""
-        while self._next_lane < len(self._lanes) and not self._lanes[self._next_lane].waiting:
-            lane = self._lanes[self._next_lane]
-            self._next_lane += 1
-            compressor, ctx = self._compressor(lane), self._context(lane)
-            # All before the sum begins, because it may be made in place, on the very buffer that was encoded.
-            if compressor.keeps_residual:
-                lane.payload, lane.pending, sound = compressor.send(self.ops, ctx, lane.flat, lane.residual)
-                lane.nonfinite = not bool(sound)
+        if self.plan.gauge and grad is not None:
+            self._norms.append(_norm(grad))
+        if self._now.alone(lane):
+            if grad is None:
+                grad = lane.flat.new_zeros(shape)
+            # The backward pass may still read memory that is not the gradient's alone. As ``data``, because Horovod may
+            # count its writing as a change of the gradient.
+            own = grad if alone_in_memory(grad) else grad.clone()
+            lane.flat = own.data.to(lane.flat.dtype).contiguous()
+            return lane
+        if not lane.flat.numel():
+            lane.flat = lane.flat.new_zeros(lane.bucket.spec.size)
+        target = lane.flat[part].view(shape)
+        residual = lane.residual[part].view(shape) if lane.residual is not None and self.plan.release else None
+        with torch.no_grad():
+            if grad is None:
+                target.zero_()
+            elif residual is not None and grad.dtype == target.dtype:
+                torch.add(grad, residual, alpha=self.plan.release, out=target)
+                residual = None
             else:
-                lane.payload = compressor.encode(self.ops, ctx, lane.flat)
-                if self._ladder.settles(self.plan) and lane.bucket.dtype != DENSE_ONLY and not compressor.narrow:
-                    # A narrow payload may overflow: it is sent again, and the sum tells.
-                    lane.nonfinite = not bool(compressor.sound(self.ops, lane.flat, lane.payload))
-                if lane.residual is not None and self.plan.release:
-                    lane.pending = unreleased(lane.residual, self.plan.release)
-            name = self._ladder.tensor_name(self._prefix, lane.bucket.number, self.plan)
-            lane.handle = self.transport.start(lane.payload, name)
-            self.meter.sum_begins(lane.bucket.number, functools.partial(self.transport.done, lane.handle))
+                target.copy_(grad)
+            if residual is not None:
+                target.add_(residual, alpha=self.plan.release)
+        return lane
+
+    def _send_full(self, lane: _Lane) -> None:
+        """Send a lane that nothing is missing from. Without negotiation their order is the same on every rank."""
+        if self.transport.negotiates:
+            if not lane.waiting:
+                self._send(lane)
+            return
+        while self._next_lane < len(self._now.lanes) and not self._now.lanes[self._next_lane].waiting:
+            self._next_lane += 1
+            self._send(self._now.lanes[self._next_lane - 1])
+
+    def _send(self, lane: _Lane) -> None:
+        lane.payload = lane.flat if self._now.in_place else self._encode(lane)
+        name = self._ladder.tensor_name(self._now.prefix, lane.bucket.number, self.plan)
+        lane.handle = self.transport.start(lane.payload, name, self._scale if self._now.in_place else 1.0)
+        self.meter.sum_begins(lane.bucket.number, functools.partial(self.transport.done, lane.handle))
+
+    def _encode(self, lane: _Lane) -> Array:
+        """The payload. All that is read of what is sent is read here: its sum may be made in place."""
+        compressor, ctx = self._compressor(lane), self._context(lane)
+        if compressor.keeps_residual:
+            payload, lane.pending, sound = compressor.send(self.ops, ctx, lane.flat, lane.residual)
+            lane.nonfinite = not bool(sound)
+            return payload
+        payload = compressor.encode(self.ops, ctx, lane.flat)
+        if self._ladder.settles(self.plan) and lane.bucket.dtype != DENSE_ONLY and not compressor.narrow:
+            # A narrow payload may overflow: it is sent again, and the sum tells.
+            lane.nonfinite = not bool(compressor.sound(self.ops, lane.flat, payload))
+        if lane.residual is not None and self.plan.release:
+            lane.pending = unreleased(lane.residual, self.plan.release)
+        return payload
 
     def _send_rest(self) -> np.ndarray:
         """Fill in what the backward pass did not deliver, and send; returns which parameters have a gradient here."""
@@ -368,60 +431,62 @@ class TorchExchange:
                     "`with optimizer.skip_synchronize(): optimizer.step()`."
                 )
         with self.meter.codec(), torch.no_grad():
-            for lane in self._lanes:
-                for i in tuple(lane.waiting):
-                    self._pack(i, self.parameters[i].grad)
-            self._send_ready()
+            for lane in self._now.lanes:
+                if lane.handle is None:
+                    for i in tuple(lane.waiting):
+                        self._pack(i, self.parameters[i].grad)
+                    self._send(lane)
         return used
 
     def _slot(self, learning_rate: float) -> SideSlot:
         checksum = 0
-        if not self.idle:
-            for lane in self._lanes:
+        if not self.idle and not self._now.in_place:
+            for lane in self._now.lanes:
                 if lane.bucket.dtype != DENSE_ONLY:
                     checksum += sum(int(self.ops.checksum(array)) for array in self._context(lane).state)
         times = self.meter.last
         loss = float(self.loss)
         return SideSlot(
-            float(any(lane.nonfinite for lane in self._lanes)),
+            float(any(lane.nonfinite for lane in self._now.lanes)),
             *split_checksum(checksum),
             *times,
             loss=0.0 if math.isnan(loss) else loss,
             has_loss=float(not math.isnan(loss)),
             learning_rate=learning_rate,
-            **self._norms(),
+            **self._gauged(),
         )
 
-    def _norms(self) -> dict[str, float]:
-        """Norms of the gradients, which are still this rank's own, and of what sending leaves behind."""
+    def _gauged(self) -> dict[str, float]:
+        """Norms of this rank's own gradients, taken when they were packed, and of what sending leaves behind."""
         if not self.plan.gauge or self.idle:
             return {}
         with self.meter.codec():
-            fresh = [
-                p.grad.coalesce().values() if p.grad.is_sparse else p.grad
-                for p in self.parameters
-                if p.grad is not None
+            rows = [
+                _norm(parameter.grad.coalesce().values())
+                for parameter in map(self.parameters.__getitem__, self._rows)
+                if parameter.grad is not None
             ]
-            left = [lane.pending for lane in self._lanes if lane.pending is not None]
+            left = [_norm(lane.pending) for lane in self._now.lanes if lane.pending is not None]
             keeps = self._ladder.compressors[self.plan.level].keeps_residual
-            return {"gradient_norm": _norm(fresh), "residual_norm": _norm(left if keeps else [])}
+            gradient, self._norms = _together([*self._norms, *rows]), []
+            return {"gradient_norm": gradient, "residual_norm": _together(left if keeps else [])}
 
     def _decode(self, lane: _Lane) -> None:
         """Sum of payloads -> sum of gradients, in ``lane.sum``."""
         compressor = self._compressor(lane)
         if compressor.narrow and not bool(self.ops.all_finite(lane.total)):
             # Every rank holds this same sum, so every rank sends the bucket again, in full width.
-            name = self._ladder.tensor_name(self._prefix, lane.bucket.number, self.plan) + ".again"
+            name = self._ladder.tensor_name(self._now.prefix, lane.bucket.number, self.plan) + ".again"
             lane.total = lane.sum = self.transport.wait(self.transport.start(lane.flat, name))
             return
         lane.sum = compressor.decode(self.ops, self._context(lane), lane.total)
 
     def _sums_are_finite(self) -> bool:
-        return all(bool(self.ops.all_finite(lane.total)) for lane in self._lanes if lane.bucket.dtype != DENSE_ONLY)
+        return all(bool(self.ops.all_finite(lane.total)) for lane in self._now.lanes if lane.bucket.dtype != DENSE_ONLY)
 
     def _settle(self, healthy: bool) -> None:
         """Advance contexts, or undo the step where a rank's gradient was not finite."""
-        for lane in self._lanes:
+        for lane in self._now.lanes:
             lane.nonfinite = False
             if lane.bucket.dtype == DENSE_ONLY:
                 continue
@@ -439,37 +504,53 @@ class TorchExchange:
                     lane.sum = torch.full_like(lane.sum, math.nan)
 
     def _deliver(self, used: np.ndarray, users: np.ndarray, reduced_rows: dict[int, torch.Tensor]) -> None:
-        """Write means to ``.grad``; a parameter that nobody used keeps ``grad=None``."""
+        """Write means to ``.grad``; a parameter that nobody used keeps ``grad=None``.
+
+        As in Horovod, a gradient keeps its identity and gets the mean's memory, where neither is anybody else's.
+        """
         with torch.no_grad():
+            if not self._now.in_place:
+                for lane in self._now.lanes:
+                    lane.sum.mul_(self._scale)
             for i, reduced in reduced_rows.items():
                 if users[i]:
                     self.parameters[i].grad = reduced
-            for i, (lane, part, shape) in self._place_of.items():
+            for i, (lane, part, shape) in self._now.place_of.items():
                 if not users[i]:
                     continue
                 parameter = self.parameters[i]
-                mean = lane.sum[part].view(shape)
+                mean = lane.sum if self._now.alone(lane) else lane.sum[part].view(shape)
                 grad = parameter.grad
                 if grad is None or grad.is_sparse or i in self._sparse:
-                    reduced = (mean * self._scale).to(parameter.dtype)
+                    reduced = mean.to(parameter.dtype, copy=True)
                     # One form on all ranks: optimizers tell them apart.
                     if i in self._sparse:
                         every = torch.arange(len(reduced), device=reduced.device)
                         reduced = as_sparse(every, reduced, reduced.shape)
                     parameter.grad = reduced
-                elif grad.dtype == mean.dtype:
-                    torch.mul(mean, self._scale, out=grad)
+                elif grad.data_ptr() == mean.data_ptr():
+                    pass  # was summed where it is
+                elif self._may_give(lane, grad, mean):
+                    grad.set_(mean)
                 else:
-                    grad.copy_(mean * self._scale)
+                    grad.copy_(mean)
+
+    def _may_give(self, lane: _Lane, grad: torch.Tensor, mean: torch.Tensor) -> bool:
+        """Whether ``grad`` can have the sum's memory: that was made for it, and its own is no part of a buffer."""
+        sent = [array.data_ptr() for array in (lane.flat, lane.payload) if array is not None]
+        made = not self._now.in_place and lane.sum.data_ptr() not in sent
+        like = grad.dtype == mean.dtype and grad.is_contiguous()
+        return made and like and grad.untyped_storage().nbytes() == grad.nbytes and alone_in_memory(grad)
 
 
-def _norm(tensors: Sequence[torch.Tensor]) -> float:
-    """Euclidean norm of all elements together."""
-    if not tensors:
-        return 0.0
+def _norm(tensor: torch.Tensor) -> torch.Tensor:
+    """Euclidean norm; not in half precision, where it may be infinite already."""
     with torch.no_grad():
-        # In half precision the norm of one tensor may be infinite already.
-        norms = [
-            torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)).float() for t in tensors
-        ]
-        return float(torch.linalg.vector_norm(torch.stack(norms)))
+        wide = torch.promote_types(tensor.dtype, torch.float32)
+        norm: torch.Tensor = torch.linalg.vector_norm(tensor, dtype=wide)
+        return norm.float()
+
+
+def _together(norms: Sequence[torch.Tensor]) -> float:
+    """Norm of all elements of tensors with ``norms``."""
+    return float(torch.linalg.vector_norm(torch.stack(list(norms)))) if norms else 0.0

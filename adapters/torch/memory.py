@@ -21,6 +21,11 @@ MOST = 64
 _uses: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
+def alone_in_memory(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor is known to share ``tensor``'s memory."""
+    return _uses is not None and _uses(tensor.untyped_storage()._cdata) <= 2  # the tensor, and the storage asked for
+
+
 class Pool:
     """Blocks that are handed out again once no array holds them any more."""
 

@@ -182,6 +182,9 @@ def test_nothing_to_hide_behind(near):
 def test_all_but_the_last_bucket_behind_a_long_backward_pass(near):
     times = measured(BIG._replace(bucket_seconds=2 * BIG.wire_seconds / BUCKETS))
     assert near(times.comm, 1)
+    if FRAMEWORK == "torch":  # which sends every large gradient as soon as it is there: little is left in the end
+        assert times.exposed_comm <= 0.1 * BIG.wire_seconds
+        return
     assert near(times.exposed_comm, 1 / BUCKETS)
     assert near(times.overlapped_comm, 1 - 1 / BUCKETS)
 

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import time
 import warnings
 
 import numpy as np
@@ -24,8 +25,9 @@ HOROVOD = hvd._require_world().transport.name.startswith("horovod")
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
-    """Several buckets, even for small models; short windows."""
+    """Several buckets, even for small models, and gradients that have a lane of their own in plain dense steps."""
     monkeypatch.setenv("HVDPLUS_BUCKET_BYTES", "6000")
+    monkeypatch.setattr("hvdplus.adapters.torch.exchange.PLAIN_BUCKET_BYTES", 1000)
 
 
 def model(seed=0):
@@ -173,7 +175,7 @@ def test_nothing_is_lost_across_changes_of_level(monkeypatch, levels):
     params = parameters()
     optimizer = plain(params, "auto")
     mine = walk(optimizer, params, levels, steps_each=7)
-    lanes = optimizer._exchange._lanes
+    lanes = optimizer._exchange._joined.lanes
     left = [np.zeros(p.shape) for p in params]
     for lane in lanes:
         for place, i in enumerate(lane.bucket.parameters if lane.residual is not None else ()):
@@ -207,7 +209,7 @@ def test_non_finite_gradient_of_one_rank_reaches_all_and_leaves_no_trace(level, 
         optimizer.step()
         optimizer.zero_grad()
     exchange = optimizer._exchange
-    lanes = copy.deepcopy([(lane.residual, lane.contexts) for lane in exchange._lanes])
+    lanes = copy.deepcopy([(lane.residual, lane.contexts) for lane in exchange._joined.lanes])
     plan = exchange.plan._replace(gauge=False)
     backward(params, damage(gradients(4, RANK), value, SIZE - 1))
     optimizer.synchronize()
@@ -215,7 +217,7 @@ def test_non_finite_gradient_of_one_rank_reaches_all_and_leaves_no_trace(level, 
     with optimizer.skip_synchronize():  # as a script without a loss scaler does: the step is taken all the same
         optimizer.step()
     assert exchange.plan._replace(gauge=False) == plan
-    for (residual, contexts), lane in zip(lanes, exchange._lanes, strict=True):
+    for (residual, contexts), lane in zip(lanes, exchange._joined.lanes, strict=True):
         assert (residual is None) == (lane.residual is None)
         assert residual is None or torch.equal(residual, lane.residual)
         for number, ctx in contexts.items():
@@ -235,13 +237,13 @@ def test_a_step_that_is_not_taken_commits_no_residual(level):
         optimizer.zero_grad()
         backward(params, gradients(step, RANK))
         optimizer.step()
-    before = copy.deepcopy([lane.residual for lane in optimizer._exchange._lanes])
+    before = copy.deepcopy([lane.residual for lane in optimizer._exchange._joined.lanes])
     optimizer.zero_grad()
     backward(params, gradients(3, RANK))
     optimizer.synchronize()
     optimizer.zero_grad()  # the script skips the step
     backward(params, gradients(4, RANK))
-    for residual, lane in zip(before, optimizer._exchange._lanes, strict=True):
+    for residual, lane in zip(before, optimizer._exchange._joined.lanes, strict=True):
         assert residual is None or torch.equal(residual, lane.residual)
     optimizer.step()
     assert hvd.identical(p for p in params)
@@ -256,7 +258,7 @@ def test_contexts_that_differ_between_ranks_are_an_error_on_every_rank():
         backward(params, gradients(step, RANK))
         optimizer.step()
     if RANK == SIZE - 1:
-        for lane in optimizer._exchange._lanes:
+        for lane in optimizer._exchange._joined.lanes:
             for ctx in lane.contexts.values():
                 for array in ctx.state:
                     array.mul_(1.0 + 1e-6)
@@ -546,6 +548,94 @@ def test_memory_layouts_survive():
     optimizer.synchronize()
     reference(x).sum().backward()
     torch.testing.assert_close(net.weight.grad, reference.weight.grad)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("level", ["none", "fp16", "int8", "lowrank:2"])
+def test_a_gradient_keeps_its_identity_and_nobody_writes_to_it_later(level, to_none):
+    params = parameters()
+    optimizer = plain(params, level)
+    reference = Reference(level, optimizer._exchange.buckets, SIZE)
+    kept = []
+    for step in range(5):
+        optimizer.zero_grad(set_to_none=to_none)
+        backward(params, gradients(step, RANK))
+        before = [p.grad for p in params]
+        optimizer.step()
+        assert all(p.grad is grad for p, grad in zip(params, before, strict=True))
+        if SIZE > 1 or level != "none":
+            for p, mean in zip(params, reference.step([gradients(step, rank) for rank in range(SIZE)]), strict=True):
+                np.testing.assert_allclose(p.grad.numpy(), mean, rtol=5e-3, atol=5e-3 * np.abs(mean).max())
+        kept += [(p.grad, p.grad.clone()) for p in params if to_none]
+    assert all(torch.equal(grad, copy) for grad, copy in kept)
+
+
+@pytest.mark.parametrize("level", ["none", "fp16"])
+def test_gradients_that_share_memory_with_what_backward_still_reads(level):
+    """A view's gradient is a view of what the next node takes as input; two views of one sum have one gradient."""
+    first, second = (torch.nn.Parameter(torch.full((40, 40), value)) for value in (0.1, 0.2))
+    weight = torch.nn.Parameter(torch.eye(40))
+    optimizer = plain([first, second, weight], level, op=hvd.Sum)  # a mean of means would hide a sum made twice
+    x = torch.from_numpy(np.stack([gradients(0, rank, [(40, 40)])[0] for rank in range(SIZE)]))
+
+    def loss(rank):
+        rows = (x[rank].unsqueeze(0) @ weight) + first.unsqueeze(0)
+        rows.register_hook(lambda _: time.sleep(0.05))  # time enough for the sum of what came before
+        return ((rows + second.view(1, 40, 40)) * x[rank]).sum()
+
+    for _ in range(3):
+        optimizer.zero_grad()
+        total = torch.autograd.grad(sum(map(loss, range(SIZE))), [first, second, weight])
+        loss(RANK).backward()
+        optimizer.synchronize()
+        for p, expected in zip([first, second, weight], total, strict=True):
+            scale = float(expected.abs().max())
+            torch.testing.assert_close(p.grad, expected, rtol=0, atol=(5e-3 if level == "fp16" else 1e-5) * scale)
+
+
+@pytest.mark.parametrize("level", ["none", "fp16", "int8"])
+def test_gradients_that_lie_in_a_buffer_of_the_users_stay_there(level):
+    params = parameters()
+    optimizer = plain(params, level)
+    flat = torch.zeros(sum(p.numel() for p in params))
+    places = np.cumsum([0, *(p.numel() for p in params)])
+    for p, start, end in zip(params, places, places[1:], strict=False):
+        p.grad = flat[start:end].view_as(p).data
+    for step in range(3):
+        flat.zero_()
+        backward(params, gradients(step, RANK))
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        held = torch.cat([p.grad.flatten() for p in params])
+        assert held.any() and torch.equal(held, flat)
+
+
+def test_transports_scale_sums():
+    transport = hvd._require_world().transport
+    for dtype in (torch.float32, torch.float64):
+        values = torch.arange(5, dtype=dtype) + RANK
+        total = transport.wait(transport.start(values, "scaled", 1 / 3))
+        expected = (torch.arange(5, dtype=dtype) * SIZE + sum(range(SIZE))) * (1 / 3)
+        torch.testing.assert_close(torch.as_tensor(total), expected)
+
+
+def test_gradients_that_arrive_in_another_order_on_every_rank():
+    """Data-dependent graphs: Horovod negotiates, the others send in one order whatever comes first."""
+    for level in ("none", "int8"):
+        params = parameters()
+        optimizer = plain(params, level)
+        for step in range(3):
+            grads, order = gradients(step, RANK), np.random.default_rng([step, RANK, 1]).permutation(len(params))
+            optimizer.zero_grad()
+            for i in order:
+                backward(params[i : i + 1], grads[i : i + 1])
+            optimizer.step()
+            assert hvd.identical(params)
+            if level == "none":
+                for i, p in enumerate(params):
+                    mean = np.mean([gradients(step, rank)[i].astype(np.float64) for rank in range(SIZE)], axis=0)
+                    np.testing.assert_allclose(p.grad.numpy(), mean, rtol=1e-5, atol=1e-6)
 
 
 def test_clipping_comes_after_the_exchange():
@@ -934,7 +1024,7 @@ def test_what_a_step_paid_out_that_was_not_taken_is_paid_out_again(monkeypatch):
         with optimizer.skip_synchronize():
             optimizer.step()
     assert skipped == 3
-    assert all(lane.residual is None for lane in optimizer._exchange._lanes), "all is paid out"
+    assert all(lane.residual is None for lane in optimizer._exchange._joined.lanes), "all is paid out"
     assert hvd.identical(p for p in params)
 
 
@@ -969,7 +1059,7 @@ def test_ranks_say_how_large_their_gradients_and_residuals_are(level):
         backward(params, grads)
         table(torch.from_numpy(rows)).sum().backward()
         optimizer.step()
-        left = [lane.residual for lane in optimizer._exchange._lanes if lane.residual is not None]
+        left = [lane.residual for lane in optimizer._exchange._joined.lanes if lane.residual is not None]
         known.append((norm([*grads, np.repeat(np.bincount(rows), 6)]), norm(left), rate))
     everyone = hvd.allgather_object(known)
     assert sum(plan.gauge for plan, _ in heard) >= 2 and len(heard) >= 11
