@@ -95,6 +95,8 @@ class Limits:
     two gradient norms in a row differ."""
     critical_pause: int = 300
     """Steps between two critical phases."""
+    critical_share: float = 0.05
+    """Share of the time at a level that a critical phase may cost: where dense is many times slower, it is rare."""
 
 
 @dataclass
@@ -253,7 +255,8 @@ class Controller:
         cost = self.costs[self.level]
         before = median_times(known).comm if known else self._link_before.seconds(cost)
         after = self.link.seconds(cost)
-        if abs(after - before) <= self.limits.change * before:
+        # A level that sends next to nothing takes what it took, whatever the wire.
+        if abs(after - before) <= max(self.limits.change * before, 2 * self.limits.bottleneck * seen.step):
             return None
         return abs(seen.comm - before) < abs(seen.comm - after)
 
@@ -269,10 +272,13 @@ class Controller:
             self._window = []
             return None
         self._keep_window()
-        if self._critical and self._errors and self._errors[-1] > 0:
-            return self._go_critical()
-        self._critical = ""
         held = self._measured(self.level)
+        if self._critical and self._errors and self._errors[-1] > 0:
+            steps = self.limits.drain_steps + self.limits.dense_steps
+            cost = steps * max(0.0, self.predict(0) - held.step)
+            if cost <= self.limits.critical_share * self._steps_held * held.step:
+                return self._go_critical()
+        self._critical = ""
         if self._steps_held >= self._compare_after:
             other = min(self._known(), key=lambda level: self._measured(level).step)
             times = self._measured(other)
@@ -347,7 +353,6 @@ class Controller:
         following = self._next(optimism=0.0)
         if following is not None and self.predict(following) < (1 - self.limits.worthwhile) * now.step:
             return self._try(following, f"{why}; {self._promise(following)}")
-        self._past, self._doubt = {}, ""
         stay = self._hold(self.level, f"{why}; nothing else promises to be {self.limits.worthwhile:.0%} faster")
         # What is no news to anybody needs no explanation.
         return stay if abs(now.step - before.step) > self.limits.change * before.step else None
@@ -355,8 +360,6 @@ class Controller:
     def _refuse(self, why: str) -> Decision:
         """The present level is out."""
         self.refused[self.level] = why
-        if not self._usable(self._samples):
-            return self._try(0, why)
         return self._go_on(why)
 
     def _go_critical(self) -> Decision:
@@ -429,6 +432,7 @@ class Controller:
         return self._enter(Mode.TRIAL, level, why)
 
     def _hold(self, level: int, why: str) -> Decision:
+        self._past, self._doubt = {}, ""
         if level != self.level or self.mode is not Mode.HOLD:
             self._steps_held = self._strikes = 0
         return self._enter(Mode.HOLD, level, why)
