@@ -203,9 +203,10 @@ class Job:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._printed.append(line)
-            self._unread.put(line)
+        with self.process.stdout as lines:
+            for line in lines:
+                self._printed.append(line)
+                self._unread.put(line)
         self._unread.put(None)
 
 
