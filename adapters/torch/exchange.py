@@ -461,11 +461,8 @@ class TorchExchange:
         if not self.plan.gauge or self.idle:
             return {}
         with self.meter.codec():
-            rows = [
-                _norm(parameter.grad.coalesce().values())
-                for parameter in map(self.parameters.__getitem__, self._rows)
-                if parameter.grad is not None
-            ]
+            grads = [self.parameters[i].grad for i in self._rows]
+            rows = [_norm(grad.coalesce().values()) for grad in grads if grad is not None]
             left = [_norm(lane.pending) for lane in self._now.lanes if lane.pending is not None]
             keeps = self._ladder.compressors[self.plan.level].keeps_residual
             gradient, self._norms = _together([*self._norms, *rows]), []
