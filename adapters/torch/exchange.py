@@ -506,9 +506,12 @@ class TorchExchange:
         As in Horovod, a gradient keeps its identity and gets the mean's memory, where neither is anybody else's.
         """
         with torch.no_grad():
-            if not self._now.in_place:
-                for lane in self._now.lanes:
-                    lane.sum.mul_(self._scale)
+            free = set()  # lanes whose sum lies in memory that was made for it
+            for lane in self._now.lanes if not self._now.in_place else ():
+                lane.sum.mul_(self._scale)
+                sent = [array.data_ptr() for array in (lane.flat, lane.payload) if array is not None]
+                if lane.sum.data_ptr() not in sent:
+                    free.add(lane.bucket.number)
             for i, reduced in reduced_rows.items():
                 if users[i]:
                     self.parameters[i].grad = reduced
@@ -527,17 +530,16 @@ class TorchExchange:
                     parameter.grad = reduced
                 elif grad.data_ptr() == mean.data_ptr():
                     pass  # was summed where it is
-                elif self._may_give(lane, grad, mean):
+                elif lane.bucket.number in free and _takes(grad, mean):
                     grad.set_(mean)
                 else:
                     grad.copy_(mean)
 
-    def _may_give(self, lane: _Lane, grad: torch.Tensor, mean: torch.Tensor) -> bool:
-        """Whether ``grad`` can have the sum's memory: that was made for it, and its own is no part of a buffer."""
-        sent = [array.data_ptr() for array in (lane.flat, lane.payload) if array is not None]
-        made = not self._now.in_place and lane.sum.data_ptr() not in sent
-        like = grad.dtype == mean.dtype and grad.is_contiguous()
-        return made and like and grad.untyped_storage().nbytes() == grad.nbytes and alone_in_memory(grad)
+
+def _takes(grad: torch.Tensor, mean: torch.Tensor) -> bool:
+    """Whether ``grad`` can have the memory of ``mean``: it is alike, and its own memory is no part of a buffer."""
+    like = grad.dtype == mean.dtype and grad.is_contiguous()
+    return like and grad.untyped_storage().nbytes() == grad.nbytes and alone_in_memory(grad)
 
 
 def _norm(tensor: torch.Tensor) -> torch.Tensor:
