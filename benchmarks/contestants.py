@@ -67,6 +67,9 @@ class Characters(quality.Text):
         return quality.Transformer(width=224, layers=3)
 
 
+POWERSGD_START = 10
+"""Dense steps before PowerSGD begins; PyTorch wants at least two."""
+
 TASKS: dict[str, Callable[[], quality.Task]] = {"mlp": Perceptron, "cnn": Convolutions, "text": Characters}
 
 
@@ -129,7 +132,7 @@ def _ddp(model: nn.Module, hook: str) -> nn.Module:
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif name == "powersgd":
         state = powerSGD_hook.PowerSGDState(
-            None, matrix_approximation_rank=int(rank), start_powerSGD_iter=10, min_compression_rate=1
+            None, matrix_approximation_rank=int(rank), start_powerSGD_iter=POWERSGD_START, min_compression_rate=1
         )
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return wrapped
@@ -167,6 +170,10 @@ class Job:
             levels.append(contestant.level)
             seconds.append(contestant.step())
         return {"seconds": seconds, "levels": levels}
+
+    def dense_start(self, who: str) -> int:
+        """Steps that ``who`` takes over plain DDP before it compresses."""
+        return POWERSGD_START if "powersgd" in who else 0
 
     def evaluate(self, who: str) -> float:
         return self._people[who].evaluate()

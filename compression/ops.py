@@ -105,8 +105,8 @@ class Ops(Protocol):
     def concat(self, parts: Sequence[Array]) -> Array:
         """Join 1-D arrays of one dtype end to end."""
 
-    def assemble(self, pieces: Sequence[Piece]) -> Array:
-        """All pieces end to end, as one 1-D array."""
+    def assemble(self, pieces: Sequence[Piece], scale: float = 1.0) -> Array:
+        """All pieces end to end, as one 1-D array, times ``scale``. At 1 a single plain piece comes back itself."""
 
     def subtract(self, values: Array, pieces: Sequence[Piece]) -> Array:
         """``values - assemble(pieces)``; may overwrite ``values``."""

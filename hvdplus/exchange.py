@@ -136,7 +136,7 @@ def side_tensor(rank: int, ranks: int, slot: SideSlot, used: np.ndarray) -> np.n
 def read_side(total: np.ndarray, ranks: int) -> tuple[list[SideSlot], np.ndarray]:
     """All ranks' slots and, for every parameter, how many ranks used it, from the sum of the side tensors."""
     slots = total[: ranks * SLOT_FLOATS].reshape(ranks, SLOT_FLOATS)
-    return [SideSlot(*(float(value) for value in slot)) for slot in slots], total[ranks * SLOT_FLOATS :]
+    return [SideSlot(*slot) for slot in slots.tolist()], total[ranks * SLOT_FLOATS :]
 
 
 def split_checksum(checksum: int) -> tuple[float, float]:

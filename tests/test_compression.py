@@ -118,6 +118,25 @@ def test_payloads_add_up(level: str, framework: str) -> None:
 
 
 @every_framework
+@every_level
+def test_a_mean_is_the_sum_scaled(level: str, framework: str) -> None:
+    """To rounding, and the payload's sum, from which contexts learn, stays as it is."""
+    ops, compressor = ops_of(framework), parse(level)
+
+    def check(case: Case) -> None:
+        ctx = after_steps(ops, compressor, case)
+        total = add([compressor.encode(ops, ctx, ops.from_numpy(grad)) for grad in case.gradients()])
+        before = ops.to_numpy(total)
+        mean = ops.to_numpy(compressor.mean(ops, ctx, total, 1 / 3))
+        assert np.array_equal(ops.to_numpy(total), before)
+        whole = ops.to_numpy(compressor.decode(ops, ctx, total)).astype(np.float64)
+        assert mean.shape == whole.shape and mean.dtype == np.float32
+        assert norm(mean - whole / 3) <= 4 * EPSILON * norm(whole)
+
+    for_many(level, framework, check)
+
+
+@every_framework
 @pytest.mark.parametrize("level", levels_with(kind="projection"))
 def test_projections_may_be_summed_before_or_after(level: str, framework: str) -> None:
     """decode(Σ encode(g)) = decode(encode(Σ g)). (Payloads need not: block norms that ride along do not add.)"""

@@ -222,6 +222,9 @@ def test_assemble_and_subtract(framework: str, large: bool) -> None:
         whole = ops.to_numpy(ops.assemble([piece for piece, _ in chosen]))
         assert whole.dtype == np.float32 and whole.shape == expected.shape
         assert np.allclose(whole, expected, rtol=1e-6, atol=1e-5), "to the rounding of products"
+        third = ops.to_numpy(ops.assemble([piece for piece, _ in chosen], 1 / 3))
+        assert third.dtype == np.float32 and np.allclose(third, expected / 3, rtol=1e-6, atol=1e-5)
+        assert np.array_equal(ops.to_numpy(ops.assemble([piece for piece, _ in chosen])), whole), "pieces are as before"
         minuend = rng.standard_normal(expected.size, np.float32)
         left = ops.to_numpy(ops.subtract(ops.from_numpy(minuend), [piece for piece, _ in chosen]))
         assert left.shape == expected.shape and left.dtype == np.float32

@@ -34,8 +34,9 @@ class TensorFlowOps:
             return tf.identity(parts[0])
         return tf.concat(list(parts), axis=0) if parts else tf.zeros(0)
 
-    def assemble(self, pieces: Sequence[Piece]) -> Array:
-        return self.concat([self._dense(piece) for piece in pieces])
+    def assemble(self, pieces: Sequence[Piece], scale: float = 1.0) -> Array:
+        whole = self.concat([self._dense(piece) for piece in pieces])
+        return whole if scale == 1 else whole * scale
 
     def subtract(self, values: Array, pieces: Sequence[Piece]) -> Array:
         if not any(isinstance(piece, Rows) for piece in pieces):

@@ -28,8 +28,9 @@ class NumpyOps:
     def concat(self, parts: Sequence[Array]) -> Array:
         return np.concatenate(list(parts)) if parts else np.zeros(0, np.float32)
 
-    def assemble(self, pieces: Sequence[Piece]) -> Array:
-        return self.concat([self._dense(piece) for piece in pieces])
+    def assemble(self, pieces: Sequence[Piece], scale: float = 1.0) -> Array:
+        whole = self.concat([self._dense(piece) for piece in pieces])
+        return whole if scale == 1 else whole * np.float32(scale)
 
     def subtract(self, values: Array, pieces: Sequence[Piece]) -> Array:
         return values - self.assemble(pieces)

@@ -66,8 +66,8 @@ class _Lane:
     handle: Any = None
     total: Any = None
     """Sum of all ranks' payloads."""
-    sum: Any = None
-    """Sum of all ranks' gradients, decoded."""
+    reduced: Any = None
+    """Mean of all ranks' gradients, or their sum where that is asked for, decoded."""
     nonfinite: bool = False
 
 
@@ -191,7 +191,7 @@ class TorchExchange:
         )
         for lane in self._now.lanes:
             with self.meter.awaited(lane.bucket.number):
-                lane.total = lane.sum = self.transport.wait(lane.handle)
+                lane.total = lane.reduced = self.transport.wait(lane.handle)
             if not self._now.in_place:
                 with self.meter.codec():
                     self._decode(lane)
@@ -220,7 +220,7 @@ class TorchExchange:
             self._late = (self.plan, side)
         for lane in self._now.lanes:
             lane.waiting = set(lane.bucket.parameters)
-            lane.payload = lane.handle = lane.total = lane.sum = None  # memory that the forward pass can have
+            lane.payload = lane.handle = lane.total = lane.reduced = None  # memory that the forward pass can have
             if self._now.alone(lane):
                 lane.flat = lane.flat.new_empty(0)
         self._versions.clear()
@@ -469,14 +469,15 @@ class TorchExchange:
             return {"gradient_norm": gradient, "residual_norm": _together(left if keeps else [])}
 
     def _decode(self, lane: _Lane) -> None:
-        """Sum of payloads -> sum of gradients, in ``lane.sum``."""
+        """Sum of payloads -> mean of gradients, in ``lane.reduced``."""
         compressor = self._compressor(lane)
         if compressor.narrow and not bool(self.ops.all_finite(lane.total)):
             # Every rank holds this same sum, so every rank sends the bucket again, in full width.
             name = self._ladder.tensor_name(self._now.prefix, lane.bucket.number, self.plan) + ".again"
-            lane.total = lane.sum = self.transport.wait(self.transport.start(lane.flat, name))
+            handle = self.transport.start(lane.flat, name, self._scale)
+            lane.total = lane.reduced = self.transport.wait(handle)
             return
-        lane.sum = compressor.decode(self.ops, self._context(lane), lane.total)
+        lane.reduced = compressor.mean(self.ops, self._context(lane), lane.total, self._scale)
 
     def _sums_are_finite(self) -> bool:
         return all(bool(self.ops.all_finite(lane.total)) for lane in self._now.lanes if lane.bucket.dtype != DENSE_ONLY)
@@ -498,7 +499,7 @@ class TorchExchange:
             else:
                 lane.pending = None
                 if compressor.settles:  # a plain all-reduce would have delivered it: so does this
-                    lane.sum = torch.full_like(lane.sum, math.nan)
+                    lane.reduced = torch.full_like(lane.reduced, math.nan)
 
     def _deliver(self, used: np.ndarray, users: np.ndarray, reduced_rows: dict[int, torch.Tensor]) -> None:
         """Write means to ``.grad``; a parameter that nobody used keeps ``grad=None``.
@@ -506,11 +507,10 @@ class TorchExchange:
         As in Horovod, a gradient keeps its identity and gets the mean's memory, where neither is anybody else's.
         """
         with torch.no_grad():
-            free = set()  # lanes whose sum lies in memory that was made for it
+            free = set()  # lanes whose means lie in memory that was made for them
             for lane in self._now.lanes if not self._now.in_place else ():
-                lane.sum.mul_(self._scale)
                 sent = [array.data_ptr() for array in (lane.flat, lane.payload) if array is not None]
-                if lane.sum.data_ptr() not in sent:
+                if lane.reduced.data_ptr() not in sent:
                     free.add(lane.bucket.number)
             for i, reduced in reduced_rows.items():
                 if users[i]:
@@ -519,7 +519,7 @@ class TorchExchange:
                 if not users[i]:
                     continue
                 parameter = self.parameters[i]
-                mean = lane.sum if self._now.alone(lane) else lane.sum[part].view(shape)
+                mean = lane.reduced if self._now.alone(lane) else lane.reduced[part].view(shape)
                 grad = parameter.grad
                 if grad is None or grad.is_sparse or i in self._sparse:
                     reduced = mean.to(parameter.dtype, copy=True)

@@ -56,25 +56,30 @@ class TorchOps:
         out = self._empty(sum(part.numel() for part in parts), parts[0].dtype)
         return torch.cat(parts, out=out)
 
-    def assemble(self, pieces: Sequence[Piece]) -> Array:
-        if len(pieces) == 1 and isinstance(pieces[0], torch.Tensor):
+    def assemble(self, pieces: Sequence[Piece], scale: float = 1.0) -> Array:
+        if scale == 1 and len(pieces) == 1 and isinstance(pieces[0], torch.Tensor):
             return pieces[0]
         out = self._empty(sum(map(_length, pieces)), torch.float32)
         for part, piece in zip(_split(out, pieces), pieces, strict=True):
             if isinstance(piece, Product):
-                torch.mm(piece.left, piece.right.t(), out=part.view(len(piece.left), len(piece.right)))
+                matrix = part.view(len(piece.left), len(piece.right))
+                torch.addmm(matrix, piece.left, piece.right.t(), beta=0, alpha=scale, out=matrix)
             elif isinstance(piece, Rows):
                 part.zero_()
-                part.view(piece.height, -1).index_copy_(0, piece.rows.long(), piece.values)
+                values = piece.values if scale == 1 else piece.values * scale
+                part.view(piece.height, -1).index_copy_(0, piece.rows.long(), values)
             elif isinstance(piece, Halves):
+                factor = piece.factor * scale
                 for a, b in self._chunks(len(part)):
-                    part[a:b].copy_(piece.values[a:b]).mul_(piece.factor)
+                    copied = part[a:b].copy_(piece.values[a:b])
+                    if factor != 1:
+                        copied.mul_(factor)
             elif isinstance(piece, Packed):
-                step = float(self.power_of_two(piece.exponent)) if len(part) else 0.0
+                step = scale * float(self.power_of_two(piece.exponent)) if len(part) else 0.0
                 for _, _, numbers in self._unpacked(piece, part):
                     numbers.mul_(step)
             else:
-                part.copy_(piece)
+                torch.mul(piece, scale, out=part)
         return out
 
     def subtract(self, values: Array, pieces: Sequence[Piece]) -> Array:
@@ -250,7 +255,7 @@ class TorchOps:
         return torch.isfinite(values).all()
 
     def checksum(self, values: Array) -> Array:
-        return values.contiguous().view(torch.int32).sum(dtype=torch.int64)
+        return values.view(torch.int32).sum(dtype=torch.int64)
 
     def _empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return self._pool.empty(count, dtype, self._device)
