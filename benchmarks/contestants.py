@@ -159,17 +159,19 @@ class Job:
         self._people.pop(who, None)
 
     def steps(self, who: str, count: int) -> dict[str, Any]:
-        """Train ``count`` steps: seconds and levels of each."""
+        """Train ``count`` steps: seconds and levels of each, and the seconds that preparing for the first took."""
+        began = time.perf_counter()
         if who not in self._people:
             self._number += 1
             self._people[who] = Contestant(who, self._number, self._task, self._initial, self._seed)
+        began = time.perf_counter() - began
         contestant = self._people[who]
         seconds, levels = [], []
         hvd.barrier()
         for _ in range(count):
             levels.append(contestant.level)
             seconds.append(contestant.step())
-        return {"seconds": seconds, "levels": levels}
+        return {"seconds": seconds, "levels": levels, "began": began}
 
     def dense_start(self, who: str) -> int:
         """Steps that ``who`` takes over plain DDP before it compresses."""

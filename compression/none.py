@@ -6,14 +6,15 @@ measured against, and the one that training starts on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hvdplus.compression.contract import Compressor, Context, Spec
-from hvdplus.compression.ops import Array, Ops
+from hvdplus.compression.contract import Context, Piecewise, Spec
+from hvdplus.compression.ops import Array, Ops, Piece
 
 
 @dataclass(frozen=True)
-class NoCompression(Compressor):
+class NoCompression(Piecewise):
     """Identity compressor."""
 
     name = "none"
@@ -29,9 +30,9 @@ class NoCompression(Compressor):
         """The gradient, not a copy of it."""
         return grad
 
-    def decode(self, ops: Ops, ctx: Context, total: Array) -> Array:
-        """The sum, not a copy of it."""
-        return total
+    def pieces(self, ops: Ops, ctx: Context, total: Array) -> Sequence[Piece]:
+        """The sum."""
+        return [total]
 
     def payload_bytes(self, spec: Spec, phase: int = 0) -> int:
         """4 bytes an element."""

@@ -15,7 +15,7 @@ slower than another one was measured is compared with it once more, and ever mor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from statistics import median
@@ -89,7 +89,8 @@ class Limits:
     """Dense steps that pay out a residual before a look at dense begins."""
     error_budget: float = 1.0
     """Largest error of a level, smoothed as the median of the last 10 readings: at 1, no more than about one step's
-    gradient is held back. ``benchmarks/quality.py`` shows what that costs."""
+    gradient is held back. ``benchmarks/quality.py`` shows what that costs. A level whose trial ends at twice as much is
+    out at once."""
     critical_change: float = 2.0
     """Factor by which gradient norms rise, or a learning rate falls, as a critical phase begins; at the start, by which
     two gradient norms in a row differ."""
@@ -221,14 +222,16 @@ class Controller:
     def _after_trial(self) -> Decision:
         name = self.names[self.level]
         # A short trial still shows what the level before it left behind: only what is far off is out at once.
-        over = self._over_budget(self._errors[-1:], 2 * self.limits.error_budget)
+        over = self._over_budget([min(self._errors[-2:])] if self._errors else [], 2 * self.limits.error_budget)
         nothing_changed = self._nothing_changed()
         if nothing_changed:
-            # What was known counts, and suspicion has to be stronger from now on.
+            # What was known counts. Suspicion has to be stronger from now on; looks for their own sake become rarer.
             self._samples, self._past, self.link = {**self._samples, **self._past}, {}, self._link_before
+            if self._doubt == "need":
+                self._probe_after *= 2
+            else:
+                self._patience = min(2 * self._patience, 64)
             self._doubt = ""
-            self._patience = min(2 * self._patience, 64)
-            self._probe_after *= 2
             self._keep_window()
             if not over:
                 return self._hold_best(f"{name} takes {_ms(self._measured(self.level).step)} as before")
@@ -264,7 +267,7 @@ class Controller:
         now, before = median_times(self._window), self._measured(self.level)
         what = _changed(now, before, self.limits.change)
         self._strikes = self._strikes + 1 if what else 0
-        if over := self._over_budget(self._errors[-10:] if len(self._errors) >= 5 else [], self.limits.error_budget):
+        if over := self._over_budget(self._errors if len(self._errors) >= 5 else [], self.limits.error_budget):
             return self._refuse(over)
         if what:
             if self._strikes >= self._patience:
@@ -322,7 +325,7 @@ class Controller:
 
     def _next(self, optimism: float) -> int | None:
         """The untried level most worth a try: the least compression among the fastest that are predicted."""
-        untried = [level for level in self._usable(range(len(self.names))) if level not in self._samples]
+        untried = [level for level in self._usable() if level not in self._samples]
         fastest = min((self._measured(level).step for level in self._known()), default=math.inf)
         predicted = {level: (1 - optimism) * self.predict(level) for level in untried}
         promising = {level: step for level, step in predicted.items() if step < (1 - self.limits.margin) * fastest}
@@ -366,21 +369,18 @@ class Controller:
         self._resume, why, self._critical = self.level, self._critical, ""
         return self._enter(Mode.CRITICAL, 0, f"{why}: dense for {self.limits.dense_steps} steps")
 
-    def _usable(self, levels: Iterable[int]) -> list[int]:
-        """Those of ``levels`` that may run, and that send less than every level below them."""
+    def _usable(self) -> list[int]:
+        """Levels that may run, and that send less than every level below them."""
+        sent = [cost.payload_bytes for cost in self.costs]
         return [
             level
-            for level in sorted(levels)
-            if level not in self.refused and all(self.sends_less(level, below) for below in range(level))
+            for level in range(len(self.names))
+            if level not in self.refused and all(sent[level] < sent[below] for below in range(level))
         ]
 
     def _known(self) -> list[int]:
         """Levels that have been measured and may run, whatever they send since."""
         return [level for level in sorted(self._samples) if level not in self.refused]
-
-    def sends_less(self, level: int, below: int) -> bool:
-        """Whether ``level`` sends fewer bytes than the level ``below`` it."""
-        return self.costs[level].payload_bytes < self.costs[below].payload_bytes
 
     def _measured(self, level: int) -> StepTimes:
         return median_times(self._samples[level])
@@ -412,7 +412,7 @@ class Controller:
     def _note_training(self, seen: Observation) -> None:
         """Watch for phases in which what is lost would be missed most (Agarwal et al., Accordion, MLSys 2021)."""
         if not math.isnan(seen.error):
-            self._errors.append(seen.error)
+            self._errors = [*self._errors[-9:], seen.error]
         last, self._learning_rate = self._learning_rate, seen.learning_rate
         calm = self._steps - self._calm_since >= self.limits.critical_pause
         fell = 0 < seen.learning_rate * self.limits.critical_change <= last
@@ -452,13 +452,13 @@ class Controller:
             for figure in ("step", "exposed_comm", "overlapped_comm", "codec")
         }
         if self._samples.get(self.level):
-            for level in self._usable(range(len(self.names))):
+            for level in self._usable():
                 if level not in self._samples:
                     evidence[f"{self.names[level]}.predicted_step_ms"] = self.predict(level) * 1e3
             evidence["link.ms_per_allreduce"] = self.link.alpha * 1e3
             evidence["link.ms_per_MB"] = self.link.beta * 1e9
         if self._errors:
-            evidence[f"{self.names[self.level]}.error"] = median(self._errors[-10:])
+            evidence[f"{self.names[self.level]}.error"] = median(self._errors)
         return {name: round(value, 4) for name, value in evidence.items()}
 
 

@@ -49,7 +49,7 @@ class Pilot:
         self.ladder = ladder
         self.ranks = ranks
         self.log = log
-        self.costs = tuple(cost._replace(codec=_whole_microseconds(cost.codec)) for cost in costs)
+        self.costs = _rounded(costs)
         self._window_steps = settings.window_steps
         self._drain_steps = settings.drain_steps
         self._warm_steps = settings.warm_steps
@@ -87,7 +87,7 @@ class Pilot:
 
     def resize(self, costs: Sequence[LevelCost]) -> None:
         """Buckets have been cut anew: ``costs`` as above."""
-        self.costs = tuple(cost._replace(codec=_whole_microseconds(cost.codec)) for cost in costs)
+        self.costs = _rounded(costs)
         if self._controller:
             self._controller.costs = self.costs
             self._write_trace()
@@ -162,25 +162,30 @@ class Pilot:
         )
         atexit.register(self._finish_at_exit)
 
-    def leave_out_residuals(self) -> None:
-        """From now on, run only levels that keep no residual; all ranks call it at the same step.
+    def leave_out_residuals(self) -> bool:
+        """From now on, run only levels that keep no residual; all ranks call it at the same step. A second call does
+        nothing. Returns whether the coming plan, which is made already, has to be made anew.
 
         Raises:
             ValueError: a level that keeps one was asked for by name.
         """
         lossy = [level for level, compressor in enumerate(self.ladder.compressors) if compressor.keeps_residual]
         if not lossy:
-            return
+            return False
         if self._controller is None:
             raise ValueError(
                 f"{self.ladder.names[self._level]} keeps a residual: {LOSS_SCALING}. Use "
                 "fp16 or none, or train in bfloat16, which needs no loss scaling."
             )
+        if self._controller.refused.get(lossy[0]) == LOSS_SCALING:
+            return False
         self._write_trace()
         self.log.write("forbid", step=self.steps, level=self.ladder.names[lossy[0]], reason=LOSS_SCALING)
         self._controller.forbid(lossy[0], LOSS_SCALING)
-        if self._level >= lossy[0]:
-            self.set_level(0)
+        if self._level < lossy[0]:
+            return False
+        self.set_level(0)
+        return True
 
     def finish(self, **facts: Any) -> dict[str, Any]:
         """Close the run log with ``facts`` of the user's (accuracy, ...); returns what the run came to.
@@ -314,6 +319,10 @@ class Pilot:
             loss=sum(losses) / len(losses) if losses else None,
         )
         self._window = []
+
+
+def _rounded(costs: Sequence[LevelCost]) -> tuple[LevelCost, ...]:
+    return tuple(cost._replace(codec=_whole_microseconds(cost.codec)) for cost in costs)
 
 
 def _whole_microseconds(seconds: float) -> float:

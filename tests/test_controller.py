@@ -550,6 +550,32 @@ def test_looks_at_dense_cost_their_share_of_the_time_at_most(job: Job, share: fl
         assert len(gaps) >= 2 and min(gaps) > 2 * LIMITS.probe_steps, "what costs much has to wait"
 
 
+def test_looks_at_dense_make_nobody_slow_to_notice() -> None:
+    """They are no false alarms."""
+    change = 4000
+    course = drive(lambda step: MIDDLE if step < change else replace(MIDDLE, rate=MIDDLE.rate / 20), change + 100)
+    assert len([look for look in course.times("is it still needed") if look < change]) >= 2
+    noticed = next(time for time in course.times("communication takes") if time >= change)
+    assert noticed <= change + (LIMITS.patience + 1) * LIMITS.watch_steps + 1
+
+
+def test_one_odd_reading_in_a_trial_is_no_reason_either() -> None:
+    """A gradient that happened to be small; the reading before it was not over the budget."""
+    controller = Controller(NAMES, SLOW.costs)
+    dice = random.Random(0)
+
+    def go(error: float) -> None:
+        controller.observe(controller.level, Observation(reduce_times(SLOW.step(controller.level, dice)), error, 1.0))
+
+    while controller.mode is not Mode.TRIAL:
+        go(0.0)
+    tried = controller.level
+    while controller.mode is Mode.TRIAL and controller.level == tried:
+        odd = len(controller._errors) == LIMITS.settle_steps + LIMITS.trial_steps - 1
+        go(5.0 if odd else 0.3)
+    assert tried not in controller.refused
+
+
 # -- what encoding loses -----------------------------------------------------------------------------------------------
 
 errors = st.tuples(*[st.sampled_from([0.1, 0.5, 0.8, 1.6, 5.0])] * 3)

@@ -371,9 +371,10 @@ def test_loss_scaling_leaves_out_levels_with_a_residual() -> None:
     pilot = make("none", "fp16", "topk:0.2:16", "lowrank:4", auto=True, drain_steps=2)
     go(pilot, "lowrank:4")
     steps(pilot, 3)
-    pilot.leave_out_residuals()
+    assert pilot.leave_out_residuals(), "the coming plan was made before"
     pilot.advance()
     assert steps(pilot, 3) == [Plan(0, 0, 1 / 2), Plan(0, 0, 1.0), Plan()]
+    assert not any(pilot.leave_out_residuals() for _ in range(3)), "a loss scaler says so in every step"
     run = Run(pilot, milliseconds=(*SLOW, (5.0, 0.0, 0.0)))
     run.steps(100)
     assert {plan.level for plan in run.plans} == {0, 1}

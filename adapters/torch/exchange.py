@@ -163,6 +163,11 @@ class TorchExchange:
         """Whether gradients of the current step are on their way."""
         return bool(self._versions)
 
+    def leave_out_residuals(self) -> None:
+        """From the coming step on; see ``Pilot.leave_out_residuals``."""
+        if self.pilot.leave_out_residuals():
+            self._follow(self.pilot.advance())
+
     def restart(self) -> None:
         """Count backward passes anew, after their number or the optimizer's state changed between two steps."""
         self._passes_left = [self.passes] * len(self.parameters)

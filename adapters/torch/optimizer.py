@@ -135,7 +135,8 @@ class _Distributed(torch.optim.Optimizer):
         if closure is not None:
             closure = self._exchanging(closure)
         elif self._should_synchronize:
-            if self._synchronized:  # the mean of equal means is the same again: Horovod sends it for nothing
+            # The mean of equal means is the same again: Horovod sends it for nothing.
+            if self._synchronized and not self._exchange.in_flight:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
                     "optimizer.synchronize(). The gradients are not exchanged a second time.",
@@ -216,7 +217,7 @@ class _Distributed(torch.optim.Optimizer):
                 "scaler.unscale_(optimizer), then `with optimizer.skip_synchronize(): scaler.step(optimizer)`."
             )
         # Gradients arrive scaled, and the scale changes: a residual would mix units.
-        self._exchange.pilot.leave_out_residuals()
+        self._exchange.leave_out_residuals()
         if grad_scale is not None:
             with torch.no_grad():
                 for group in self.param_groups:

@@ -913,6 +913,48 @@ def test_loss_scaling_leaves_out_levels_with_residuals():
         raises_everywhere(ValueError, "loss scaling would mix the units", lambda: scaler.step(optimizer))
 
 
+@pytest.mark.ranks(2)
+def test_loss_scaling_that_begins_late_joins_no_residual(monkeypatch):
+    """The plan of the coming step is made before the scaler speaks for the first time."""
+    monkeypatch.setenv("HVDPLUS_LADDER", "none,int8")
+    params = parameters()
+    optimizer = plain(params, "auto")
+    optimizer.hvdplus.set_level(1)
+    for step in range(4):
+        optimizer.zero_grad()
+        backward(params, gradients(step, RANK))
+        optimizer.step()
+    assert optimizer.hvdplus.plan.level == 1
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(4, 7):
+        optimizer.zero_grad()
+        backward(params, gradients(step, RANK))
+        optimizer.synchronize()
+        scaler.scale(torch.zeros(()))
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+        assert optimizer._exchange.plan.level == 0
+    assert [record["kind"] for record in optimizer.hvdplus.log.records].count("forbid") == 1
+
+
+@pytest.mark.ranks(2, 4)
+def test_a_step_that_was_skipped_in_the_scripts_own_way_is_followed_by_an_exchange():
+    """``synchronize``, no step, gradients cleared by the model: what comes then has not been exchanged."""
+    net, other = model(), model()
+    optimizer, same = wrapped(net, "none"), wrapped(other, "none")
+    x, y = batch(0)
+    torch.nn.functional.cross_entropy(net(x), y).backward()
+    optimizer.synchronize()
+    net.zero_grad()
+    for who, how in ((net, optimizer), (other, same)):
+        x, y = batch(1)
+        torch.nn.functional.cross_entropy(who(x), y).backward()
+        how.step()
+    assert equal(net, other) and hvd.identical(net)
+
+
 @pytest.mark.ranks(1)
 def test_grad_scaler_on_one_rank_is_the_bare_one():
     def scaled(optimizer, net):
