@@ -39,8 +39,8 @@ class Pool:
             return torch.empty(count, dtype=dtype, device=device)
         fitting = (
             i
-            for i, block in enumerate(self._blocks)
-            if size <= block.nbytes() <= size * SPARE and _uses(block._cdata) == 1
+            for i in reversed(range(len(self._blocks)))  # those of other levels, not used any more, stand in front
+            if size <= (block := self._blocks[i]).nbytes() <= size * SPARE and _uses(block._cdata) == 1
         )
         found = next(fitting, None)
         block = torch.UntypedStorage(size) if found is None else self._blocks.pop(found)  # type: ignore[no-untyped-call]
