@@ -152,6 +152,13 @@ class Compressor(ABC):
             residual: the part of it that is left over from earlier steps, for those who look ahead; None: nothing.
         """
 
+    def encode_parts(self, ops: Ops, ctx: Context, parts: Sequence[Array]) -> Array | None:
+        """``encode`` of the bucket whose tensors ``parts`` are (1-D, in order), for those who can save joining them.
+
+        The payload is memory of its own. None: join them first.
+        """
+        return None
+
     @abstractmethod
     def decode(self, ops: Ops, ctx: Context, total: Array) -> Array:
         """Bucket (1-D, float32) that a sum of payloads stands for: the *sum* over ranks, not the mean."""

@@ -43,7 +43,11 @@ class Half(Piecewise):
 
     def encode(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Array:
         """float16 payload of ``grad / N``."""
-        return ops.half(grad, 1.0 / ctx.spec.ranks, self.saturate)
+        return self.encode_parts(ops, ctx, [grad])
+
+    def encode_parts(self, ops: Ops, ctx: Context, parts: Sequence[Array]) -> Array:
+        """The same, of tensors that nobody has joined."""
+        return ops.half(parts, 1.0 / ctx.spec.ranks, self.saturate)
 
     def pieces(self, ops: Ops, ctx: Context, total: Array) -> Sequence[Piece]:
         """float32 sum over ranks."""

@@ -125,9 +125,12 @@ class Ops(Protocol):
     def largest(self, batch: Array) -> Array:
         """Largest magnitude of each matrix of a batch: (b, n, r) -> (b, 1, 1)."""
 
-    def half(self, values: Array, factor: float, saturate: bool = False) -> Array:
-        """``values * factor`` as float16, rounded to nearest even. Beyond 65504 it becomes infinite; with
-        ``saturate``, finite values beyond ``HALF_LIMIT * factor`` stop there, and infinite ones become NaN."""
+    def half(self, parts: Sequence[Array], factor: float, saturate: bool = False) -> Array:
+        """All ``parts``, end to end, times ``factor`` as float16, rounded to nearest even.
+
+        Beyond 65504 it becomes infinite; with ``saturate``, finite values beyond ``HALF_LIMIT * factor`` stop there,
+        and infinite ones become NaN.
+        """
 
     def rms(self, values: Array) -> Array:
         """Root of the mean square, 0-d; 0 for an empty array. No overflow or underflow on the way."""

@@ -15,11 +15,11 @@ slower than another one was measured is compared with it once more, and ever mor
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hvdplus.costmodel import LevelCost, Link, fit_link
 from hvdplus.meter import StepTimes, median_times
@@ -144,6 +144,16 @@ class Controller:
 
     def __post_init__(self) -> None:
         self._become_watchful()
+
+    def memory(self) -> dict[str, Any]:
+        """All that it has learned, as numbers, text, lists and dictionaries of them; see ``recall``."""
+        return {f.name: _as_plain(getattr(self, f.name)) for f in fields(self) if f.name not in ARGUMENTS}
+
+    def recall(self, memory: Mapping[str, Any]) -> None:
+        """Go on where a controller of the same ladder was when it gave ``memory``, of which JSON may have made text."""
+        for f in fields(self):
+            if f.name in memory:
+                setattr(self, f.name, _FROM_PLAIN.get(f.name, _as_plain)(memory[f.name]))
 
     def forbid(self, level: int, why: str) -> None:
         """Never again run ``level`` or one above it (1 or more); where one of them runs, the run starts anew, dense."""
@@ -460,6 +470,40 @@ class Controller:
         if self._errors:
             evidence[f"{self.names[self.level]}.error"] = median(self._errors)
         return {name: round(value, 4) for name, value in evidence.items()}
+
+
+ARGUMENTS = ("names", "costs", "limits")
+"""Fields of a controller that a new one is given anew."""
+
+
+def _as_plain(value: Any) -> Any:
+    """A copy of numbers, text, and lists, tuples and dictionaries of them, with lists for tuples."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {key: _as_plain(item) for key, item in value.items()}
+    return [_as_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _steps(values: Iterable[Sequence[float]]) -> list[StepTimes]:
+    return [StepTimes(*times) for times in values]
+
+
+def _by_level(kind: Callable[[Any], Any]) -> Callable[[Mapping[Any, Any]], dict[int, Any]]:
+    return lambda values: {int(level): kind(value) for level, value in values.items()}
+
+
+_FROM_PLAIN: dict[str, Callable[[Any], Any]] = {
+    "mode": Mode,
+    "link": lambda values: Link(*values),
+    "_link_before": lambda values: Link(*values),
+    "refused": _by_level(str),
+    "_samples": _by_level(_steps),
+    "_past": _by_level(_steps),
+    "_codec": _by_level(float),
+    "_window": _steps,
+}
+"""Field -> what makes its value from the plain one, where that is not the value itself."""
 
 
 def _changed(now: StepTimes, before: StepTimes, limit: float) -> str:

@@ -115,6 +115,8 @@ class SideSlot(NamedTuple):
     residual_norm: float = 0.0
     """Euclidean norms of this rank's fresh gradient and of what it keeps back after sending; 0 where the plan does not
     gauge them."""
+    newcomers: float = 0.0
+    """Parameters that were unfrozen or added since the last step."""
 
     @property
     def times(self) -> StepTimes:
@@ -137,6 +139,20 @@ def read_side(total: np.ndarray, ranks: int) -> tuple[list[SideSlot], np.ndarray
     """All ranks' slots and, for every parameter, how many ranks used it, from the sum of the side tensors."""
     slots = total[: ranks * SLOT_FLOATS].reshape(ranks, SLOT_FLOATS)
     return [SideSlot(*slot) for slot in slots.tolist()], total[ranks * SLOT_FLOATS :]
+
+
+def check_newcomers(slots: Sequence[SideSlot]) -> None:
+    """Parameters have to join on all ranks at the same step.
+
+    Raises:
+        RuntimeError: they do not; on every rank.
+    """
+    counts = [int(slot.newcomers) for slot in slots]
+    if len(set(counts)) > 1:
+        raise RuntimeError(
+            "Parameters that were unfrozen or added to the optimizer have to be so on all ranks at the same step. "
+            f"Received, rank by rank: {', '.join(map(str, counts))} of them."
+        )
 
 
 def split_checksum(checksum: int) -> tuple[float, float]:

@@ -9,7 +9,7 @@ import atexit
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from statistics import median
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 
 from hvdplus.controller import Controller, Limits, Observation
 from hvdplus.costmodel import LevelCost
-from hvdplus.exchange import Ladder, Plan, SideSlot, read_side
+from hvdplus.exchange import Ladder, Plan, SideSlot, check_newcomers, read_side
 from hvdplus.meter import StepTimes, median_times, reduce_times
 from hvdplus.residual import release_factor
 from hvdplus.runlog import RunLog
@@ -93,15 +93,51 @@ class Pilot:
             self._write_trace()
         self.log.write("resize", levels=self._levels())
 
+    def state(self) -> dict[str, Any]:
+        """What coming plans depend on, as plain values, equal on every rank; between two steps."""
+        return {
+            "levels": list(self.ladder.names),
+            "level": self._level,
+            "phases": list(self._phases),
+            "drain_left": self._drain_left,
+            "warm_left": self._warm_left,
+            "steps": self.steps,
+            "plan": list(self.plan),
+            "controller": self._controller.memory() if self._controller else None,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> bool:
+        """Go on where the pilot was that gave ``state``, if it had the same levels to choose from; returns whether."""
+        if list(state["levels"]) != list(self.ladder.names) or (state["controller"] is None) != (not self._controller):
+            return False
+        self._write_trace()
+        self._close_window()
+        self._level, self._phases = state["level"], list(state["phases"])
+        self._drain_left, self._warm_left, self._heir_of = state["drain_left"], state["warm_left"], None
+        self.steps, self.plan = state["steps"], Plan(*state["plan"])
+        # The next times are those of a step without a beginning, and count for nothing.
+        self._measured, self._gauged = Plan(self._level), Observation(StepTimes())
+        if self._controller:
+            self._controller.recall(state["controller"])
+        self.log.write("resume", step=self.steps, level=self.ladder.names[self._level], controller=state["controller"])
+        return True
+
+    def pay_out(self) -> None:
+        """A residual came from elsewhere: if the level keeps none, send it over the coming steps."""
+        if not self.ladder.compressors[self._level].keeps_residual:
+            self._drain_left = self._drain_steps
+        self.advance()
+
     def observe(self, plan: Plan, total: np.ndarray, healthy: bool = True) -> None:
         """Take in the summed side tensor of a step that ran ``plan``; every rank does so at the same point.
 
         ``healthy``: all sums were finite, so that residuals and contexts were kept.
 
         Raises:
-            RuntimeError: the ranks' contexts differ, so that what was reduced has no meaning.
+            RuntimeError: the ranks' contexts differ, so that what was reduced has no meaning; or their parameters do.
         """
         slots, _ = read_side(total, self.ranks)
+        check_newcomers(slots)
         self._check_contexts(plan, slots)
         if healthy and not any(slot.nonfinite for slot in slots):
             self._commit(plan)

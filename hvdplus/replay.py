@@ -40,6 +40,8 @@ def replay(records: Sequence[Record], **limits: float) -> tuple[tuple[str, ...],
             controller.costs = _costs(record)
         elif record["kind"] == "forbid":
             controller.forbid(names.index(record["level"]), record["reason"])
+        elif record["kind"] == "resume":
+            controller.recall(record["controller"] or {})
         elif record["kind"] == "trace":
             for level, *micros, error, norm, learning_rate in record["steps"]:
                 times = StepTimes(*(value / 1e6 for value in micros))

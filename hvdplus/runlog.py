@@ -9,6 +9,7 @@ One JSON object a line, written by rank 0, each line handed to the operating sys
     decision  a change of level (or a choice to stay): from, to, reason, evidence
     resize    levels: what they send since buckets were cut anew (sparse gradients)
     forbid    level: it and those above it are out, with the reason
+    resume    a checkpoint was loaded: the step and level it was taken at, and what the controller knew
     end       steps, wall_seconds, and whatever else the job wants to keep
 
 Times are in milliseconds, sizes in bytes. Strict JSON: NaN and infinities are written as null. A reader skips kinds and

@@ -66,6 +66,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     sparse_as_dense: bool = False,
     process_set: Any = None,
     settings: Mapping[str, Any] | None = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
 ) -> Any:
     """Wrap ``optimizer`` so that ``step`` first averages gradients over all ranks.
 
@@ -86,6 +87,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         process_set: other than the global one runs on Horovod's own optimizer, uncompressed.
         settings: name -> value, over ``HVDPLUS_*`` and over the file that ``HVDPLUS_CONFIG`` names, e.g.
             ``{"dense_steps": 20, "ladder": ["none", "fp16"]}``; ``hvdplus doctor`` lists them.
+        grad_scaler: the script's ``torch.amp.GradScaler``. Levels with a residual need to know how losses are scaled;
+            without it they are left out as soon as a scaler is at work. Used in Horovod's sequence: ``synchronize``,
+            ``scaler.unscale_``, then ``scaler.step`` inside ``skip_synchronize``.
 
     Raises:
         ValueError: wrapped twice, bad names, types, arguments or settings, another model on another rank.
@@ -118,6 +122,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         passes=backward_passes_per_step,
         average=op == average,
         sparse_as_dense=sparse_as_dense,
+        grad_scaler=grad_scaler,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import re
@@ -934,6 +935,25 @@ def test_equal_figures_give_equal_decisions(job: Job, seed: int) -> None:
         assert (mine.level, mine.mode) == (other.level, other.mode)
     replayed = Controller(NAMES, job.costs)
     assert [replayed.observe(level, seen) for level, seen, _ in said] == [decision for *_, decision in said]
+
+
+@given(jobs, st.integers(0, 1000), st.integers(0, 250))
+@few_examples
+def test_what_is_recalled_decides_like_what_remembers(job: Job, seed: int, when: int) -> None:
+    """At any time, and through a file."""
+    job = replace(job, noise=NOISES["jitter"])
+    mine, other = Controller(NAMES, job.costs), Controller(NAMES, job.costs)
+    dice = random.Random(seed)
+    for step in range(300):
+        if step == when:
+            other.recall(json.loads(json.dumps(mine.memory())))
+            assert mine == other
+        at = job if step < 150 else replace(job, rate=job.rate / 20)
+        seen = Observation(reduce_times(at.step(mine.level, dice)), 0.3 * mine.level, 1.0, 0.1)
+        decision = mine.observe(mine.level, seen)
+        if step >= when:
+            assert other.observe(other.level, seen) == decision
+    assert mine == other
 
 
 @given(jobs, st.integers(0, 1000), st.lists(st.integers(0, 299), max_size=60))

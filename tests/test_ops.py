@@ -151,7 +151,7 @@ def test_large_arrays_that_somebody_holds_are_never_handed_out_again(framework: 
         if i % 2:
             held.append((whole[7:], float(i)))  # only a view of it
         if i % 3 == 0:
-            held.append((ops.half(part, 1.0), float(i)))
+            held.append((ops.half([part], 1.0), float(i)))
         del whole
     for array, value in held:
         assert (ops.to_numpy(array) == value).all()
@@ -305,11 +305,11 @@ def test_half(framework: str, factor: float) -> None:
     ops = ops_of(framework)
     ties = np.array([1 + 2.0**-11, 1 + 3 * 2.0**-11, -(1 + 2.0**-11), 65519, 65520, -65520, 2.0**-25, 3 * 2.0**-25])
     values = np.concatenate([ties, [0, math.inf, -math.inf, 1e30, 1e-30], random_values(LARGE)]).astype(np.float32)
-    halves = ops.to_numpy(ops.half(ops.from_numpy(values), factor))
+    halves = ops.to_numpy(ops.half([ops.from_numpy(values)], factor))
     with np.errstate(over="ignore"):
         expected = (values * np.float32(factor)).astype(np.float16)
     assert halves.dtype == np.float16 and halves.tobytes() == expected.tobytes()
-    assert np.isnan(ops.to_numpy(ops.half(ops.from_numpy(np.array([math.nan], np.float32)), factor))).all()
+    assert np.isnan(ops.to_numpy(ops.half([ops.from_numpy(np.array([math.nan], np.float32))], factor))).all()
 
 
 @every_framework
@@ -319,7 +319,9 @@ def test_half_saturates(framework: str, ranks: int) -> None:
     ops = ops_of(framework)
     values = np.array([1e30, -1e30, 3e38, 3e4, -7e4, 1.0, math.inf, -math.inf, math.nan], np.float32)
     with np.errstate(invalid="ignore"):  # NumPy says so of 0 * infinity
-        halves = ops.to_numpy(ops.half(ops.from_numpy(values), 1 / ranks, saturate=True))
+        halves = ops.to_numpy(
+            ops.half([ops.from_numpy(part) for part in np.array_split(values, 3)], 1 / ranks, saturate=True)
+        )
     stopped = np.abs(halves[[0, 1, 2, 4]].astype(float))
     assert (stopped == float(np.float16(np.float32(HALF_LIMIT / ranks)))).all() and HALF_LIMIT == 2**15
     assert halves[3] == np.float16(np.float32(3e4) * np.float32(1 / ranks)), "below it nothing stops"

@@ -80,6 +80,14 @@ class Run:
         self.pilot.advance()
         return self
 
+    def go_back(self, steps: int) -> Run:
+        """As from a checkpoint that is so many steps old."""
+        checkpoint = json.loads(json.dumps(self.pilot.state()))
+        self.go(steps)
+        assert self.pilot.load(checkpoint) and json.loads(json.dumps(self.pilot.state())) == checkpoint
+        self._ran = None
+        return self
+
     def end(self) -> list[Record]:
         """The log, read from its file."""
         self.pilot.finish()
@@ -107,6 +115,7 @@ changes = st.lists(
         st.floats(6, 11).map(lambda exponent: ("rate", 10**exponent)),
         st.lists(st.floats(0.2, 5), min_size=5, max_size=5).map(lambda shares: ("cut anew", shares)),
         st.just(("scale losses", None)),
+        st.integers(1, 70).map(lambda steps: ("go back", steps)),
         st.sampled_from([0.1, 0.03, 0.3]).map(lambda rate: ("learning rate", rate)),
         st.sampled_from([0.2, 1.0, 5.0]).map(lambda norm: ("norm", norm)),
         st.just(("nothing", None)),
@@ -120,7 +129,8 @@ changes = st.lists(
 def test_decisions_come_out_as_in_the_run(
     job: Job, changes: list[tuple[str, Any]], kind: str, seed: int, dense_steps: int
 ) -> None:
-    """To the last digit of the evidence, whatever happens: other links and buckets, loss scaling, critical phases."""
+    """To the last digit of the evidence, whatever happens: other links and buckets, loss scaling, critical phases, and
+    checkpoints that the job goes back to."""
     with tempfile.TemporaryDirectory() as folder:
         job = replace(job, noise=NOISES[kind])
         run = Run(job, Path(folder) / "run.jsonl", seed, dense_steps=dense_steps).go(120)
@@ -132,6 +142,8 @@ def test_decisions_come_out_as_in_the_run(
                 run.cut_anew(value)
             elif what == "scale losses":
                 run.scale_losses()
+            elif what == "go back":
+                run.go_back(value)
             rate = value if what == "learning rate" else rate
             norm = value if what == "norm" else norm
             run.go(90, rate, norm)

@@ -64,7 +64,8 @@ class TensorFlowOps:
     def largest(self, batch: Array) -> Array:
         return tf.reduce_max(tf.abs(batch), axis=(1, 2), keepdims=True)
 
-    def half(self, values: Array, factor: float, saturate: bool = False) -> Array:
+    def half(self, parts: Sequence[Array], factor: float, saturate: bool = False) -> Array:
+        values = self.concat(parts)
         scaled = values * factor
         if saturate:
             limit = HALF_LIMIT * factor

@@ -46,7 +46,8 @@ class NumpyOps:
     def largest(self, batch: Array) -> Array:
         return np.max(np.abs(batch), axis=(1, 2), keepdims=True)
 
-    def half(self, values: Array, factor: float, saturate: bool = False) -> Array:
+    def half(self, parts: Sequence[Array], factor: float, saturate: bool = False) -> Array:
+        values = self.concat(parts)
         scaled = values * np.float32(factor)
         if saturate:
             limit = np.float32(HALF_LIMIT * factor)

@@ -124,7 +124,7 @@ class Collectives:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError("cannot broadcast torch.optim.LBFGS state")
         state = self.broadcast_object(optimizer.state_dict(), root_rank)
-        if self.rank() != root_rank:
+        if self.rank() != root_rank or "hvdplus" in state:  # where exchanges go on, all of them do so together
             optimizer.load_state_dict(state)
 
     def _check_root(self, root_rank: int) -> None:

@@ -7,23 +7,27 @@ is written to ``.grad``. Plain dense steps over Horovod need no bucket: a large 
 from __future__ import annotations
 
 import functools
+import hashlib
+import itertools
 import math
+import sys
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from hvdplus.adapters.torch.lanes import Cut, Lane, Side
 from hvdplus.adapters.torch.memory import alone_in_memory
 from hvdplus.adapters.torch.ops import TorchOps
 from hvdplus.adapters.torch.rows import SharedRows, as_sparse, rows_used
+from hvdplus.adapters.torch.tensors import like, norm, norm_of_all, real_view, takes, type_name
 from hvdplus.buckets import DENSE_ONLY, SPARSE, Bucket, compressor_for, make_buckets
 from hvdplus.calibration import codec_seconds
 from hvdplus.compression import Array, Compressor, Context
 from hvdplus.costmodel import LevelCost, level_costs
-from hvdplus.exchange import Ladder, Plan, SideSlot, read_side, side_tensor, split_checksum
+from hvdplus.exchange import Ladder, Plan, SideSlot, check_newcomers, read_side, side_tensor, split_checksum
 from hvdplus.meter import StepMeter
 from hvdplus.pilot import Pilot
 from hvdplus.residual import unreleased
@@ -31,68 +35,8 @@ from hvdplus.runlog import RunLog
 from hvdplus.settings import Settings
 from hvdplus.transport import Transport
 
-
-class _Side:
-    """A side tensor under way; ``total`` waits for it once."""
-
-    def __init__(self, transport: Transport, array: torch.Tensor, name: str) -> None:
-        self._transport = transport
-        self._handle = transport.start(array, name)
-        self._total: np.ndarray | None = None
-
-    def total(self) -> np.ndarray:
-        """The sum over all ranks, on the host."""
-        if self._total is None:
-            self._total = np.asarray(self._transport.wait(self._handle))
-        return self._total
-
-
-@dataclass
-class _Lane:
-    """One bucket on this rank, from step to step."""
-
-    bucket: Bucket
-    flat: torch.Tensor
-    """What is sent before encoding: gradients plus released residual; or the bucket's only gradient itself."""
-    contexts: dict[int, Context] = field(default_factory=dict)
-    """Level -> context, made when the level is first used."""
-    residual: torch.Tensor | None = None
-    """What encoding lost so far; None where nothing is outstanding."""
-    pending: torch.Tensor | None = None
-    """The next residual, until the optimizer has taken the step."""
-    waiting: set[int] = field(default_factory=set)
-    """Parameters whose gradient of this step is not here yet."""
-    payload: torch.Tensor | None = None
-    handle: Any = None
-    total: Any = None
-    """Sum of all ranks' payloads."""
-    reduced: Any = None
-    """Mean of all ranks' gradients, or their sum where that is asked for, decoded."""
-    nonfinite: bool = False
-
-
-@dataclass
-class _Cut:
-    """All gradients, cut into lanes."""
-
-    lanes: list[_Lane]
-    prefix: str
-    """Of the sums' names."""
-    in_place: bool = False
-    """Whether a gradient that has a lane of its own is summed where it is, if it can be, and comes back as a mean."""
-
-    def __post_init__(self) -> None:
-        self.place_of = {
-            i: (lane, slice(*lane.bucket.offsets[place : place + 2]), lane.bucket.shapes[place])
-            for lane in self.lanes
-            for place, i in enumerate(lane.bucket.parameters)
-        }
-
-    def alone(self, lane: _Lane) -> bool:
-        """Whether the lane is for one gradient, which is summed where it is."""
-        return self.in_place and len(lane.bucket.parameters) == 1
-
-
+STATE_FORMAT = 1
+"""Of what ``TorchExchange.state`` returns."""
 PLAIN_BUCKET_BYTES = 64 << 10
 """Horovod sums what is ready at the same time as one: only small gradients are worth a copy into a bucket before."""
 
@@ -113,9 +57,14 @@ class TorchExchange:
         average: bool,
         passes: int,
         sparse_as_dense: bool = False,
+        grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        """``parameters``: those that have gradients, in the same order on every rank. ``prefix`` begins all names."""
+        """``parameters``: those that have gradients, in the same order on every rank. ``prefix`` begins all names.
+
+        ``grad_scaler``: what scales the script's losses, and so its gradients.
+        """
         self.parameters = list(parameters)
+        self._place = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self.transport = transport
         self.passes = passes
         self.meter = StepMeter()
@@ -123,6 +72,7 @@ class TorchExchange:
         """Loss of the current step for the run log; NaN: not reported."""
         self._prefix = prefix
         self._ladder = ladder
+        self._average = average
         self._scale = 1.0 / transport.size if average else 1.0
         self.idle = transport.size == 1 and (auto or ladder.names == ("none",))
         """Alone there is nobody to exchange with: gradients stay untouched unless a level is asked for by name."""
@@ -130,8 +80,16 @@ class TorchExchange:
         self.ops = TorchOps(self._device)
         self._settings = settings
         self._sparse_as_dense = sparse_as_dense
+        self._agreed = False
+        """Whether ranks have told each other what the first step has to know: which gradients are sparse, and whether
+        all go on from the same state."""
         self._sorted = False
-        """Whether sparse gradients have been told from dense ones, which the first step shows."""
+        """Whether sparse gradients have been told from dense ones, and in which order gradients become ready, which the
+        first step shows."""
+        self._order = list(reversed(range(len(self.parameters))))
+        """Parameters as their gradients become ready on rank 0; before the first step, last to first."""
+        self._ready: list[int] = []
+        """As they do on this rank, in the first step."""
         self._sparse: set[int] = set()
         """Parameters whose gradients are sparse on some rank, and so come back sparse on all."""
         self._rows: dict[int, SharedRows] = {}
@@ -148,15 +106,22 @@ class TorchExchange:
         self._passes_left = [passes] * len(self.parameters)
         self._versions: dict[int, int] = {}
         self._next_lane = 0
-        self._late: tuple[Plan, _Side] | None = None
+        self._late: tuple[Plan, Side] | None = None
         self._norms: list[torch.Tensor] = []
         """Of the gradients of this step, where the plan gauges them."""
         self._unpaid = False
         """Whether a residual's share was sent in a step that was not taken (yet)."""
         self._side_count = 0
+        self.grad_scaler = grad_scaler
+        self._loss_scale = 1.0
+        """Of the present step."""
+        self._resumed = ""
+        """Digest of what was loaded and is not yet known to be the same on all ranks."""
+        self._consolidated = False
+        """Whether residuals are all ranks' mean, so that one rank's state is everybody's."""
         if not self.idle:
-            for i, parameter in enumerate(self.parameters):
-                parameter.register_post_accumulate_grad_hook(self._make_hook(i))  # type: ignore[no-untyped-call]
+            for parameter in self.parameters:
+                parameter.register_post_accumulate_grad_hook(self._make_hook())  # type: ignore[no-untyped-call]
 
     @property
     def in_flight(self) -> bool:
@@ -172,12 +137,122 @@ class TorchExchange:
         """Count backward passes anew, after their number or the optimizer's state changed between two steps."""
         self._passes_left = [self.passes] * len(self.parameters)
 
-    def finish(self, learning_rate: float = 0.0) -> None:
+    def state(self) -> dict[str, Any]:
+        """All that coming steps depend on, besides weights and the optimizer's own state; between two steps.
+
+        Tensors, numbers, text, and lists and dictionaries of them. Residuals are this rank's own, unless they were
+        consolidated; all else is the same on every rank.
+        """
+        contexts = [
+            {
+                "parameters": list(lane.bucket.parameters),
+                "levels": {
+                    self._ladder.names[level]: [array.clone() for array in ctx.state]
+                    for level, ctx in lane.contexts.items()
+                },
+            }
+            for lane in self._joined.lanes
+        ]
+        return {
+            "format": STATE_FORMAT,
+            "ranks": self.transport.size,
+            "rank": None if self._consolidated else self.transport.rank,
+            "shapes": [list(parameter.shape) for parameter in self.parameters],
+            "first_step": (
+                {"order": list(self._order), "sparse": sorted(self._sparse), "rows": sorted(self._rows)}
+                if self._sorted
+                else None
+            ),
+            "pilot": self.pilot.state(),
+            "contexts": contexts,
+            "residuals": self._residuals(),
+        }
+
+    def consolidate(self) -> None:
+        """Give every rank the mean of all ranks' residuals, which changes nothing in what they come to."""
+        lanes = [lane for lane in self._joined.lanes if lane.residual is not None]
+        handles = [
+            self.transport.start(lane.residual, f"{self._prefix}.mean.{lane.bucket.number}", 1.0 / self.transport.size)
+            for lane in lanes
+        ]
+        for lane, handle in zip(lanes, handles, strict=True):
+            lane.residual = self.transport.wait(handle)
+        self._consolidated = True
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on where the exchange was that gave ``state``. All ranks do; the next step makes sure of it.
+
+        From a job with other levels, or another number of ranks, come the residuals alone, so that nothing that was
+        held back is lost; with another number of ranks, only if they were consolidated.
+
+        Raises:
+            ValueError: the state is of another model, or of another version of hvdplus.
+            RuntimeError: gradients are on their way.
+        """
+        if self.in_flight:
+            raise RuntimeError(
+                "load_state_dict() was called between backward() and step(), with gradients on their way."
+            )
+        if state["format"] != STATE_FORMAT:
+            raise ValueError(f"This hvdplus reads states of format {STATE_FORMAT}. Received: {state['format']}")
+        shapes = [list(parameter.shape) for parameter in self.parameters]
+        if state["shapes"] != shapes:
+            pairs = itertools.zip_longest(state["shapes"], shapes)
+            odd = next(i for i, (theirs, mine) in enumerate(pairs) if theirs != mine)
+            raise ValueError(
+                f"The state is of another model: of {len(state['shapes'])} parameters, while this optimizer has "
+                f"{len(shapes)}, and the first that differs is number {odd}."
+            )
+        if self.idle:
+            if state["residuals"]:
+                _say("On one rank nothing is exchanged: what was held back is lost.")
+            return
+        everybodys, same_ranks = state["rank"] is None, state["ranks"] == self.transport.size
+        shown = state["first_step"] or {"order": reversed(range(len(self.parameters))), "sparse": (), "rows": ()}
+        self._sorted = state["first_step"] is not None
+        self._order, self._sparse = list(shown["order"]), set(shown["sparse"])
+        self._rows = {i: self._shared_rows(i) for i in shown["rows"]}
+        self._cut_anew()
+        if self._late:
+            self._late[1].total()
+        self._late, self._unpaid, self._norms, self._ready = None, False, [], []
+        self._consolidated = everybodys and same_ranks
+        resumed = same_ranks and self.pilot.load(state["pilot"])
+        contexts = {tuple(saved["parameters"]): saved["levels"] for saved in state["contexts"]} if resumed else {}
+        for lane in self._joined.lanes:
+            for name, arrays in contexts.get(lane.bucket.parameters, {}).items():
+                arrays = tuple(array.to(self._device, copy=True) for array in arrays)
+                lane.contexts[self._ladder.names.index(name)] = Context(lane.bucket.spec, 0, arrays)
+        mine = everybodys or (same_ranks and state["rank"] == self.transport.rank)
+        # What reaches the weights stays the same: the mean, or the sum, whichever the ranks make.
+        share = 1.0 if self._average else state["ranks"] / self.transport.size
+        for i, residual in state["residuals"].items():
+            self._hold_back(i, residual if mine else None, share)
+        if state["residuals"] and not resumed:
+            self.pilot.pay_out()
+        if state["residuals"] and not mine:
+            _say(
+                f"Rank {self.transport.rank} of {self.transport.size} loads what rank {state['rank']} of "
+                f"{state['ranks']} saved, without what others held back: that is lost. Let all ranks call "
+                "optimizer.consolidate_state_dict() before one of them saves, or let each save and load its own."
+            )
+        self._follow(self.pilot.plan)
+        plain = [state["ranks"], everybodys, resumed, state["pilot"], state["first_step"]]
+        digest = hashlib.sha256(repr(plain).encode())
+        for saved in state["contexts"] if resumed else ():
+            for arrays in saved["levels"].values():
+                for array in arrays:
+                    digest.update(array.cpu().contiguous().numpy().tobytes())
+        self._agreed, self._resumed = False, digest.hexdigest()
+
+    def finish(self, learning_rate: float = 0.0, newcomers: Sequence[torch.nn.Parameter] = ()) -> None:
         """Send what is left, wait, and write the reduced gradients to ``.grad``. All ranks call it once a step.
 
-        ``learning_rate``: of the coming step, for the pilot; 0: unknown.
+        ``learning_rate``: of the coming step, for the pilot; 0: unknown. ``newcomers``: parameters that are not among
+        ``parameters`` yet; their gradients are summed besides, dense (see ``admit``).
         """
-        self._pay_again()
+        if not self._versions:
+            self._begin()
         if self._late:  # begun one step ago: here by now
             plan, side = self._late
             self.pilot.observe(plan, side.total())
@@ -186,10 +261,10 @@ class TorchExchange:
         with self.meter.codec():
             for rows in self._rows.values():
                 rows.start()
-        slot = self._slot(learning_rate)
+        slot = self._slot(learning_rate)._replace(newcomers=len(newcomers))
         # Two names alternate: the last one may still be in flight where it was not awaited.
         self._side_count += 1
-        side = _Side(
+        side = Side(
             self.transport,
             torch.from_numpy(side_tensor(self.transport.rank, self.transport.size, slot, used)),
             f"{self._prefix}.side.{self._side_count % 2}",
@@ -214,6 +289,9 @@ class TorchExchange:
                     # Finite payloads can still have a sum beyond float32; it is the same on every rank.
                     healthy = not any(slot.nonfinite for slot in slots) and self._sums_are_finite()
                     self._settle(healthy)
+        if newcomers:
+            check_newcomers(read_side(side.total(), self.transport.size)[0])
+            self._exchange_newcomers(newcomers)
         with self.meter.exposed_comm():
             reduced_rows = {i: rows.receive(self._scale) for i, rows in self._rows.items()}
         with self.meter.codec():
@@ -239,20 +317,92 @@ class TorchExchange:
         self._follow(self.pilot.advance())
         self._hand_over(before.level)
 
+    def _exchange_newcomers(self, newcomers: Sequence[torch.nn.Parameter]) -> None:
+        """As ``_deliver``, but one by one; as newcomers are rare, ranks just tell each other who has gradients."""
+        used = np.any(self.transport.gather_objects([p.grad is not None for p in newcomers]), axis=0)
+        handles = []
+        for number, parameter in enumerate(newcomers):
+            grad = real_view(
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().to_dense()
+            )
+            wide = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True).contiguous().view(-1)
+            handles.append(self.transport.start(wide, f"{self._prefix}.new.{number}", self._scale))
+        with torch.no_grad():
+            for parameter, handle, anybody in zip(newcomers, handles, used, strict=True):
+                mean = like(self.transport.wait(handle).view(real_view(parameter).shape), parameter)
+                if parameter.grad is None or parameter.grad.is_sparse or parameter.is_complex():
+                    parameter.grad = mean if anybody else None
+                else:
+                    parameter.grad.copy_(mean)
+
+    def admit(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """``parameters``, those of before among them, are exchanged from the coming step on. All ranks call it alike.
+
+        What was held back of a parameter stays with it; buckets that stay the same keep what their levels have learned.
+        """
+        before, residuals, learned = self.parameters, self._residuals(), {}
+        for lane in self._joined.lanes:
+            learned[tuple(id(before[i]) for i in lane.bucket.parameters)] = lane.contexts
+        known = sum(p.numel() for p in before)
+        sparse, rows = ({id(before[i]) for i in those} for those in (self._sparse, self._rows))
+        self.parameters = list(parameters)
+        self._place = {id(parameter): i for i, parameter in enumerate(self.parameters)}
+        for parameter in self.parameters:
+            if all(parameter is not old for old in before):
+                parameter.register_post_accumulate_grad_hook(self._make_hook())  # type: ignore[no-untyped-call]
+        order = [id(before[i]) for i in self._order]
+        late = [i for i in reversed(range(len(self.parameters))) if id(self.parameters[i]) not in set(order)]
+        self._order = [*(self._place[each] for each in order), *late]
+        self._sparse = {self._place[each] for each in sparse}
+        self._rows = {self._place[each]: self._shared_rows(self._place[each]) for each in rows}
+        more = sum(p.numel() for p in self.parameters) / max(known, 1)
+        self._codec_seconds = tuple(seconds * more for seconds in self._codec_seconds)
+        self._cut_anew()
+        for lane in self._joined.lanes:
+            contexts = learned.get(tuple(id(self.parameters[i]) for i in lane.bucket.parameters), {})
+            lane.contexts = {level: ctx._replace(spec=lane.bucket.spec) for level, ctx in contexts.items()}
+        for i, residual in residuals.items():
+            self._hold_back(self._place[id(before[i])], residual)
+        self.restart()
+        self._follow(self.plan)
+
+    def _residuals(self) -> dict[int, torch.Tensor]:
+        """Parameter -> what is held back of it."""
+        return {
+            i: lane.residual[part].view(shape).clone()
+            for i, (lane, part, shape) in self._joined.place_of.items()
+            if lane.residual is not None
+        }
+
+    def _hold_back(self, i: int, residual: torch.Tensor | None, share: float = 1.0) -> None:
+        """None: nothing, but there is a residual; whether there is one has to be the same on all ranks."""
+        lane, part, shape = self._joined.place_of[i]
+        if lane.residual is None:
+            lane.residual = torch.zeros(lane.bucket.spec.size, dtype=lane.flat.dtype, device=self._device)
+        if residual is not None:
+            lane.residual[part].view(shape).copy_(residual).mul_(share)
+
     def _follow(self, plan: Plan) -> None:
         """The coming step's."""
         self.plan = plan
         self._now = self._plain if self._plain and self._ladder.plain(plan) else self._joined
+        self._together = not (plan.release or self._ladder.compressors[plan.level].keeps_residual)
+        """Whether a bucket's gradients, as nothing is added to them, are taken at once when the last one is ready."""
 
-    def _pay_again(self) -> None:
-        """Before a step begins: did the script skip one that paid out a residual? All ranks skip alike."""
+    def _begin(self) -> None:
+        """Before a step begins: how large are losses, and did the script skip a step that paid out a residual?
+
+        All ranks scale and skip alike.
+        """
+        if self.grad_scaler:
+            self._loss_scale = self.grad_scaler.get_scale()
         if self._unpaid:
             self._unpaid = False
             self._follow(self.pilot.repeat())
 
     def commit(self) -> None:
         """The optimizer has taken the step: pending residuals become residuals."""
-        self._unpaid = False
+        self._unpaid = self._consolidated = False
         for lane in self._joined.lanes:
             if lane.pending is not None:
                 if lane.pending.data_ptr() == lane.flat.data_ptr():
@@ -265,10 +415,10 @@ class TorchExchange:
 
     def _make_buckets(self, bucket_bytes: int = 0) -> tuple[Bucket, ...]:
         """Buckets of all parameters but those whose rows are shared. ``bucket_bytes``: 0 is what the settings say."""
-        dense = [i for i in range(len(self.parameters)) if i not in self._rows]
+        dense = [i for i in reversed(self._order) if i not in self._rows]
         buckets = make_buckets(
-            [tuple(self.parameters[i].shape) for i in dense],
-            [str(self.parameters[i].dtype).removeprefix("torch.") for i in dense],
+            [tuple(real_view(self.parameters[i]).shape) for i in dense],
+            [DENSE_ONLY if self.parameters[i].is_complex() else type_name(self.parameters[i]) for i in dense],
             bucket_bytes=bucket_bytes or self._settings.bucket_bytes,
             ranks=self.transport.size,
             seed=self._settings.seed,
@@ -283,40 +433,65 @@ class TorchExchange:
         return level_costs(self.buckets, self._ladder.compressors, [share * s for s in self._codec_seconds])
 
     def _make_lanes(self) -> None:
-        self._joined = _Cut([] if self.idle else [self._make_lane(bucket) for bucket in self.buckets], self._prefix)
-        self._plain: _Cut | None = None
+        self._joined = Cut([] if self.idle else [self._make_lane(bucket) for bucket in self.buckets], self._prefix)
+        self._plain: Cut | None = None
         """Lanes of plain dense steps, where nothing has to be joined or encoded."""
         if self.transport.negotiates and not self.idle:
             lanes = [self._make_lane(bucket) for bucket in self._make_buckets(PLAIN_BUCKET_BYTES)]
-            self._plain = _Cut(lanes, f"{self._prefix}.plain", in_place=True)
+            self._plain = Cut(lanes, f"{self._prefix}.plain", in_place=True)
 
     def _sort_out_sparse(self) -> None:
-        """In the first step, before anything is sent: which gradients are so sparse that only rows are exchanged?"""
-        if self._sorted or self.idle:
+        """In the first step, before anything is sent: in which order do gradients become ready, and which are so sparse
+        that only rows are exchanged?
+
+        Raises:
+            RuntimeError: on every rank, if ranks would go on from different states.
+        """
+        if self._agreed or self.idle:
+            return
+        self._agreed = True
+        rows = {} if self._sparse_as_dense else {i: rows_used(p) for i, p in enumerate(self.parameters)}
+        counts = {i: count for i, count in rows.items() if count is not None}
+        told = self.transport.gather_objects((counts, self._resumed, self._ready))
+        for rank, (_, digest, _) in enumerate(told):
+            if digest != told[0][1]:
+                raise RuntimeError(
+                    f"Ranks 0 and {rank} would go on from different states: load the same checkpoint on all ranks, or "
+                    "load it on one and call hvd.broadcast_optimizer_state(optimizer, root_rank=...) on all."
+                )
+        if self._sorted:
             return
         self._sorted = True
-        rows = {} if self._sparse_as_dense else {i: rows_used(p) for i, p in enumerate(self.parameters)}
-        used = self.transport.gather_objects({i: count for i, count in rows.items() if count is not None})
+        used, ready = [counts for counts, *_ in told], told[0][2]
+        # A script may have gone back over its first steps: what was ready twice counts as it first was.
+        before, self._order, self._ready = self._order, list(dict.fromkeys([*ready, *self._order])), []
         self._sparse = set().union(*used)
         for i in sorted(self._sparse):
             parameter = self.parameters[i]
             if sum(theirs.get(i, 0) for theirs in used) <= SPARSE * len(parameter):
-                self._rows[i] = SharedRows(parameter, self.transport, self.ops, f"{self._prefix}.rows.{i}")
-        if self._rows:
-            self.buckets = self._make_buckets()
-            self.pilot.resize(self._costs())
-            self._make_lanes()
+                self._rows[i] = self._shared_rows(i)
+        if self._rows or self._order != before:
+            self._cut_anew()
             self._follow(self.plan)
 
-    def _make_lane(self, bucket: Bucket) -> _Lane:
+    def _cut_anew(self) -> None:
+        """Buckets without the parameters whose rows are shared."""
+        self.buckets = self._make_buckets()
+        self.pilot.resize(self._costs())
+        self._make_lanes()
+
+    def _shared_rows(self, i: int) -> SharedRows:
+        return SharedRows(self.parameters[i], self.transport, self.ops, f"{self._prefix}.rows.{i}")
+
+    def _make_lane(self, bucket: Bucket) -> Lane:
         dtype = torch.float64 if bucket.dtype == DENSE_ONLY else torch.float32
         flat = torch.zeros(0, dtype=dtype, device=self._device)  # its memory comes with the first gradient
-        return _Lane(bucket, flat, waiting=set(bucket.parameters))
+        return Lane(bucket, flat, waiting=set(bucket.parameters))
 
-    def _compressor(self, lane: _Lane) -> Compressor:
+    def _compressor(self, lane: Lane) -> Compressor:
         return compressor_for(lane.bucket, self._ladder.compressors[self.plan.level])
 
-    def _context(self, lane: _Lane, level: int | None = None) -> Context:
+    def _context(self, lane: Lane, level: int | None = None) -> Context:
         level = self.plan.level if level is None else level
         if level not in lane.contexts:
             compressor = compressor_for(lane.bucket, self._ladder.compressors[level])
@@ -332,18 +507,19 @@ class TorchExchange:
                     fresh = new.init(self.ops, lane.bucket.spec)
                     lane.contexts[self.plan.level] = new.inherit(self.ops, fresh, self._context(lane, before))
 
-    def _make_hook(self, i: int) -> Callable[[torch.Tensor], None]:
+    def _make_hook(self) -> Callable[[torch.Tensor], None]:
         me = weakref.ref(self)  # an optimizer that is gone must not go on exchanging
 
         def hook(parameter: torch.Tensor) -> None:
             exchange = me()
             if exchange is not None:
-                exchange._gradient_ready(i, parameter)
+                exchange._gradient_ready(exchange._place[id(parameter)], parameter)
 
         return hook
 
     def _gradient_ready(self, i: int, parameter: torch.Tensor) -> None:
-        self._pay_again()
+        if not self._versions:
+            self._begin()
         self._passes_left[i] -= 1
         if self._passes_left[i] < 0:
             raise AssertionError(
@@ -353,12 +529,25 @@ class TorchExchange:
             )
         if self._passes_left[i] == 0 and parameter.grad is not None:
             self._versions[i] = parameter.grad._version
-        if self._passes_left[i] == 0 and self._sorted and i not in self._rows:
+            if not self._sorted:
+                self._ready.append(i)
+        if self._passes_left[i] == 0 and self._agreed and i not in self._rows:
+            lane = self._now.place_of[i][0]
+            together = self._together and not self._now.alone(lane)
+            if together and self._still_waiting(lane, i):
+                return
             self.meter.look()
             with self.meter.codec():
-                self._send_full(self._pack(i, parameter.grad))
+                self._send_full(lane if together else self._pack(i, parameter.grad))
 
-    def _pack(self, i: int, grad: torch.Tensor | None) -> _Lane:
+    @staticmethod
+    def _still_waiting(lane: Lane, i: int) -> bool:
+        """Whether the lane waits for more than parameter ``i``, which has its gradient now."""
+        lane.pending = None  # of a step that was never taken
+        lane.waiting.discard(i)
+        return bool(lane.waiting)
+
+    def _pack(self, i: int, grad: torch.Tensor | None) -> Lane:
         """Copy one gradient into its bucket, together with its share of the residual, or let it be its own lane's."""
         lane, part, shape = self._now.place_of[i]
         lane.pending = None  # of a step that was never taken
@@ -366,7 +555,9 @@ class TorchExchange:
         if grad is not None and grad.is_sparse:
             grad = grad.to_dense()
         if self.plan.gauge and grad is not None:
-            self._norms.append(_norm(grad))
+            self._norms.append(norm(grad))
+        if grad is not None:
+            grad = real_view(grad)
         if self._now.alone(lane):
             if grad is None:
                 grad = lane.flat.new_zeros(shape)
@@ -379,19 +570,28 @@ class TorchExchange:
             lane.flat = lane.flat.new_zeros(lane.bucket.spec.size)
         target = lane.flat[part].view(shape)
         residual = lane.residual[part].view(shape) if lane.residual is not None and self.plan.release else None
+        # Residuals are in units of the loss, whatever its scale; so is what is sent where a level keeps anything.
+        share = self.plan.release * (self._loss_scale / self._sent_scale)
         with torch.no_grad():
             if grad is None:
                 target.zero_()
-            elif residual is not None and grad.dtype == target.dtype:
-                torch.add(grad, residual, alpha=self.plan.release, out=target)
+            elif residual is not None and grad.dtype == target.dtype and self._sent_scale == 1:
+                torch.add(grad, residual, alpha=share, out=target)
                 residual = None
             else:
                 target.copy_(grad)
+                if self._sent_scale != 1:
+                    target.mul_(1 / self._sent_scale)
             if residual is not None:
-                target.add_(residual, alpha=self.plan.release)
+                target.add_(residual, alpha=share)
         return lane
 
-    def _send_full(self, lane: _Lane) -> None:
+    @property
+    def _sent_scale(self) -> float:
+        """By how much what is sent is smaller than the scaled gradient. float16 alone is what scaling is made for."""
+        return self._loss_scale if self._ladder.compressors[self.plan.level].settles else 1.0
+
+    def _send_full(self, lane: Lane) -> None:
         """Send a lane that nothing is missing from. Without negotiation their order is the same on every rank."""
         if self.transport.negotiates:
             if not lane.waiting:
@@ -401,13 +601,43 @@ class TorchExchange:
             self._next_lane += 1
             self._send(self._now.lanes[self._next_lane - 1])
 
-    def _send(self, lane: _Lane) -> None:
-        lane.payload = lane.flat if self._now.in_place else self._encode(lane)
+    def _send(self, lane: Lane) -> None:
+        if self._together and not self._now.alone(lane):
+            lane.payload = self._take_together(lane)
+        else:
+            lane.payload = lane.flat if self._now.in_place else self._encode(lane)
         name = self._ladder.tensor_name(self._now.prefix, lane.bucket.number, self.plan)
         lane.handle = self.transport.start(lane.payload, name, self._scale if self._now.in_place else 1.0)
         self.meter.sum_begins(lane.bucket.number, functools.partial(self.transport.done, lane.handle))
 
-    def _encode(self, lane: _Lane) -> Array:
+    def _take_together(self, lane: Lane) -> Array:
+        """The payload of a lane to whose gradients nothing is added, joined only where encoding asks for it."""
+        parts = self._parts(lane)
+        if self.plan.gauge:
+            self._norms += [norm(part) for part in parts]
+        payload = self._compressor(lane).encode_parts(self.ops, self._context(lane), parts)
+        if payload is not None:
+            return payload
+        if not lane.flat.numel():
+            lane.flat = lane.flat.new_empty(lane.bucket.spec.size)
+        torch.cat(parts, out=lane.flat)
+        if self._sent_scale != 1:
+            lane.flat.mul_(1 / self._sent_scale)
+        return self._encode(lane)
+
+    def _parts(self, lane: Lane) -> list[torch.Tensor]:
+        """This rank's gradients, in the bucket's order and type, one-dimensional; zeros where there is none."""
+        parts = []
+        for i, shape in zip(lane.bucket.parameters, lane.bucket.shapes, strict=True):
+            grad = self.parameters[i].grad
+            if grad is None:
+                parts.append(lane.flat.new_zeros(math.prod(shape)))
+            else:
+                dense = real_view(grad.detach().to_dense() if grad.is_sparse else grad.detach())
+                parts.append(dense.to(lane.flat.dtype).reshape(-1))
+        return parts
+
+    def _encode(self, lane: Lane) -> Array:
         """The payload. All that is read of what is sent is read here: its sum may be made in place."""
         compressor, ctx = self._compressor(lane), self._context(lane)
         if compressor.keeps_residual:
@@ -439,7 +669,10 @@ class TorchExchange:
             for lane in self._now.lanes:
                 if lane.handle is None:
                     for i in tuple(lane.waiting):
-                        self._pack(i, self.parameters[i].grad)
+                        if self._together and not self._now.alone(lane):
+                            self._still_waiting(lane, i)
+                        else:
+                            self._pack(i, self.parameters[i].grad)
                     self._send(lane)
         return used
 
@@ -467,22 +700,24 @@ class TorchExchange:
             return {}
         with self.meter.codec():
             grads = [self.parameters[i].grad for i in self._rows]
-            rows = [_norm(grad.coalesce().values()) for grad in grads if grad is not None]
-            left = [_norm(lane.pending) for lane in self._now.lanes if lane.pending is not None]
+            rows = [norm(grad.coalesce().values()) for grad in grads if grad is not None]
+            left = [norm(lane.pending) for lane in self._now.lanes if lane.pending is not None]
             keeps = self._ladder.compressors[self.plan.level].keeps_residual
-            gradient, self._norms = _together([*self._norms, *rows]), []
-            return {"gradient_norm": gradient, "residual_norm": _together(left if keeps else [])}
+            gradient, self._norms = norm_of_all([*self._norms, *rows]), []
+            residual = norm_of_all(left if keeps else [])
+            return {"gradient_norm": gradient / self._loss_scale, "residual_norm": residual}
 
-    def _decode(self, lane: _Lane) -> None:
+    def _decode(self, lane: Lane) -> None:
         """Sum of payloads -> mean of gradients, in ``lane.reduced``."""
         compressor = self._compressor(lane)
         if compressor.narrow and not bool(self.ops.all_finite(lane.total)):
             # Every rank holds this same sum, so every rank sends the bucket again, in full width.
             name = self._ladder.tensor_name(self._now.prefix, lane.bucket.number, self.plan) + ".again"
-            handle = self.transport.start(lane.flat, name, self._scale)
+            flat = torch.cat(self._parts(lane)) if self._together else lane.flat
+            handle = self.transport.start(flat, name, self._scale)
             lane.total = lane.reduced = self.transport.wait(handle)
             return
-        lane.reduced = compressor.mean(self.ops, self._context(lane), lane.total, self._scale)
+        lane.reduced = compressor.mean(self.ops, self._context(lane), lane.total, self._scale * self._sent_scale)
 
     def _sums_are_finite(self) -> bool:
         return all(bool(self.ops.all_finite(lane.total)) for lane in self._now.lanes if lane.bucket.dtype != DENSE_ONLY)
@@ -499,7 +734,8 @@ class TorchExchange:
                 lane.contexts[self.plan.level] = ctx
                 if self.plan.warms:
                     learner = self._ladder.compressors[self.plan.warms]
-                    ctx = learner.warm(self.ops, self._context(lane, self.plan.warms), lane.total)
+                    total = lane.total if self._loss_scale == 1 else lane.total / self._loss_scale
+                    ctx = learner.warm(self.ops, self._context(lane, self.plan.warms), total)
                     lane.contexts[self.plan.warms] = ctx
             else:
                 lane.pending = None
@@ -522,12 +758,14 @@ class TorchExchange:
                     self.parameters[i].grad = reduced
             for i, (lane, part, shape) in self._now.place_of.items():
                 if not users[i]:
+                    if lane.pending is not None and lane.residual is not None:  # nobody takes what was sent of it
+                        lane.pending[part].copy_(lane.residual[part])
                     continue
                 parameter = self.parameters[i]
                 mean = lane.reduced if self._now.alone(lane) else lane.reduced[part].view(shape)
                 grad = parameter.grad
-                if grad is None or grad.is_sparse or i in self._sparse:
-                    reduced = mean.to(parameter.dtype, copy=True)
+                if grad is None or grad.is_sparse or grad.is_complex() or i in self._sparse:
+                    reduced = like(mean, parameter)
                     # One form on all ranks: optimizers tell them apart.
                     if i in self._sparse:
                         every = torch.arange(len(reduced), device=reduced.device)
@@ -535,26 +773,11 @@ class TorchExchange:
                     parameter.grad = reduced
                 elif grad.data_ptr() == mean.data_ptr():
                     pass  # was summed where it is
-                elif lane.bucket.number in free and _takes(grad, mean):
+                elif lane.bucket.number in free and takes(grad, mean):
                     grad.set_(mean)
                 else:
                     grad.copy_(mean)
 
 
-def _takes(grad: torch.Tensor, mean: torch.Tensor) -> bool:
-    """Whether ``grad`` can have the memory of ``mean``: it is alike, and its own memory is no part of a buffer."""
-    like = grad.dtype == mean.dtype and grad.is_contiguous()
-    return like and grad.untyped_storage().nbytes() == grad.nbytes and alone_in_memory(grad)
-
-
-def _norm(tensor: torch.Tensor) -> torch.Tensor:
-    """Euclidean norm; not in half precision, where it may be infinite already."""
-    with torch.no_grad():
-        wide = torch.promote_types(tensor.dtype, torch.float32)
-        norm: torch.Tensor = torch.linalg.vector_norm(tensor, dtype=wide)
-        return norm.float()
-
-
-def _together(norms: Sequence[torch.Tensor]) -> float:
-    """Norm of all elements of tensors with ``norms``."""
-    return float(torch.linalg.vector_norm(torch.stack(list(norms)))) if norms else 0.0
+def _say(note: str) -> None:
+    print(f"hvdplus: {note}", file=sys.stderr, flush=True)

@@ -116,14 +116,16 @@ class TorchOps:
     def largest(self, batch: Array) -> Array:
         return batch.abs().amax(dim=(1, 2), keepdim=True)
 
-    def half(self, values: Array, factor: float, saturate: bool = False) -> Array:
-        out, scratch = self._empty(len(values), torch.float16), self._scratch(len(values))
+    def half(self, parts: Sequence[Array], factor: float, saturate: bool = False) -> Array:
+        out = self._empty(sum(map(len, parts)), torch.float16)
+        scratch = self._scratch(max(map(len, parts), default=0))
         limit = HALF_LIMIT * factor
-        for a, b in self._chunks(len(values)):
-            scaled = torch.mul(values[a:b], factor, out=scratch[: b - a])
-            if saturate:
-                scaled.clamp_(-limit, limit).add_(values[a:b], alpha=0.0)
-            out[a:b].copy_(scaled)
+        for values, halves in zip(parts, torch.split(out, [len(values) for values in parts]), strict=True):
+            for a, b in self._chunks(len(values)):
+                scaled = torch.mul(values[a:b], factor, out=scratch[: b - a])
+                if saturate:
+                    scaled.clamp_(-limit, limit).add_(values[a:b], alpha=0.0)
+                halves[a:b].copy_(scaled)
         return out
 
     def rms(self, values: Array) -> Array:

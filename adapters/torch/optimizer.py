@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,6 +20,9 @@ from hvdplus.launch import announce, check_same_model, check_same_settings, choo
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 
+STATE_KEY = "hvdplus"
+"""Key of ours in ``state_dict``."""
+
 _instances = itertools.count()
 
 
@@ -32,6 +36,7 @@ def wrap(
     passes: int,
     average: bool,
     sparse_as_dense: bool,
+    grad_scaler: torch.amp.GradScaler | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer as an instance of a subclass of its own class, sharing its groups, state and hooks.
 
@@ -55,7 +60,14 @@ def wrap(
     ladder, auto = choose_ladder(compression, resolved, world, TorchOps())
     announce(ladder, auto, world)
     check_same_settings(
-        resolved, ladder, world, auto=auto, passes=passes, average=average, sparse_as_dense=sparse_as_dense
+        resolved,
+        ladder,
+        world,
+        auto=auto,
+        passes=passes,
+        average=average,
+        sparse_as_dense=sparse_as_dense,
+        scales_losses=grad_scaler is not None,
     )
     kind = type(optimizer.__class__.__name__, (_Distributed, optimizer.__class__), {"__module__": __name__})
     wrapped: Any = kind.__new__(kind)  # type: ignore[call-overload]
@@ -75,8 +87,11 @@ def wrap(
         average=average,
         passes=passes,
         sparse_as_dense=sparse_as_dense,
+        grad_scaler=grad_scaler,
     )
     wrapped._known = frozenset(id(p) for p in parameters)
+    wrapped._newcomers = []
+    wrapped._world = world
     wrapped._synchronized = False
     wrapped._should_synchronize = True
     wrapped._exchange.pilot.describe_run(world, "torch", sum(p.numel() for p in parameters))
@@ -88,6 +103,9 @@ class _Distributed(torch.optim.Optimizer):
 
     _exchange: TorchExchange
     _known: frozenset[int]
+    _newcomers: list[torch.nn.Parameter]
+    """Parameters that were unfrozen or added since the last step."""
+    _world: World
     _synchronized: bool
     _should_synchronize: bool
     _input_hook: Any = None
@@ -99,19 +117,14 @@ class _Distributed(torch.optim.Optimizer):
         """Exchange the gradients now, so that they can be clipped or inspected before ``step``.
 
         Raises:
-            RuntimeError: a gradient was changed before its exchange, or a parameter was unfrozen or added later.
+            RuntimeError: a gradient was changed before its exchange, or a parameter was unfrozen or added on some ranks
+                only.
+            ValueError: a parameter was added that cannot be reduced, or that is another one on another rank.
         """
-        if not self._exchange.idle:
-            known = self._known
-            if any(p.grad is not None and id(p) not in known for group in self.param_groups for p in group["params"]):
-                raise RuntimeError(
-                    "A parameter that was unfrozen or added after DistributedOptimizer was made has a gradient that "
-                    "nobody exchanges. Wrap a new optimizer after the change."
-                )
         if self._synchronized and not self._exchange.in_flight:  # the means would be exchanged, with residuals, again
             warnings.warn("optimizer.synchronize() called twice. Nothing is exchanged a second time.", stacklevel=2)
             return
-        self._exchange.finish(self._learning_rate())
+        self._finish()
         self._synchronized = True
 
     @contextmanager
@@ -154,6 +167,7 @@ class _Distributed(torch.optim.Optimizer):
             self.__dict__.update(said)
         self._synchronized = False
         self._exchange.commit()
+        self._admit_newcomers()
         self._watch_input()
         return result
 
@@ -174,10 +188,50 @@ class _Distributed(torch.optim.Optimizer):
         self._exchange.passes = passes
         self._exchange.restart()
 
+    def state_dict(self) -> dict[str, Any]:
+        """As in PyTorch, with one key more: ``hvdplus`` holds what the compressors and the controller have learned, and
+        what this rank has held back (see ``consolidate_state_dict``). Other optimizers pass over it."""
+        state = super().state_dict()
+        if not self._exchange.idle:
+            state[STATE_KEY] = self._exchange.state()
+        return state
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in PyTorch; starts counting backward passes anew."""
+        """As in PyTorch; the job goes on as if it had never stopped. Every rank has to load, or call
+        ``hvd.broadcast_optimizer_state``.
+
+        Raises:
+            ValueError: the state is of another model.
+            RuntimeError: gradients are on their way.
+        """
+        if STATE_KEY in state_dict:
+            self._exchange.load(state_dict[STATE_KEY])
+        elif not self._exchange.idle and self._exchange.transport.rank == 0:
+            note = "the checkpoint has no state of hvdplus, whose compressors and controller go on as they are."
+            print(f"hvdplus: {note}", file=sys.stderr, flush=True)
         self._exchange.restart()
-        super().load_state_dict(state_dict)
+        groups, state = self.param_groups, self.state
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != STATE_KEY})
+        # A scheduler that was made before we were holds the bare optimizer, which shares these very objects.
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        state.clear()
+        state.update(self.state)
+        self.param_groups, self.state = groups, state
+
+    def consolidate_state_dict(self) -> None:
+        """Let the ``state_dict`` of any rank be everybody's, until the next step; every rank has to call it.
+
+        What levels hold back is every rank's own. This gives all of them the mean, which comes to the same, so that a
+        checkpoint of one rank is complete, and can be loaded on any number of ranks. It takes a dense all-reduce.
+        """
+        self._exchange.consolidate()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are of the user's optimizer, to be wrapped anew: an exchange belongs to its job."""
+        users_own = type(self).__mro__[2]  # after ours and this
+        return _restored, (users_own, super().__getstate__())
 
     def record(self, loss: float | torch.Tensor) -> None:
         """Put this step's loss into the run log; call it before ``step``."""
@@ -188,6 +242,24 @@ class _Distributed(torch.optim.Optimizer):
         """The pilot: present plan, level names, measured times, run log."""
         return self._exchange.pilot
 
+    def _finish(self) -> None:
+        if not self._exchange.idle:
+            known, groups = self._known, self.param_groups
+            self._newcomers = [p for group in groups for p in group["params"] if p.requires_grad and id(p) not in known]
+            if self._newcomers:
+                names = {id(p): f"newcomer {i}" for i, p in enumerate(self._newcomers)}
+                _check_types(self._newcomers, names)
+        self._exchange.finish(self._learning_rate(), self._newcomers)
+
+    def _admit_newcomers(self) -> None:
+        """Parameters that were unfrozen or added take part from the coming step on."""
+        if self._newcomers:
+            members = self._known.union(map(id, self._newcomers))
+            parameters = [p for group in self.param_groups for p in group["params"] if id(p) in members]
+            check_same_model([(tuple(p.shape), str(p.dtype)) for p in parameters], self._world)
+            self._exchange.admit(parameters)
+            self._known, self._newcomers = members, []
+
     def _learning_rate(self) -> float:
         """The first group's, which schedulers change with all others; 0: it has none."""
         return float(self.param_groups[0].get("lr", 0.0))
@@ -196,7 +268,7 @@ class _Distributed(torch.optim.Optimizer):
         def exchanged() -> Any:
             with torch.enable_grad():
                 loss = closure()
-            self._exchange.finish(self._learning_rate())
+            self._finish()
             return loss
 
         return exchanged
@@ -216,8 +288,8 @@ class _Distributed(torch.optim.Optimizer):
                 "GradScaler has to look at gradients after their exchange. Call optimizer.synchronize() first, then "
                 "scaler.unscale_(optimizer), then `with optimizer.skip_synchronize(): scaler.step(optimizer)`."
             )
-        # Gradients arrive scaled, and the scale changes: a residual would mix units.
-        self._exchange.leave_out_residuals()
+        if self._exchange.grad_scaler is None:  # gradients arrive scaled, who knows how: a residual would mix units
+            self._exchange.leave_out_residuals()
         if grad_scale is not None:
             with torch.no_grad():
                 for group in self.param_groups:
@@ -236,6 +308,12 @@ class _Distributed(torch.optim.Optimizer):
         if self._input_hook is not None:
             self._input_hook.remove()  # no module ran since the last step
         handle = self._input_hook = register_module_forward_pre_hook(began)
+
+
+def _restored(kind: type[torch.optim.Optimizer], state: dict[str, Any]) -> torch.optim.Optimizer:
+    optimizer = kind.__new__(kind)
+    optimizer.__setstate__(state)
+    return optimizer
 
 
 def _names(
@@ -265,12 +343,12 @@ def _names(
 
 
 def _check_types(parameters: list[torch.nn.Parameter], names: dict[int, str]) -> None:
-    known = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    known = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
     odd = [f"{names[id(p)]} is {p.dtype}" for p in parameters if p.dtype not in known]
     if odd:
         raise ValueError(
-            f"hvdplus exchanges float16, bfloat16, float32 and float64 gradients. Received: {', '.join(odd)}. Keep "
-            "such parameters out of this optimizer, or reduce them with hvd.allreduce."
+            "hvdplus exchanges float16, bfloat16, float32, float64, complex64 and complex128 gradients. Received: "
+            f"{', '.join(odd)}. Keep such parameters out of this optimizer, or reduce them with hvd.allreduce."
         )
 
 
