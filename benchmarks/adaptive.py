@@ -231,13 +231,13 @@ def windows(ranks: Ranks, who: str) -> list[dict[str, Any]]:
 
 def compare(ranks: Ranks, hosts: int, model: str, rate: str, rounds: int) -> Cell:
     """``auto``, which has had its time, against the oracle and against dense."""
-    while True:
+    near: list[str] = []
+    while not near:  # what goes over the budget while it is measured is no oracle
         levels, over = best_level(ranks, max(3, rounds // 3))
         near = [level for level in levels if levels[level] <= NEAR * min(levels.values())]
         seconds = in_turns(ranks, ["auto", *(f"level {level}" for level in near), *DENSE], rounds)
-        oracle = min(near, key=lambda level: statistics.median(seconds[f"level {level}"]))
-        if oracle not in refused(ranks):  # else it went over the budget while it was measured, and is none
-            break
+        near = [level for level in near if level not in refused(ranks)]
+    oracle = min(near, key=lambda level: statistics.median(seconds[f"level {level}"]))
     dense = min(DENSE, key=lambda who: statistics.median(seconds[who]))
     auto = ranks.steps(who="auto", count=1)["levels"][0]
     if not ranks.identical(who="auto"):
