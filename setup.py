@@ -17,10 +17,13 @@ VERSION = re.findall(r'__version__ = "(.+)"', (HERE / "hvdplus/__init__.py").rea
 PACKAGE_DIR = {
     "hvdplus": "hvdplus",
     "hvdplus.cli": "hvdplus/cli",
+    "hvdplus.torch": "hvdplus/torch",
+    "hvdplus.keras": "hvdplus/keras",
     "hvdplus.compression": "compression",
     "hvdplus.adapters": "adapters",
     "hvdplus.adapters.numpy": "adapters/numpy",
     "hvdplus.adapters.torch": "adapters/torch",
+    "hvdplus.adapters.tensorflow": "adapters/tensorflow",
     "hvdplus.adapters.keras": "adapters/keras",
 }
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -52,12 +52,20 @@ class HorovodTorch(Horovod):
     """PyTorch: sums in place, asynchronously."""
 
     def start(self, array: Array, name: str, scale: float = 1.0) -> Any:
+        self._check_size()
+        return self.binding.allreduce_async_(array, op=self.binding.Sum, name=name, postscale_factor=scale)
+
+    def start_all(self, arrays: Sequence[Array], name: str, scale: float = 1.0) -> Any:
+        """As ``start``, for several arrays of one type at once; ``wait`` returns all sums."""
+        self._check_size()
+        return self.binding.grouped_allreduce_async_(arrays, op=self.binding.Sum, name=name, postscale_factor=scale)
+
+    def _check_size(self) -> None:
         if self.binding.size() != self.size:
             raise TransportError(
-                f"The job had {self.size} ranks when hvd.init() was called and has {self.binding.size()} now. hvdplus "
-                "optimizers do not change size: use Horovod's own in elastic jobs."
+                f"The job had {self.size} ranks when hvd.init() was called and has {self.binding.size()} now. In "
+                "elastic jobs, wrap the training with hvdplus's own hvd.elastic.run, so that optimizers follow."
             )
-        return self.binding.allreduce_async_(array, op=self.binding.Sum, name=name, postscale_factor=scale)
 
     def done(self, handle: Any) -> bool:
         return bool(self.binding.poll(handle))

@@ -2,6 +2,7 @@
 
     python benchmarks/adaptive.py --quick       some cells, fewer repeats
     python benchmarks/adaptive.py               all of it, for hours; writes benchmarks/results/
+    python benchmarks/adaptive.py --hosts 4     only what is measured on so many hosts; writes files of its own there
 
 Nothing else may run on the machine meanwhile: what is measured is mostly its processor.
 
@@ -16,6 +17,7 @@ start; 80 steps after it, blocks of its steps are measured in turns with blocks 
 
 A round has one block of everybody, in changing order; a block's figure is the median of its steps, a round's ratio
 that of two blocks, a cell's ratio the rounds' geometric mean, with a 95 % bound from the rounds' spread (Student's t).
+In the full run rounds go on, for a while, until these bounds are narrow.
 A line about cells fails (``FAIL``) where that bound is beyond the limit; the other lines judge the figures they print.
 Ratios below 1 are in favour of ``auto``. In races ``auto`` pays for every second of its steps and for its preparations,
 the others for their median step.
@@ -51,6 +53,8 @@ from hvdplus.settings import Settings
 
 HERE = Path(__file__).parent
 DENSE_STEPS = Limits().dense_steps
+MORE_SECONDS = 60.0
+"""What a cell of the full run gets for rounds beyond its number, until its bounds are narrow."""
 REACHED_WITHIN = 80
 """Steps after the dense start, or after a change of the link."""
 ORACLE_LIMIT, DENSE_LIMIT = 1.05, 1.02
@@ -155,18 +159,29 @@ def block_steps(seconds: float) -> int:
     return min(most, max(least, round(BLOCK_SECONDS / seconds)))
 
 
-def in_turns(ranks: Ranks, people: Sequence[str], rounds: int) -> dict[str, list[float]]:
-    """Blocks of everybody, round after round."""
+def in_turns(
+    ranks: Ranks,
+    people: Sequence[str],
+    rounds: int,
+    enough: Callable[[dict[str, list[float]]], bool] = lambda seconds: True,
+    more_seconds: float = 0.0,
+) -> dict[str, list[float]]:
+    """Blocks of everybody, round after round; up to ``more_seconds`` more of them, until there are ``enough``."""
     order = random.Random(0)
     lengths = {who: block_steps(statistics.median(ranks.steps(who=who, count=3)["seconds"])) for who in people}
     seconds: dict[str, list[float]] = {who: [] for who in people}
-    for _ in range(rounds):
+    deadline = math.inf
+    while len(seconds[people[0]]) < rounds or (time.monotonic() < deadline and not enough(seconds)):
         for who in order.sample(list(people), len(people)):
             seconds[who].append(block(ranks, who, lengths[who]))
+        if len(seconds[people[0]]) == rounds:
+            deadline = time.monotonic() + more_seconds
     return seconds
 
 
 DENSE = ("horovod", "horovod fp16")
+NARROW = 1.015
+"""A ratio's bound within this of its middle is narrow enough. On a restless machine that takes more rounds."""
 NEAR = 1.05
 """Levels within this of the fastest may turn out to be it."""
 
@@ -188,6 +203,8 @@ class Cell(NamedTuple):
     """Level -> milliseconds a step, when all were tried."""
     over_budget: dict[str, float]
     """Level -> its error."""
+    decisions: list[str]
+    """What ``auto`` decided while it was compared."""
 
     @property
     def name(self) -> str:
@@ -216,12 +233,16 @@ def best_level(ranks: Ranks, rounds: int) -> tuple[dict[str, float], dict[str, f
 
 def refused(ranks: Ranks) -> dict[str, float]:
     """Levels that ``auto`` ran and found beyond the error budget, with the error: it grows as training goes on."""
-    decisions = [record for record in ranks.records(who="auto") if record["kind"] == "decision"]
     return {
         record["from"]: record["evidence"][f"{record['from']}.error"]
-        for record in decisions
+        for record in decisions(ranks)
         if record["reason"].startswith("the residual at ")
     }
+
+
+def decisions(ranks: Ranks) -> list[dict[str, Any]]:
+    """Of ``auto``."""
+    return [record for record in ranks.records(who="auto") if record["kind"] == "decision"]
 
 
 def windows(ranks: Ranks, who: str) -> list[dict[str, Any]]:
@@ -229,16 +250,32 @@ def windows(ranks: Ranks, who: str) -> list[dict[str, Any]]:
     return [record for record in ranks.records(who=who) if record["kind"] == "window"]
 
 
-def compare(ranks: Ranks, hosts: int, model: str, rate: str, rounds: int) -> Cell:
+def fastest(seconds: dict[str, list[float]], people: Iterable[str]) -> str:
+    """By the median of the blocks."""
+    return min(people, key=lambda who: statistics.median(seconds[who]))
+
+
+def compare(ranks: Ranks, hosts: int, model: str, rate: str, rounds: int, more_seconds: float) -> Cell:
     """``auto``, which has had its time, against the oracle and against dense."""
     near: list[str] = []
+
+    def enough(seconds: dict[str, list[float]]) -> bool:
+        rivals = {
+            fastest(seconds, (who for who in seconds if who.startswith("level "))): ORACLE_LIMIT,
+            fastest(seconds, DENSE): DENSE_LIMIT,
+        }
+        found = [(ratio(seconds["auto"], seconds[rival]), limit) for rival, limit in rivals.items()]
+        return all(each.high <= max(limit, NARROW * each.middle) for each, limit in found)
+
     while not near:  # what goes over the budget while it is measured is no oracle
+        before = len(decisions(ranks))
         levels, over = best_level(ranks, max(3, rounds // 3))
         near = [level for level in levels if levels[level] <= NEAR * min(levels.values())]
-        seconds = in_turns(ranks, ["auto", *(f"level {level}" for level in near), *DENSE], rounds)
+        people = ["auto", *(f"level {level}" for level in near), *DENSE]
+        seconds = in_turns(ranks, people, rounds, enough, more_seconds)
         near = [level for level in near if level not in refused(ranks)]
-    oracle = min(near, key=lambda level: statistics.median(seconds[f"level {level}"]))
-    dense = min(DENSE, key=lambda who: statistics.median(seconds[who]))
+    oracle = fastest(seconds, (f"level {level}" for level in near)).removeprefix("level ")
+    dense = fastest(seconds, DENSE)
     auto = ranks.steps(who="auto", count=1)["levels"][0]
     if not ranks.identical(who="auto"):
         raise SystemExit(f"auto trained its ranks apart: {hosts} hosts, {model}, {rate}")
@@ -254,15 +291,16 @@ def compare(ranks: Ranks, hosts: int, model: str, rate: str, rounds: int) -> Cel
         statistics.median(seconds[f"level {oracle}"]) * 1e3,
         levels,
         over,
+        [f"{record['from']} -> {record['to']}" for record in decisions(ranks)[before:]],
     )
 
 
-def measure_cell(ranks: Ranks, hosts: int, model: str, rate: str, rounds: int) -> Cell:
+def measure_cell(ranks: Ranks, hosts: int, model: str, rate: str, rounds: int, more_seconds: float) -> Cell:
     """A dense start, 80 steps, and the comparison."""
     ranks.lab.shape(rate)
     ranks.forget(who="auto")
     ranks.steps(who="auto", count=DENSE_STEPS + REACHED_WITHIN)
-    return compare(ranks, hosts, model, rate, rounds)
+    return compare(ranks, hosts, model, rate, rounds, more_seconds)
 
 
 # -- what else is promised
@@ -278,7 +316,7 @@ def cells(quick: bool) -> dict[int, dict[str, Sequence[str]]]:
     return {hosts: dict.fromkeys(MODELS, RATES) for hosts in (2, 4)}
 
 
-def link_changes(ranks: Ranks, hosts: int, model: str, rounds: int) -> Iterator[Cell]:
+def link_changes(ranks: Ranks, hosts: int, model: str, rounds: int, more_seconds: float) -> Iterator[Cell]:
     """The link changes while ``auto`` trains on."""
     ranks.lab.shape("1gbit")
     ranks.forget(who="auto")
@@ -286,7 +324,7 @@ def link_changes(ranks: Ranks, hosts: int, model: str, rounds: int) -> Iterator[
     for rate in ("100mbit", UNSHAPED, "1gbit"):
         ranks.lab.shape(rate)
         ranks.steps(who="auto", count=REACHED_WITHIN)
-        yield compare(ranks, hosts, model, rate, rounds)
+        yield compare(ranks, hosts, model, rate, rounds, more_seconds)
 
 
 def steady(ranks: Ranks, where: str) -> Verdict:
@@ -462,6 +500,7 @@ def say(line: str) -> None:
 def describe(cell: Cell) -> str:
     """A cell in one line."""
     over = "".join(f"; {level} over the error budget ({error:.1f})" for level, error in cell.over_budget.items())
+    over += f"; meanwhile {', '.join(cell.decisions)}" if cell.decisions else ""
     return (
         f"  {cell.name:<26} auto {cell.auto:<16} oracle {cell.oracle:<16} {cell.oracle_ms:7.1f} ms   against oracle "
         f"{cell.against_oracle}   against {cell.dense:<12} {cell.against_dense}{over}"
@@ -516,37 +555,39 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="some cells, fewer repeats, one race of two seeds")
     parser.add_argument("--rounds", type=int, help="rounds of blocks a cell (quick: 5, else 8)")
     parser.add_argument("--only", choices=PARTS, help="a part of it")
+    parser.add_argument("--hosts", type=int, choices=(2, 4), help="only what is measured on so many hosts")
     options = parser.parse_args()
     began, measured = time.monotonic(), Measured()
     say(f"{machine()}\nladder {', '.join(Settings().ladder)}; error budget {Settings().error_budget:g}")
     try:
-        measure(measured, options.quick, (options.only,) if options.only else PARTS, options.rounds)
+        chosen = (options.hosts,) if options.hosts else (2, 4)
+        measure(measured, options.quick, chosen, (options.only,) if options.only else PARTS, options.rounds)
     finally:  # what a run of hours has measured is there whatever ended it
         for verdict in [*judge_cells(measured.cells, measured.changes), *measured.verdicts]:
             say(f"{'ok  ' if verdict.passed else 'FAIL'}  {verdict.line}\n        {verdict.figures}")
         say(f"{time.monotonic() - began:.0f} s")
         if not options.quick and not options.only:
-            keep(measured)
+            keep(measured, f"adaptive-{options.hosts}-hosts" if options.hosts else "adaptive")
     return 0
 
 
-def measure(measured: Measured, quick: bool, parts: Sequence[str], rounds: int | None) -> None:
+def measure(measured: Measured, quick: bool, chosen: Sequence[int], parts: Sequence[str], rounds: int | None) -> None:
     """All cells, and what else is promised on two hosts."""
-    rounds = rounds or (5 if quick else 8)
+    rounds, more_seconds = rounds or (5 if quick else 8), 0.0 if quick else MORE_SECONDS
     for hosts, models in cells(quick).items():
         mine = parts if hosts == 2 else set(parts) & {"cells"}
-        if not mine:
+        if not mine or hosts not in chosen:
             continue
         rates = {rate for own in models.values() for rate in own if rate != UNSHAPED} | {"100mbit"}
         with running(hosts, sorted(rates)) as ranks:
             for model, rates in models.items() if "cells" in mine else ():
                 ranks.model(name=model)
                 for rate in rates:
-                    measured.cells.append(measure_cell(ranks, hosts, model, rate, rounds))
+                    measured.cells.append(measure_cell(ranks, hosts, model, rate, rounds, more_seconds))
                     say(describe(measured.cells[-1]))
             if "changes" in mine:
                 ranks.model(name="mlp")
-                for cell in link_changes(ranks, hosts, "mlp", rounds):
+                for cell in link_changes(ranks, hosts, "mlp", rounds, more_seconds):
                     measured.changes.append(cell)
                     say(describe(cell))
                 measured.verdicts.append(steady(ranks, f"{hosts} hosts, mlp, 1gbit"))
@@ -560,22 +601,22 @@ def measure(measured: Measured, quick: bool, parts: Sequence[str], rounds: int |
                     measured.verdicts += judge_race(run, least[run.rate])
 
 
-def keep(measured: Measured) -> None:
-    """Write what was printed, figures and pictures into results/."""
+def keep(measured: Measured, name: str) -> None:
+    """Write what was printed, figures and pictures into results/, in files whose names begin with ``name``."""
     folder = HERE / "results"
     folder.mkdir(exist_ok=True)
-    (folder / "adaptive.txt").write_text("\n".join(SAID) + "\n")
+    (folder / f"{name}.txt").write_text("\n".join(SAID) + "\n")
     figures = {
         "machine": machine(),
         "cells": [cell._asdict() for cell in measured.cells],
         "changes": [cell._asdict() for cell in measured.changes],
         "races": [run._asdict() for run in measured.races],
     }
-    (folder / "adaptive.json").write_text(json.dumps(figures, indent=1) + "\n")
+    (folder / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
     if measured.cells:
-        draw_cells(measured.cells, folder / "adaptive-cells.png")
+        draw_cells(measured.cells, folder / f"{name}-cells.png")
     if measured.races:
-        draw_races(measured.races, folder / "adaptive-races.png")
+        draw_races(measured.races, folder / f"{name}-races.png")
 
 
 def draw_cells(seen: Sequence[Cell], path: Path) -> None:

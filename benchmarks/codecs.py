@@ -80,7 +80,7 @@ def tensorflow_step(level: str, size: int, device: str) -> tuple[Callable[[], No
     """The same in TensorFlow, compiled; the copy is NumPy's, since TensorFlow has none into memory that is there."""
     import tensorflow as tf
 
-    from hvdplus.adapters.keras.ops import TensorFlowOps
+    from hvdplus.adapters.tensorflow.ops import TensorFlowOps
 
     ops, compressor, spec = TensorFlowOps(), parse(level), _spec(size)
     grad, other = (tf.constant(array) for array in _gradients(spec))

@@ -1,13 +1,13 @@
 """``fp16``: float16 on the wire (Micikevicius et al., arXiv 1710.03740, use the same format for gradients).
 
 A projection up to rounding: 2 d bytes sent, one pass over memory each way. Every rank divides by the number of
-ranks before the cast and the sum is multiplied back afterwards, so that the *mean* has to fit into float16 and a
-sum of N values near the limit does not overflow on the way. Magnitudes of the mean above 65504 become infinite; every
-rank sees that in the sum, and the exchange sends the bucket again in float32. Below 6e-8 N values arrive as zero. What
-rounding loses (relative 2^-11) is not kept as a residual.
+ranks, or the next power of two, which rounds nothing away, and the sum is multiplied back afterwards, so that a sum of
+N values near the limit does not overflow on the way. Magnitudes above 65504 become infinite; every rank sees that in
+the sum, and the exchange sends the bucket again in float32. Below 6e-8 N values arrive as zero. What rounding loses
+(relative 2^-11) is not kept as a residual.
 
 As the second part of a chain, which keeps a residual anyway (but for the ring's own rounding of sums, which nobody
-sees), it saturates instead: a mean beyond 32768 stays behind.
+sees), it saturates instead: what is beyond 32768 stays behind.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from hvdplus.compression.ops import Array, Halves, Ops, Piece
 
 @dataclass(frozen=True)
 class Half(Piecewise):
-    """float16 cast with pre-division."""
+    """float16 cast with division before the sum."""
 
     saturate: bool = False
-    """Whether magnitudes beyond 32768 / N stop there, so that no sum overflows."""
+    """Whether magnitudes beyond 32768 stop there, so that no sum overflows."""
 
     name = "fp16"
     paper = "1710.03740"
@@ -42,17 +42,22 @@ class Half(Piecewise):
         return Context(spec, 0, ())
 
     def encode(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Array:
-        """float16 payload of ``grad / N``."""
+        """float16 payload of ``grad``, divided so that N of them add up."""
         return self.encode_parts(ops, ctx, [grad])
 
     def encode_parts(self, ops: Ops, ctx: Context, parts: Sequence[Array]) -> Array:
         """The same, of tensors that nobody has joined."""
-        return ops.half(parts, 1.0 / ctx.spec.ranks, self.saturate)
+        return ops.half(parts, 1.0 / _divisor(ctx.spec), self.saturate)
 
     def pieces(self, ops: Ops, ctx: Context, total: Array) -> Sequence[Piece]:
         """float32 sum over ranks."""
-        return [Halves(total, float(ctx.spec.ranks))]
+        return [Halves(total, float(_divisor(ctx.spec)))]
 
     def payload_bytes(self, spec: Spec, phase: int = 0) -> int:
         """2 bytes an element."""
         return 2 * spec.size
+
+
+def _divisor(spec: Spec) -> int:
+    """The number of ranks, or the next power of two."""
+    return 1 << (spec.ranks - 1).bit_length()

@@ -126,10 +126,11 @@ class Ops(Protocol):
         """Largest magnitude of each matrix of a batch: (b, n, r) -> (b, 1, 1)."""
 
     def half(self, parts: Sequence[Array], factor: float, saturate: bool = False) -> Array:
-        """All ``parts``, end to end, times ``factor`` as float16, rounded to nearest even.
+        """All ``parts``, end to end, rounded to float16 (to nearest even), times ``factor``, a power of two.
 
-        Beyond 65504 it becomes infinite; with ``saturate``, finite values beyond ``HALF_LIMIT * factor`` stop there,
-        and infinite ones become NaN.
+        Values beyond 65504 become infinite; with ``saturate``, finite ones beyond ``HALF_LIMIT`` stop there, and
+        infinite ones become NaN. Products below 6e-5 are rounded again. A cast and then a product in place is much
+        faster than a product that needs memory between.
         """
 
     def rms(self, values: Array) -> Array:

@@ -44,12 +44,23 @@ class Bucket(NamedTuple):
 
 
 def make_buckets(
-    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str], *, bucket_bytes: int, ranks: int, seed: int
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[str],
+    *,
+    bucket_bytes: int,
+    ranks: int,
+    seed: int,
+    tapering: bool = False,
 ) -> tuple[Bucket, ...]:
     """Cut the parameters (given first to last) into buckets of at most ``bucket_bytes``.
 
     A larger parameter has a bucket of its own. All depends on the arguments alone, so every rank cuts alike.
+
+    ``tapering``: towards the end buckets get smaller and smaller, as nothing is left to hide the last one behind.
     """
+    sizes = [math.prod(shape) * (8 if dtype == DENSE_ONLY else 4) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    left = sum(sizes)
+    limit = bucket_bytes
     buckets: list[Bucket] = []
     open_parameters: dict[str, list[int]] = {}
     open_bytes: dict[str, int] = {}
@@ -63,10 +74,14 @@ def make_buckets(
 
     for i in reversed(range(len(shapes))):
         dtype = DENSE_ONLY if dtypes[i] == DENSE_ONLY else "float32"
-        size_bytes = math.prod(shapes[i]) * (8 if dtype == DENSE_ONLY else 4)
-        if dtype in open_parameters and open_bytes[dtype] + size_bytes > bucket_bytes:
+        if dtype in open_parameters and open_bytes[dtype] + sizes[i] > limit:
             close(dtype)
-        open_bytes[dtype] = size_bytes + (open_bytes[dtype] if dtype in open_parameters else 0)
+        if dtype not in open_parameters:
+            open_bytes[dtype] = 0
+            if tapering:
+                limit = min(bucket_bytes, max(bucket_bytes // 8, left // 2))
+        open_bytes[dtype] += sizes[i]
+        left -= sizes[i]
         open_parameters.setdefault(dtype, []).append(i)
     for dtype in list(open_parameters):
         close(dtype)

@@ -147,7 +147,7 @@ def check_newcomers(slots: Sequence[SideSlot]) -> None:
     Raises:
         RuntimeError: they do not; on every rank.
     """
-    counts = [int(slot.newcomers) for slot in slots]
+    counts = [round(slot.newcomers) for slot in slots]
     if len(set(counts)) > 1:
         raise RuntimeError(
             "Parameters that were unfrozen or added to the optimizer have to be so on all ranks at the same step. "

@@ -15,6 +15,8 @@ from hvdplus.transport import World
 
 AUTO = "auto"
 
+_instances = itertools.count()
+
 HOROVODS_NAMES = {"NoneCompressor": "none", "FP16Compressor": "fp16"}
 """Horovod spells its two compressors as classes."""
 
@@ -130,10 +132,17 @@ def check_same_settings(settings: Settings, ladder: Ladder, world: World, **argu
                 )
 
 
-def open_log(settings: Settings, world: World, instance: int) -> RunLog:
-    """The run log of the job's ``instance``-th optimizer (from 0); only rank 0 writes a file, and only if asked to."""
+def next_instance() -> int:
+    """A number for an optimizer or tape, from 0; the same on all ranks, as all make them in the same order."""
+    return next(_instances)
+
+
+def open_log(settings: Settings, world: World, instance: int, rejoined: int = 0) -> RunLog:
+    """The run log of the job's ``instance``-th optimizer (from 0), and a new one each time that it has ``rejoined``
+    other ranks; only rank 0 writes a file, and only if asked to."""
     path = settings.run_log if world.transport.rank == 0 else ""
-    return RunLog(f"{path}.{instance}" if path and instance else path or None)
+    ending = (f".{instance}" if instance else "") + (f".rejoined{rejoined}" if rejoined else "")
+    return RunLog(path + ending if path else None)
 
 
 def _one(compression: Any, ops: Ops) -> Compressor:

@@ -69,6 +69,10 @@ def union_seconds(intervals: Iterable[tuple[float, float]]) -> float:
     return covered
 
 
+LOOK_SECONDS = 0.0005
+"""The least time between two looks."""
+
+
 class StepMeter:
     """Stopwatch of one rank. Nothing is measured until the first ``end_step``, because no step has begun before.
 
@@ -83,18 +87,13 @@ class StepMeter:
         self._codec = self._exposed_comm = self._input_wait = 0.0
         self._busy: list[tuple[float, float]] = []
         self._under_way: dict[int, tuple[float, Callable[[], bool]]] = {}
-        self._looked = 0.0
+        self._looked = -math.inf
         self.last = StepTimes()
         """The last complete step; zeros if there is none yet."""
 
-    @contextmanager
-    def codec(self) -> Iterator[None]:
+    def codec(self) -> _Codec:
         """Time spent inside counts as codec."""
-        began = self._clock()
-        try:
-            yield
-        finally:
-            self._codec += self._clock() - began
+        return _Codec(self)
 
     @contextmanager
     def exposed_comm(self) -> Iterator[None]:
@@ -112,9 +111,13 @@ class StepMeter:
         self._under_way[key] = (self._clock(), done)
 
     def look(self) -> None:
-        """Notice which sums have ended. They end in the order in which they began, so that few are asked."""
+        """Notice which sums have ended. They end in the order in which they began, so that few are asked; and not too
+        often, because asking costs some microseconds."""
         now = self._clock()
-        for key, (began, done) in list(self._under_way.items()):
+        if now - self._looked < LOOK_SECONDS:
+            return
+        while self._under_way:
+            key, (began, done) = next(iter(self._under_way.items()))
             if not done():
                 break
             del self._under_way[key]
@@ -122,13 +125,15 @@ class StepMeter:
         self._looked = now
 
     @contextmanager
-    def awaited(self, key: int) -> Iterator[None]:
-        """Time spent inside is exposed communication, and then the sum is there."""
+    def awaited(self, *keys: int) -> Iterator[None]:
+        """Time spent inside is exposed communication, and then the sums are there."""
         self.look()
         with self.exposed_comm():
             yield
-        if key in self._under_way:
-            self._busy.append((self._under_way.pop(key)[0], self._clock()))
+        now = self._clock()
+        for key in keys:
+            if key in self._under_way:
+                self._busy.append((self._under_way.pop(key)[0], now))
 
     def input_arrived(self) -> None:
         """The first computation of a step begins now."""
@@ -144,3 +149,18 @@ class StepMeter:
         self._began = now
         self._codec = self._exposed_comm = self._input_wait = 0.0
         self._busy.clear()
+
+
+class _Codec:
+    """What ``StepMeter.codec`` returns; entered for every gradient, hence no generator."""
+
+    __slots__ = ("_began", "_meter")
+
+    def __init__(self, meter: StepMeter) -> None:
+        self._meter = meter
+
+    def __enter__(self) -> None:
+        self._began = self._meter._clock()
+
+    def __exit__(self, *failure: object) -> None:
+        self._meter._codec += self._meter._clock() - self._began

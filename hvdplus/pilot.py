@@ -31,6 +31,8 @@ WARMING = "warming"
 """What it calls dense steps from which a level's contexts learn before it begins."""
 GAUGE_STEPS = 5
 """In every so manieth step ranks say how large gradients and residuals are: it costs passes over memory."""
+TIMES = ("step_ms", "compute_ms", "codec_ms", "exposed_comm_ms", "overlapped_comm_ms", "input_wait_ms")
+"""Of a window in the run log."""
 LOSS_SCALING = "loss scaling would mix the units of residual and gradient"
 TRACE_STEPS = 50
 """Steps of what the controller saw in one line of the run log."""
@@ -76,6 +78,7 @@ class Pilot:
         self._trace: list[list[float | None]] = []
         """What the controller saw since the log's last line of it."""
         self._began = time.monotonic()
+        self._gradient_bytes = 0
         self._finished = False
         self.plan = self._next_plan()
         """The coming step's plan."""
@@ -167,11 +170,22 @@ class Pilot:
                 self._warm_left = self._warm_steps if compressor.warms else 0
             self._level = level
 
+    def figures(self) -> dict[str, float]:
+        """Numbers for a training log: times of the last complete window in milliseconds (NaN before it), position of
+        the present level in the ladder, and by how much it sends less than the gradients have."""
+        last = self._last_window() or {}
+        times = {name: last.get(name, math.nan) for name in TIMES}
+        sent = self.payload_bytes[self._level]
+        return {**times, "level": float(self._level), "ratio": self._gradient_bytes / sent if sent else 1.0}
+
+    def _last_window(self) -> dict[str, Any] | None:
+        # From the end: a progress display may ask every step of a long run.
+        return next((record for record in reversed(self.log.records) if record["kind"] == "window"), None)
+
     @property
     def status(self) -> str:
         """Level and times of the last complete window, in a few words."""
-        # From the end: a progress display may ask every step of a long run.
-        last = next((record for record in reversed(self.log.records) if record["kind"] == "window"), None)
+        last = self._last_window()
         if last is None:
             return "measuring"
         return (
@@ -181,6 +195,7 @@ class Pilot:
 
     def describe_run(self, world: World, framework: str, parameters: int) -> None:
         """Open the run log with what the job is. ``parameters``: number of trainable values."""
+        self._gradient_bytes = 4 * parameters
         self.log.write(
             "run",
             framework=framework,
@@ -191,7 +206,7 @@ class Pilot:
             compression="auto" if self._controller else self.ladder.names[self._level],
             ladder=list(self.ladder.names),
             parameters=parameters,
-            gradient_bytes=4 * parameters,
+            gradient_bytes=self._gradient_bytes,
             payload_bytes=dict(zip(self.ladder.names, self.payload_bytes, strict=True)),
             levels=self._levels(),
             limits=asdict(self._controller.limits) if self._controller else None,
@@ -233,10 +248,7 @@ class Pilot:
         self._close_window()
         windows = [record for record in self.log.records if record["kind"] == "window"]
         last = [record for record in windows if record["level"] == self.ladder.names[self._level]] or windows
-        figures = {
-            key: median(record[key] for record in last) if last else math.nan
-            for key in ("step_ms", "compute_ms", "codec_ms", "exposed_comm_ms", "overlapped_comm_ms", "input_wait_ms")
-        }
+        figures = {key: median(record[key] for record in last) if last else math.nan for key in TIMES}
         seconds = time.monotonic() - self._began
         self.log.write("end", steps=self.steps, wall_seconds=round(seconds, 3), **facts)
         return {"level": self.ladder.names[self._level], "steps": self.steps, **figures}

@@ -5,6 +5,7 @@ Implementations live in ``hvdplus.adapters``: Horovod (PyTorch, TensorFlow), mpi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from hvdplus.compression import Array
@@ -53,6 +54,13 @@ class Transport(Protocol):
 
     def shutdown(self) -> None:
         """End; nothing may be in flight."""
+
+
+class Grouping(Transport, Protocol):
+    """One that takes several arrays at once; Horovod in PyTorch."""
+
+    def start_all(self, arrays: Sequence[Array], name: str, scale: float = 1.0) -> Any:
+        """As ``start``, for arrays of one type; ``wait`` returns all sums."""
 
 
 class World(NamedTuple):

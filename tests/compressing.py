@@ -49,7 +49,7 @@ def _tensorflow() -> Ops:
     with warnings.catch_warnings():  # its imports warn about each other
         warnings.simplefilter("ignore")
         pytest.importorskip("tensorflow")
-        from hvdplus.adapters.keras.ops import TensorFlowOps
+        from hvdplus.adapters.tensorflow.ops import TensorFlowOps
 
         return TensorFlowOps()
 
@@ -212,10 +212,12 @@ def chained(trip: Trip) -> None:
 
 
 def half_bound(values: np.ndarray, ranks: int) -> np.ndarray:
-    """What rounding values / ranks to float16, saturated, may lose of each."""
+    """What rounding values to float16, saturated and divided by a power of two, may lose of each."""
     size = np.abs(values.astype(np.float64))
-    bound = np.minimum(size, np.maximum(size * 2.0**-11, ranks * 2.0**-25))
-    beyond = size - 2.0**15 * (1 - 2.0**-11)  # magnitudes stop at HALF_LIMIT / ranks, itself rounded to float16
+    divisor = 1 << (ranks - 1).bit_length()
+    bound = np.maximum(size * 2.0**-11, 2.0**-25)
+    bound = np.minimum(size, bound + (size < divisor * 2.0**-13) * (divisor > 1) * divisor * 2.0**-25)
+    beyond = size - 2.0**15  # magnitudes stop at HALF_LIMIT
     return np.where(size > 2.0**15, np.maximum(bound, beyond), bound) * (1 + 1e-6)
 
 

@@ -20,8 +20,15 @@ ROOT = Path(__file__).resolve().parent.parent
 FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "horovod", "mpi4py"}
 FRONT_DOORS = {"torch", "keras", "tensorflow"}
 """Modules of ``hvdplus`` that users import; they know a framework, and nobody below knows them."""
-OWN_FRAMEWORK = {"numpy": set(), "torch": {"torch"}, "keras": {"tensorflow", "keras"}}
+OWN_FRAMEWORK = {
+    "numpy": set(),
+    "torch": {"torch"},
+    "tensorflow": {"tensorflow"},
+    "keras": {"keras", "tensorflow", "torch"},
+}
 """Folder of ``adapters`` -> frameworks that it may import."""
+STANDS_ON = {"hvdplus.adapters.keras": {"torch", "tensorflow"}, "hvdplus.tensorflow": {"keras"}}
+"""What may import others of its kind: Keras has backends, and TensorFlow's front door leads into Keras' house."""
 
 
 def modules(folder: str) -> dict[str, Path]:
@@ -53,7 +60,7 @@ def within(name: str, *packages: str) -> bool:
 COMPRESSION, ADAPTERS = modules("compression"), modules("adapters")
 HVDPLUS = modules("hvdplus")
 CLI = {name: path for name, path in HVDPLUS.items() if within(name, "hvdplus.cli")}
-DOORS = {name: path for name, path in HVDPLUS.items() if name.removeprefix("hvdplus.") in FRONT_DOORS}
+DOORS = {name: path for name, path in HVDPLUS.items() if within(name, *(f"hvdplus.{door}" for door in FRONT_DOORS))}
 CORE = {name: path for name, path in HVDPLUS.items() if name not in {**CLI, **DOORS}}
 
 
@@ -69,12 +76,15 @@ def violations(name: str, source: str) -> list[str]:
             folder = name.split(".")[2] if len(name.split(".")) > 2 else ""
             if folder in OWN_FRAMEWORK:
                 allowed = allowed and top not in FRAMEWORKS - OWN_FRAMEWORK[folder]
-                others = (f"hvdplus.adapters.{other}" for other in OWN_FRAMEWORK if other != folder)
+                beside = {folder} | STANDS_ON.get(f"hvdplus.adapters.{folder}", set())
+                others = (f"hvdplus.adapters.{other}" for other in OWN_FRAMEWORK.keys() - beside)
                 allowed = allowed and not within(target, *others)
         elif name in CLI:
             allowed = True
         elif name in DOORS:
-            allowed = not within(target, "hvdplus.cli", *(other for other in DOORS if other != name))
+            beside = {name.split(".")[1]} | STANDS_ON.get(name, set())
+            others = (f"hvdplus.{door}" for door in FRONT_DOORS - beside)
+            allowed = not within(target, "hvdplus.cli", *others)
         elif top == "hvdplus":  # of the core: the version, and what is core or compression itself
             core = set(CORE) - {"hvdplus"}
             allowed = target == "hvdplus.__version__" or within(target, "hvdplus.compression", *core)
@@ -110,7 +120,13 @@ def test_no_arrow_goes_back(name: str) -> None:
         ("hvdplus.adapters.torch.new", "from hvdplus.adapters.keras import ops", True),
         ("hvdplus.adapters.torch.new", "from hvdplus.pilot import Pilot", False),
         ("hvdplus.adapters.new", "from hvdplus import cli", True),
+        ("hvdplus.adapters.tensorflow.new", "import keras", True),
+        ("hvdplus.adapters.keras.new", "from hvdplus.adapters.torch import exchange", False),
+        ("hvdplus.keras", "import hvdplus.tensorflow", True),
+        ("hvdplus.tensorflow", "import hvdplus.keras", False),
         ("hvdplus.torch", "import hvdplus.keras", True),
+        ("hvdplus.torch.elastic", "import hvdplus.keras", True),
+        ("hvdplus.torch.elastic", "import hvdplus.torch", False),
     ],
 )
 def test_the_rule_itself_has_teeth(name: str, line: str, forbidden: bool) -> None:
@@ -120,9 +136,9 @@ def test_the_rule_itself_has_teeth(name: str, line: str, forbidden: bool) -> Non
 def test_every_room_is_there() -> None:
     """An empty list would make the rules above pass for nothing."""
     assert {"hvdplus.compression", "hvdplus.compression.lowrank", "hvdplus.compression.ops"} <= set(COMPRESSION)
-    assert {"hvdplus.adapters.local", "hvdplus.adapters.torch.ops", "hvdplus.adapters.keras.ops"} <= set(ADAPTERS)
+    assert {"hvdplus.adapters.local", "hvdplus.adapters.torch.ops", "hvdplus.adapters.tensorflow.ops"} <= set(ADAPTERS)
     assert {"hvdplus", "hvdplus.pilot", "hvdplus.controller", "hvdplus.exchange", "hvdplus.launch"} <= set(CORE)
-    assert {"hvdplus.torch", "hvdplus.keras"} <= set(DOORS)
+    assert {"hvdplus.torch", "hvdplus.keras", "hvdplus.tensorflow"} <= set(DOORS)
     assert {"hvdplus.cli", "hvdplus.cli.doctor"} <= set(CLI)
 
 

@@ -165,6 +165,9 @@ def test_few_sums_are_asked_whether_they_have_ended(clock: Clock) -> None:
     meter.look()
     assert asked == [0, 1, 2]
     meter.look()
+    assert asked == [0, 1, 2], "hardly any time has passed"
+    clock.wait(1)
+    meter.look()
     assert asked == [0, 1, 2, 2]
 
 

@@ -299,34 +299,37 @@ def test_the_largest_magnitude_of_each_matrix(framework: str) -> None:
 
 
 @every_framework
-@pytest.mark.parametrize("factor", [1.0, 0.5, 1 / 3])
+@pytest.mark.parametrize("factor", [1.0, 0.5, 2.0**-7])
 def test_half(framework: str, factor: float) -> None:
     """To nearest even, infinite beyond 65504, ties and denormals included."""
     ops = ops_of(framework)
     ties = np.array([1 + 2.0**-11, 1 + 3 * 2.0**-11, -(1 + 2.0**-11), 65519, 65520, -65520, 2.0**-25, 3 * 2.0**-25])
     values = np.concatenate([ties, [0, math.inf, -math.inf, 1e30, 1e-30], random_values(LARGE)]).astype(np.float32)
     halves = ops.to_numpy(ops.half([ops.from_numpy(values)], factor))
+    fits = (np.abs(values) < 65504) & (np.abs(values * factor) > 2.0**-14)
+    wide = halves.astype(np.float64)[fits] / factor
+    assert (np.abs(wide - values[fits]) <= 2.0**-11 * np.abs(values[fits])).all() and fits.sum() > LARGE / 2
     with np.errstate(over="ignore"):
-        expected = (values * np.float32(factor)).astype(np.float16)
+        expected = values.astype(np.float16) * np.float16(factor)
     assert halves.dtype == np.float16 and halves.tobytes() == expected.tobytes()
     assert np.isnan(ops.to_numpy(ops.half([ops.from_numpy(np.array([math.nan], np.float32))], factor))).all()
 
 
 @every_framework
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
-def test_half_saturates(framework: str, ranks: int) -> None:
+@pytest.mark.parametrize("factor", [1.0, 0.5, 0.125])
+def test_half_saturates(framework: str, factor: float) -> None:
     """What is finite stays finite; what is not does not."""
     ops = ops_of(framework)
     values = np.array([1e30, -1e30, 3e38, 3e4, -7e4, 1.0, math.inf, -math.inf, math.nan], np.float32)
     with np.errstate(invalid="ignore"):  # NumPy says so of 0 * infinity
         halves = ops.to_numpy(
-            ops.half([ops.from_numpy(part) for part in np.array_split(values, 3)], 1 / ranks, saturate=True)
+            ops.half([ops.from_numpy(part) for part in np.array_split(values, 3)], factor, saturate=True)
         )
     stopped = np.abs(halves[[0, 1, 2, 4]].astype(float))
-    assert (stopped == float(np.float16(np.float32(HALF_LIMIT / ranks)))).all() and HALF_LIMIT == 2**15
-    assert halves[3] == np.float16(np.float32(3e4) * np.float32(1 / ranks)), "below it nothing stops"
+    assert (stopped == HALF_LIMIT * factor).all() and HALF_LIMIT == 2**15
+    assert halves[3] == np.float16(3e4) * np.float16(factor), "below it nothing stops"
     assert (np.sign(halves[:6]) == np.sign(values[:6])).all()
-    assert halves[5] == np.float16(np.float32(1 / ranks))
+    assert halves[5] == np.float16(factor)
     assert np.isnan(halves[6:]).all()
 
 

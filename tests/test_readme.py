@@ -39,7 +39,7 @@ def ops_of(framework: str) -> Ops:
     if framework == "tensorflow":
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         pytest.importorskip("tensorflow")
-        from hvdplus.adapters.keras.ops import TensorFlowOps
+        from hvdplus.adapters.tensorflow.ops import TensorFlowOps
 
         return TensorFlowOps()
     return NumpyOps()

@@ -22,7 +22,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
         super().__init__()
         self.root_rank = root_rank
+        self._local_variables = list(local_variables or [])
         self._done = False
+
+    def register_local_var(self, variable: Any) -> None:
+        """Leave a variable as it is on every rank."""
+        self._local_variables.append(variable)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if self.model.built and not self._done:
@@ -35,7 +40,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._broadcast()
 
     def _broadcast(self) -> None:
-        collectives.broadcast_model(self.model, self.root_rank)
+        collectives.broadcast_model(self.model, self.root_rank, self._local_variables)
         self._done = True
 
 
@@ -53,6 +58,21 @@ class MetricAverageCallback(keras.callbacks.Callback):
         for name in mine:
             values = [metrics[name] for metrics in everyone if name in metrics]
             logs[name] = sum(values) / len(values)
+
+
+class ExchangeLogsCallback(keras.callbacks.Callback):
+    """Put hvdplus' figures into the logs of every epoch, for History, CSVLogger, TensorBoard and other callbacks.
+
+    List it before those. All are numbers, medians over the last complete window of steps: ``hvdplus_step_ms``,
+    ``hvdplus_compute_ms``, ``hvdplus_codec_ms``, ``hvdplus_exposed_comm_ms``, ``hvdplus_overlapped_comm_ms``,
+    ``hvdplus_input_wait_ms``; and of the present level ``hvdplus_level``, its position in the ladder (0 is none), and
+    ``hvdplus_ratio``, by how much it sends less than ``none``.
+    """
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+        if logs is not None and hasattr(optimizer, "hvdplus"):
+            logs.update({f"hvdplus_{name}": value for name, value in optimizer.hvdplus.figures().items()})
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):

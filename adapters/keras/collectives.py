@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import io
+import zipfile
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
+from hvdplus import saved
 from hvdplus.launch import Compression
 from hvdplus.transport import TransportError, World
 
@@ -33,11 +36,14 @@ def current() -> World:
     return _world
 
 
-def from_horovod(name: str) -> Any:
-    """A name of ``horovod.tensorflow.keras``; its ``elastic`` part is imported when asked for."""
-    if name == "elastic":
-        return importlib.import_module("horovod.tensorflow.keras.elastic")
-    for module in ("horovod.tensorflow.keras", "horovod.tensorflow"):
+def is_initialized() -> bool:
+    """Whether there is one."""
+    return _world is not None
+
+
+def from_horovod(name: str, binding: str) -> Any:
+    """A name of Horovod's."""
+    for module in ("horovod.tensorflow.keras", binding) if binding == "horovod.tensorflow" else (binding,):
         found = getattr(importlib.import_module(module), name, None)
         if found is not None:
             return found
@@ -73,10 +79,11 @@ def shared_variables(model: keras.Model) -> list[Any]:
     return [v for v in model.variables if v.path.rsplit("/", 1)[-1] != "seed_generator_state"]
 
 
-def broadcast_model(model: keras.Model, root_rank: int) -> None:
-    """Overwrite a model's variables, and its optimizer's, with rank ``root_rank``'s."""
+def broadcast_model(model: keras.Model, root_rank: int, local_variables: Sequence[Any] = ()) -> None:
+    """Overwrite a model's variables, and its optimizer's, with rank ``root_rank``'s, but for ``local_variables``."""
     optimizer = getattr(model, "optimizer", None)
-    variables = shared_variables(model)
+    local = {id(v) for v in local_variables}
+    variables = [v for v in shared_variables(model) if id(v) not in local]
     known = {id(v) for v in model.variables}
     if optimizer is not None:
         variables += [v for v in optimizer.variables if id(v) not in known]
@@ -91,8 +98,17 @@ def identical(arrays: Sequence[np.ndarray], world: World) -> bool:
     return len(set(world.transport.gather_objects(digest.hexdigest()))) == 1
 
 
-class WithoutHorovod:
-    """The essentials of ``horovod.tensorflow.keras`` over any transport."""
+def saved_state(path: Any) -> dict[str, Any] | None:
+    """What a model saved in the ``.keras`` format holds of hvdplus; None: nothing, or the file has another format."""
+    if not zipfile.is_zipfile(path):
+        return None
+    with zipfile.ZipFile(path) as archive:
+        names = [name for name in archive.namelist() if name.rsplit("/", 1)[-1] == saved.FILE]
+        return saved.read(io.BytesIO(archive.read(names[0]))) if names else None
+
+
+class Essentials:
+    """The essentials of ``horovod.tensorflow.keras`` over any transport and any backend."""
 
     Average = "Average"
     Sum = "Sum"

@@ -1,34 +1,31 @@
-"""``DistributedOptimizer`` for Keras 3 on TensorFlow: the user's own optimizer, exchanging before it updates.
+"""``DistributedOptimizer`` for Keras 3: the user's own optimizer, exchanging before it updates.
 
-Keras 3 never calls the methods that stock Horovod overrides, so its ranks train apart without an error
-(horovod#4290 reports a symptom). Every update of every Keras 3 optimizer passes through ``_backend_update_step``,
-which Keras keeps for backends to override: after unscaling and after local gradient accumulation. Clipping is put
-behind the exchange, where it belongs.
+Keras 3 never calls the methods that stock Horovod overrides, so its ranks train apart without an error (horovod#4290
+reports a symptom). Every update of every Keras 3 optimizer passes through ``apply``. There gradients are exchanged;
+where Keras accumulates them first, at ``_backend_update_step``, which comes after it and which Keras keeps for backends
+to override. Clipping comes behind the exchange, where it belongs.
 """
 
 from __future__ import annotations
 
-import itertools
+import importlib
 import math
-from collections.abc import Mapping, Sequence
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 
-from hvdplus.adapters.keras.exchange import TensorFlowExchange
-from hvdplus.adapters.keras.ops import TensorFlowOps
-from hvdplus.launch import announce, check_same_model, check_same_settings, choose_ladder, open_log
+from hvdplus import saved
+from hvdplus.launch import announce, check_same_model, check_same_settings, choose_ladder, next_instance, open_log
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 
-_instances = itertools.count()
-
-LOSS_SCALING = (
-    "apply() stands inside a condition that ranks could decide differently, and so wait for each other for ever. "
-    "Keras' LossScaleOptimizer (which mixed_float16 brings along) looks for infinities on each rank by itself. Use "
-    "mixed_bfloat16, which needs no loss scaling, or compile(auto_scale_loss=False)."
-)
+backend: Any = importlib.import_module(f"hvdplus.adapters.keras.on_{keras.backend.backend()}")
+"""What is different between Keras' backends."""
+_alive: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Optimizers by their numbers, which begin the names of their sums."""
 
 
 def wrap(
@@ -39,20 +36,25 @@ def wrap(
     settings: Mapping[str, Any] | None,
     passes: int,
     average: bool,
+    local_layers: Sequence[keras.layers.Layer] = (),
+    scale_local_gradients: bool = True,
+    state: Mapping[str, Any] | None = None,
 ) -> keras.optimizers.Optimizer:
     """The optimizer as an instance of a subclass of its own class, sharing its variables.
+
+    Of a ``LossScaleOptimizer``, the optimizer in it. ``state``: of a checkpoint, to go on from.
 
     Raises:
         ValueError: wrapped twice, not a Keras 3 optimizer, an unknown compression, or a wrong setting.
     """
-    if isinstance(optimizer, _Distributed):
+    scaler = optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else None
+    optimizer = scaler.inner_optimizer if scaler else optimizer
+    if isinstance(optimizer, Distributed):
         raise ValueError(
             "This optimizer is a DistributedOptimizer already; wrapped twice it would average twice. Wrap the bare one."
         )
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(f"DistributedOptimizer wraps a keras.optimizers.Optimizer. Received: {type(optimizer)}")
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise ValueError(LOSS_SCALING)
     if passes < 1:
         raise ValueError(f"backward_passes_per_step must be at least 1. Received: {passes}")
     if passes > 1:
@@ -62,112 +64,195 @@ def wrap(
                 f"Received: {passes} and {optimizer.gradient_accumulation_steps}"
             )
         optimizer.gradient_accumulation_steps = passes
-    resolved = Settings.load(settings)
-    ladder, auto = choose_ladder(compression, resolved, world, TensorFlowOps())
-    announce(ladder, auto, world)
+    setup = _Setup(world, Settings.load(settings), compression, average, scale_local_gradients, state)
+    setup.local_layers += local_layers
     # The class keeps name and module of the user's, so that a saved model loads without hvdplus.
     base = optimizer.__class__
-    kind = type(base.__name__, (_Distributed, base), {"__module__": base.__module__})
+    kind = type(base.__name__, (Distributed, base), {"__module__": base.__module__})
     wrapped: Any = kind.__new__(kind)  # type: ignore[call-overload]
     wrapped.__dict__.update(optimizer.__dict__)
-    wrapped.__dict__["_hvdplus"] = _Setup(world, resolved, ladder, auto, average, next(_instances))
+    wrapped.__dict__["_hvdplus"] = setup
+    _alive[setup.instance] = wrapped
     if optimizer.built:
-        wrapped._hvdplus.connect(wrapped._trainable_variables)
+        setup.connect(wrapped)
+    if scaler:
+        scaler.inner_optimizer = wrapped
+        return scaler
     return wrapped
+
+
+def rejoin(world: World) -> None:
+    """Let all optimizers go on among the ranks that there are now, in the order in which they were made.
+
+    Every rank calls it, or makes the same optimizers anew.
+    """
+    for _, optimizer in sorted(_alive.items()):
+        optimizer._hvdplus.rejoin(optimizer, world)
 
 
 class _Setup:
     """What the wrapper carries: the job, the choice of levels and, once variables are known, the exchange."""
 
-    def __init__(self, world: World, settings: Settings, ladder: Any, auto: bool, average: bool, instance: int) -> None:
-        self.world = world
+    def __init__(
+        self,
+        world: World,
+        settings: Settings,
+        compression: Any,
+        average: bool,
+        scale_local_gradients: bool,
+        state: Mapping[str, Any] | None,
+    ) -> None:
         self.settings = settings
-        self.ladder = ladder
-        self.auto = auto
+        self.compression = compression
         self.average = average
-        self.instance = instance
-        self.exchange: TensorFlowExchange | None = None
-        self.positions: dict[int, int] = {}
-        self.loss: tf.Tensor | None = None
-        self.data_time: tf.Tensor | None = None
+        self.scale_local_gradients = scale_local_gradients
+        self.state = state
+        self.local_layers: list[keras.layers.Layer] = []
+        self.local_variables: list[Any] = []
+        self.instance = next_instance()
+        self.times_joined = 0
+        self.exchange: Any = None
+        self.places: dict[int, int] = {}
+        """Position of a variable in the optimizer -> in the exchange; without those that stay local."""
+        self._enter(world)
 
-    def connect(self, variables: Sequence[Any]) -> None:
-        """Make the exchange for these variables.
+    def _enter(self, world: World) -> None:
+        self.world = world
+        self.ladder, self.auto = choose_ladder(self.compression, self.settings, world, backend.make_ops())
+        announce(self.ladder, self.auto, world)
+        self.local_divisor = float(world.transport.size) if self.scale_local_gradients else 1.0
+
+    def rejoin(self, optimizer: Any, world: World) -> None:
+        """Go on in ``world``, which has other ranks, with what this rank has held back."""
+        before = self.exchange
+        self._enter(world)
+        if before is not None:
+            before.abandon()
+            before.pilot.finish()
+            self.state = None if before.idle else {**before.state(), "rank": saved.OWN}
+            before.close()
+            self.times_joined += 1
+            self.connect(optimizer)
+
+    def connect(self, optimizer: Any) -> None:
+        """Make the exchange for the variables of an optimizer that is built.
 
         Raises:
             ValueError: a dtype that cannot be reduced, or another model on another rank.
+            RuntimeError: ranks would go on from different checkpoints.
         """
+        local = {id(v) for layer in self.local_layers for v in layer.trainable_variables}
+        local |= {id(v) for v in self.local_variables}
+        everything = optimizer._trainable_variables
+        chosen = [i for i, v in enumerate(everything) if id(v) not in local]
+        variables = [everything[i] for i in chosen]
+        self.places = {i: place for place, i in enumerate(chosen)}
         known = ("float16", "bfloat16", "float32", "float64")
         odd = [f"{v.path} is {v.dtype}" for v in variables if str(v.dtype) not in known]
+        odd += [f"{v.path} is a scale of float8" for v in variables if getattr(v, "overwrite_with_gradient", False)]
         if odd:
             raise ValueError(
                 f"hvdplus exchanges float16, bfloat16, float32 and float64 gradients. Received: {', '.join(odd)}"
             )
-        shapes = [tuple(v.shape) for v in variables]
-        dtypes = [str(v.dtype) for v in variables]
-        with tf.init_scope():
+        with backend.outside_of_traces():
             # Not the names: `dense_7` depends on what was made before.
-            check_same_model(list(zip(shapes, dtypes, strict=True)), self.world)
-        with tf.init_scope():
+            check_same_model([(tuple(v.shape), str(v.dtype)) for v in variables], self.world)
+        accumulates = bool(optimizer.gradient_accumulation_steps)
+        with backend.outside_of_traces():
             check_same_settings(self.settings, self.ladder, self.world, auto=self.auto, average=self.average)
-        self.positions = {id(v.value): i for i, v in enumerate(variables)}
-        self.exchange = TensorFlowExchange(
-            shapes,
-            dtypes,
+        self.exchange = backend.Exchange(
+            variables,
             self.world.transport,
             self.settings,
             ladder=self.ladder,
             auto=self.auto,
-            log=open_log(self.settings, self.world, self.instance),
+            log=open_log(self.settings, self.world, self.instance, self.times_joined),
             prefix=f"hvdplus{self.instance}",
             average=self.average,
+            accumulates=accumulates,
         )
-        self.exchange.pilot.describe_run(self.world, "keras", sum(math.prod(s) for s in shapes))
+        self.exchange.pilot.describe_run(self.world, "keras", sum(math.prod(v.shape) for v in variables))
+        with backend.outside_of_traces():
+            self._resume()
+
+    def _resume(self) -> None:
+        """Go on from the checkpoint of each rank, or, on ranks that have loaded none, from the first one's that has."""
+        gather = self.world.transport.gather_objects
+        loaded = [rank for rank, has in enumerate(gather(self.state is not None)) if has]
+        if not loaded:
+            return
+        if len(loaded) < self.world.transport.size:
+            mine = self.world.transport.rank == loaded[0]
+            theirs = gather(self.state if mine else None)[loaded[0]]
+            if self.state is None:
+                self.state = {**theirs, "rank": saved.ANOTHERS} if theirs["rank"] == saved.OWN else theirs
+        try:
+            same, wrong = self.exchange.load(self.state), ""
+        except ValueError as error:
+            same, wrong = "", str(error)
+        told = gather((same, wrong))
+        for rank, (_, theirs) in enumerate(told):
+            if theirs:
+                raise ValueError(f"Rank {rank} cannot load its checkpoint: {theirs}")
+        saved.check_same([theirs for theirs, _ in told])
+        self.state = None
 
 
-class _Distributed:
+class Distributed:
     """What is put before the user's optimizer class."""
 
     _hvdplus: _Setup
+    # Keras' own.
+    name: str
+    built: bool
+    learning_rate: Any
+    gradient_accumulation_steps: int | None
+    _trainable_variables: list[Any]
+    _get_variable_index: Callable[[Any], int]
+    _check_variables_are_known: Callable[[Sequence[Any]], None]
 
     def build(self, variables: Sequence[Any]) -> None:
         """As in Keras; buckets, residuals and contexts are made here too, once."""
         super().build(variables)  # type: ignore[misc]
-        self._hvdplus.connect(variables)
+        if self._hvdplus.exchange is None:
+            self._hvdplus.connect(self)
 
-    def apply(self, grads: list[Any], trainable_variables: Any = None) -> None:
-        """As in Keras. Refused where ranks could decide differently whether to call it, and so wait for ever."""
-        inside = "" if tf.executing_eagerly() else getattr(tf.compat.v1.get_default_graph(), "name", "")
-        scaled = tf.executing_eagerly() and keras.config.dtype_policy().compute_dtype == "float16"
-        if self._hvdplus.world.transport.size > 1 and (inside.startswith("cond_") or scaled):
-            raise ValueError(LOSS_SCALING)
-        super().apply(grads, trainable_variables)  # type: ignore[misc]
+    def register_local_var(self, variable: Any) -> None:
+        """Leave this variable's gradient out of the exchange; before the optimizer is built."""
+        if self._hvdplus.exchange is not None:
+            raise ValueError("register_local_var() comes too late: the optimizer has been built.")
+        self._hvdplus.local_variables.append(variable)
 
-    def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
+    def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+        """As in Keras, with the means of all ranks' gradients. Every rank calls it in every step."""
+        grads = list(grads)
+        variables = self._variables_of(grads, trainable_variables)
+        if variables is None:
+            self._take_step(grads, trainable_variables)  # which says what is wrong
+            return
+        backend.check(self._hvdplus.world.transport)
+        accumulates = self.gradient_accumulation_steps
+        self._take_step(_complete(grads, variables) if accumulates else self._reduced(grads, variables), variables)
+
+    def scale_loss(self, loss: Any) -> Any:
         """As in Keras; every train step passes its loss through here, so the run log learns it."""
-        self._hvdplus.loss = loss
-        self._hvdplus.data_time = _input_time()
+        self._hear(loss)
         return super().scale_loss(loss)  # type: ignore[misc]
 
-    def _clip_gradients(self, grads: list[Any]) -> list[Any]:
-        """Nothing yet: clipping comes after the exchange, once."""
-        return grads
+    def consolidate_state_dict(self) -> None:
+        """Let what any rank saves be everybody's, until the next step; every rank has to call it.
 
-    def _backend_update_step(self, grads: list[Any], trainable_variables: list[Any], learning_rate: Any) -> None:
-        """Exchange, clip, update."""
-        setup = self._hvdplus
-        exchange = setup.exchange
-        assert exchange is not None
-        loss, data_time = setup.loss, setup.data_time
-        setup.loss = setup.data_time = None
-        places = [setup.positions[id(getattr(v, "value", v))] for v in trainable_variables]
-        present = dict(zip(places, grads, strict=True))
-        # Keras drops variables without a gradient; the exchange is the same in every step, so they send zeros.
-        complete = [present.get(i, missing) for i, missing in enumerate(exchange.zeros())]
-        reduced = exchange.reduce(complete, loss, data_time, learning_rate)
-        grads = super()._clip_gradients([reduced[place] for place in places])  # type: ignore[misc]
-        super()._backend_update_step(grads, trainable_variables, learning_rate)  # type: ignore[misc]
-        exchange.end_step([tf.convert_to_tensor(v) for v in trainable_variables])
+        What levels hold back is every rank's own. This gives all of them the mean, which comes to the same, so that a
+        model saved by one rank is complete, and can be loaded on any number of ranks. It takes a dense all-reduce.
+        """
+        if self._hvdplus.exchange is not None:
+            self._hvdplus.exchange.consolidate()
+
+    def save_assets(self, folder: str | os.PathLike[str]) -> None:
+        """Called by Keras when a model is saved in its ``.keras`` format: what compressors and the controller have
+        learned, and what this rank has held back. Keras by itself passes over it, ``hvd.load_model`` reads it."""
+        if self._hvdplus.exchange is not None:
+            saved.write(self._hvdplus.exchange.state(), folder)
 
     @property
     def hvdplus(self) -> Any:
@@ -176,29 +261,115 @@ class _Distributed:
             raise RuntimeError("The optimizer has not been built yet: train first, or call optimizer.build(variables).")
         return self._hvdplus.exchange.pilot
 
+    def _variables_of(self, grads: Sequence[Any], variables: Any) -> list[Any] | None:
+        """The variables of these gradients, for which the optimizer is built by now; None: Keras will not take them."""
+        if variables is None:
+            variables = self._trainable_variables if self.built else []
+        variables = list(variables)
+        if grads and variables and len(grads) != len(variables):
+            raise ValueError(f"apply() wants a gradient for every variable. Received: {len(grads)}, {len(variables)}")
+        if not grads or not variables:
+            return None
+        if not self.built:
+            with keras.name_scope(self.name, caller=self):
+                self.build(variables)
+            self.built = True
+        self._check_variables_are_known(variables)
+        return variables
 
-def _input_time() -> tf.Tensor | None:
-    """When the input of the step that is being traced was there: its function's arguments are that input.
+    def _hear(self, loss: Any) -> None:
+        if self._hvdplus.exchange is not None:
+            self._hvdplus.exchange.hear(loss)
 
-    The forward pass is made to wait for the timestamp. Left to itself, TensorFlow takes it on another thread, and on a
-    busy machine (a core for each rank) milliseconds late. It waits where it reads variables, because operations on the
-    input itself would no longer be fused.
-    """
-    if tf.executing_eagerly():
-        return None
-    graph = tf.compat.v1.get_default_graph()
-    data = [tensor for tensor in graph.inputs if tensor.dtype not in (tf.resource, tf.variant)]
-    # TensorFlow keeps stateful ops in the order of the program: behind one of them the timestamp would come late, and
-    # waiting for it would be a cycle.
-    ordered = any(
-        op._is_stateful and not any(tensor.dtype == tf.resource for tensor in op.inputs) and op.type != "Placeholder"
-        for op in graph.get_operations()
-    )
-    if not data or ordered:
-        return None
-    with tf.control_dependencies(data):
-        began = tf.timestamp()
-    for op in graph.get_operations():
-        if op.type == "ReadVariableOp":
-            op._add_control_input(began.op)
-    return began
+    def _reduced(self, grads: Sequence[Any], variables: Sequence[Any], loss_scale: Any = None) -> list[Any]:
+        """Mean gradients over all ranks; those of local variables are this rank's."""
+        setup = self._hvdplus
+        indices = [self._get_variable_index(variable) for variable in variables]
+        mine: list[Any] = [None] * len(setup.places)
+        for i, grad in zip(indices, grads, strict=True):
+            if i in setup.places:
+                mine[setup.places[i]] = grad
+        means = setup.exchange.reduce(mine, self.learning_rate, loss_scale)
+        divisor = setup.local_divisor if loss_scale is None else setup.local_divisor * loss_scale
+        return [
+            means[setup.places[i]] if i in setup.places else (None if grad is None else keras.ops.divide(grad, divisor))
+            for i, grad in zip(indices, grads, strict=True)
+        ]
+
+    def _take_step(self, grads: Sequence[Any], variables: Any) -> None:
+        super().apply(grads, variables)  # type: ignore[misc]
+
+    def _clip_gradients(self, grads: list[Any]) -> list[Any]:
+        """Not yet where gradients have been accumulated: clipping comes after the exchange, once."""
+        return grads if self.gradient_accumulation_steps else super()._clip_gradients(grads)  # type: ignore
+
+    def _backend_update_step(self, grads: list[Any], trainable_variables: list[Any], learning_rate: Any) -> None:
+        if self.gradient_accumulation_steps:
+            grads = super()._clip_gradients(self._reduced(grads, trainable_variables))  # type: ignore[misc]
+        super()._backend_update_step(grads, trainable_variables, learning_rate)  # type: ignore[misc]
+        self._hvdplus.exchange.end_step(trainable_variables)
+
+
+def _complete(grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """Zeros for None, which Keras drops while it accumulates: a rank that has none would not take the others' mean."""
+    pairs = zip(grads, variables, strict=True)
+    return [keras.ops.zeros(v.shape, v.dtype) if grad is None else grad for grad, v in pairs]
+
+
+# Keras wraps optimizers in a LossScaleOptimizer by itself, in compile() under mixed_float16, and leaves no place to
+# hand it another class. It looks for infinities in this rank's gradients and then skips `apply`: one rank would send
+# nothing while the others wait. So where there is an optimizer of ours in it, gradients are exchanged first, and all
+# ranks look at the same means.
+
+_LossScaleOptimizer = keras.optimizers.LossScaleOptimizer
+_keras_apply, _keras_scale_loss = _LossScaleOptimizer.apply, _LossScaleOptimizer.scale_loss
+
+
+def _apply(scaler: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+    """``LossScaleOptimizer.apply``, with ranks that skip together."""
+    inner, ops = scaler.inner_optimizer, keras.ops
+    if not isinstance(inner, Distributed):
+        _keras_apply(scaler, grads, trainable_variables)
+        return
+    if not scaler.built:
+        with keras.name_scope(scaler.name, caller=scaler):
+            scaler.build(trainable_variables)
+        scaler.built = True
+    grads = list(grads)
+    variables = inner._variables_of(grads, trainable_variables)
+    if variables is None:
+        inner._take_step(grads, trainable_variables)
+        return
+    exchange, scale = inner._hvdplus.exchange, ops.convert_to_tensor(scaler.dynamic_scale)
+    backend.check(inner._hvdplus.world.transport)
+    if inner.gradient_accumulation_steps:
+        grads = [keras.ops.divide(grad, scale) for grad in _complete(grads, variables)]
+        finite = exchange.agree(scaler.check_finite(grads))
+    else:
+        grads = inner._reduced(grads, variables, scale)
+        finite = scaler.check_finite(grads)
+
+    def taken() -> None:
+        inner._take_step(grads, variables)
+        grows = ops.equal(scaler.step_counter, scaler.dynamic_growth_steps - 1)
+        scaler.dynamic_scale.assign(ops.where(grows, scale * 2.0, scale))
+        scaler.step_counter.assign(ops.where(grows, 0, scaler.step_counter + 1))
+
+    def skipped() -> None:
+        scaler._stateful_handle_non_finite_grads()
+        exchange.skip_step()
+
+    ops.cond(finite, taken, skipped)
+
+
+def _scale_loss(scaler: Any, loss: Any) -> Any:
+    inner = scaler.inner_optimizer
+    if isinstance(inner, Distributed):
+        inner._hear(loss)
+        exchange = inner._hvdplus.exchange
+        if exchange is not None and not inner.gradient_accumulation_steps:
+            exchange.scales_losses(lambda: scaler.dynamic_scale if scaler.built else scaler.initial_scale)
+    return _keras_scale_loss(scaler, loss)
+
+
+_LossScaleOptimizer.apply, _LossScaleOptimizer.scale_loss = _apply, _scale_loss

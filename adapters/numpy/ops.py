@@ -48,12 +48,10 @@ class NumpyOps:
 
     def half(self, parts: Sequence[Array], factor: float, saturate: bool = False) -> Array:
         values = self.concat(parts)
-        scaled = values * np.float32(factor)
         if saturate:
-            limit = np.float32(HALF_LIMIT * factor)
-            scaled = np.clip(scaled, -limit, limit) + values * np.float32(0)
+            values = np.clip(values, -np.float32(HALF_LIMIT), np.float32(HALF_LIMIT)) + values * np.float32(0)
         with np.errstate(over="ignore"):
-            return scaled.astype(np.float16)
+            return values.astype(np.float16) * np.float16(factor)
 
     def rms(self, values: Array) -> Array:
         wide = values.astype(np.float64)

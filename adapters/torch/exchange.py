@@ -1,23 +1,21 @@
 """The exchange in PyTorch: hooks fill buckets while the backward pass runs, ``finish`` brings the means back.
 
 A gradient is copied once, into its bucket's flat buffer, together with its share of the residual; what comes back
-is written to ``.grad``. Plain dense steps over Horovod need no bucket: a large gradient is summed where it is.
+is written to ``.grad``. Plain dense steps over Horovod need no bucket: every gradient is summed where it is.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import itertools
 import math
-import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
 
+from hvdplus import saved
 from hvdplus.adapters.torch.lanes import Cut, Lane, Side
 from hvdplus.adapters.torch.memory import alone_in_memory
 from hvdplus.adapters.torch.ops import TorchOps
@@ -33,12 +31,12 @@ from hvdplus.pilot import Pilot
 from hvdplus.residual import unreleased
 from hvdplus.runlog import RunLog
 from hvdplus.settings import Settings
-from hvdplus.transport import Transport
+from hvdplus.transport import Grouping, Transport
 
-STATE_FORMAT = 1
-"""Of what ``TorchExchange.state`` returns."""
-PLAIN_BUCKET_BYTES = 64 << 10
-"""Horovod sums what is ready at the same time as one: only small gradients are worth a copy into a bucket before."""
+FRAMEWORK = "torch"
+"""Whose states these are."""
+PLAIN_BUCKET_BYTES = 1 << 20
+"""Of gradients that are handed to Horovod together, which is cheaper than one by one."""
 
 
 class TorchExchange:
@@ -119,9 +117,8 @@ class TorchExchange:
         """Digest of what was loaded and is not yet known to be the same on all ranks."""
         self._consolidated = False
         """Whether residuals are all ranks' mean, so that one rank's state is everybody's."""
-        if not self.idle:
-            for parameter in self.parameters:
-                parameter.register_post_accumulate_grad_hook(self._make_hook())  # type: ignore[no-untyped-call]
+        self._hooks: list[Any] = []
+        self._listen(self.parameters)
 
     @property
     def in_flight(self) -> bool:
@@ -132,6 +129,22 @@ class TorchExchange:
         """From the coming step on; see ``Pilot.leave_out_residuals``."""
         if self.pilot.leave_out_residuals():
             self._follow(self.pilot.advance())
+
+    def abandon(self) -> None:
+        """Forget what is on its way, as the transport has failed or has ended."""
+        self._late, self._norms, self._ready, self._next_lane = None, [], [], 0
+        self._versions.clear()
+        self.restart()
+        self.meter = StepMeter()
+        for lane in (*self._joined.lanes, *(self._plain.lanes if self._plain else ())):
+            lane.waiting, lane.nonfinite = set(lane.bucket.parameters), False
+            lane.payload = lane.handle = lane.total = lane.reduced = lane.pending = None
+
+    def close(self) -> None:
+        """Let gradients be: another exchange takes over."""
+        self.abandon()
+        for hook in self._hooks:
+            hook.remove()
 
     def restart(self) -> None:
         """Count backward passes anew, after their number or the optimizer's state changed between two steps."""
@@ -154,7 +167,8 @@ class TorchExchange:
             for lane in self._joined.lanes
         ]
         return {
-            "format": STATE_FORMAT,
+            "format": saved.FORMAT,
+            "framework": FRAMEWORK,
             "ranks": self.transport.size,
             "rank": None if self._consolidated else self.transport.rank,
             "shapes": [list(parameter.shape) for parameter in self.parameters],
@@ -179,8 +193,9 @@ class TorchExchange:
             lane.residual = self.transport.wait(handle)
         self._consolidated = True
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go on where the exchange was that gave ``state``. All ranks do; the next step makes sure of it.
+    def load(self, state: Mapping[str, Any]) -> str:
+        """Go on where the exchange was that gave ``state``; returns what has to be the same on all ranks, of which the
+        next step makes sure.
 
         From a job with other levels, or another number of ranks, come the residuals alone, so that nothing that was
         held back is lost; with another number of ranks, only if they were consolidated.
@@ -193,23 +208,20 @@ class TorchExchange:
             raise RuntimeError(
                 "load_state_dict() was called between backward() and step(), with gradients on their way."
             )
-        if state["format"] != STATE_FORMAT:
-            raise ValueError(f"This hvdplus reads states of format {STATE_FORMAT}. Received: {state['format']}")
-        shapes = [list(parameter.shape) for parameter in self.parameters]
-        if state["shapes"] != shapes:
-            pairs = itertools.zip_longest(state["shapes"], shapes)
-            odd = next(i for i, (theirs, mine) in enumerate(pairs) if theirs != mine)
-            raise ValueError(
-                f"The state is of another model: of {len(state['shapes'])} parameters, while this optimizer has "
-                f"{len(shapes)}, and the first that differs is number {odd}."
-            )
+        saved.check(state, [list(parameter.shape) for parameter in self.parameters])
         if self.idle:
             if state["residuals"]:
-                _say("On one rank nothing is exchanged: what was held back is lost.")
-            return
-        everybodys, same_ranks = state["rank"] is None, state["ranks"] == self.transport.size
-        shown = state["first_step"] or {"order": reversed(range(len(self.parameters))), "sparse": (), "rows": ()}
-        self._sorted = state["first_step"] is not None
+                saved.say("On one rank nothing is exchanged: what was held back is lost.")
+            return ""
+        same_ranks, mine, share = saved.claim(state, self.transport, average=self._average)
+        everybodys = state["rank"] is None
+        own = state.get("framework", FRAMEWORK) == FRAMEWORK
+        shown = (own and state["first_step"]) or {
+            "order": reversed(range(len(self.parameters))),
+            "sparse": (),
+            "rows": (),
+        }
+        self._sorted = own and state["first_step"] is not None
         self._order, self._sparse = list(shown["order"]), set(shown["sparse"])
         self._rows = {i: self._shared_rows(i) for i in shown["rows"]}
         self._cut_anew()
@@ -217,33 +229,21 @@ class TorchExchange:
             self._late[1].total()
         self._late, self._unpaid, self._norms, self._ready = None, False, [], []
         self._consolidated = everybodys and same_ranks
-        resumed = same_ranks and self.pilot.load(state["pilot"])
-        contexts = {tuple(saved["parameters"]): saved["levels"] for saved in state["contexts"]} if resumed else {}
+        resumed = own and same_ranks and self.pilot.load(state["pilot"])
+        contexts = {tuple(each["parameters"]): each["levels"] for each in state["contexts"]} if resumed else {}
         for lane in self._joined.lanes:
             for name, arrays in contexts.get(lane.bucket.parameters, {}).items():
                 arrays = tuple(array.to(self._device, copy=True) for array in arrays)
                 lane.contexts[self._ladder.names.index(name)] = Context(lane.bucket.spec, 0, arrays)
-        mine = everybodys or (same_ranks and state["rank"] == self.transport.rank)
-        # What reaches the weights stays the same: the mean, or the sum, whichever the ranks make.
-        share = 1.0 if self._average else state["ranks"] / self.transport.size
         for i, residual in state["residuals"].items():
             self._hold_back(i, residual if mine else None, share)
         if state["residuals"] and not resumed:
             self.pilot.pay_out()
-        if state["residuals"] and not mine:
-            _say(
-                f"Rank {self.transport.rank} of {self.transport.size} loads what rank {state['rank']} of "
-                f"{state['ranks']} saved, without what others held back: that is lost. Let all ranks call "
-                "optimizer.consolidate_state_dict() before one of them saves, or let each save and load its own."
-            )
         self._follow(self.pilot.plan)
-        plain = [state["ranks"], everybodys, resumed, state["pilot"], state["first_step"]]
-        digest = hashlib.sha256(repr(plain).encode())
-        for saved in state["contexts"] if resumed else ():
-            for arrays in saved["levels"].values():
-                for array in arrays:
-                    digest.update(array.cpu().contiguous().numpy().tobytes())
-        self._agreed, self._resumed = False, digest.hexdigest()
+        arrays = [array.cpu().numpy() for levels in contexts.values() for those in levels.values() for array in those]
+        plain = state["ranks"], everybodys, resumed, state["pilot"], self._sorted and state["first_step"]
+        self._agreed, self._resumed = False, saved.digest(*plain, arrays=arrays)
+        return self._resumed
 
     def finish(self, learning_rate: float = 0.0, newcomers: Sequence[torch.nn.Parameter] = ()) -> None:
         """Send what is left, wait, and write the reduced gradients to ``.grad``. All ranks call it once a step.
@@ -262,17 +262,15 @@ class TorchExchange:
             for rows in self._rows.values():
                 rows.start()
         slot = self._slot(learning_rate)._replace(newcomers=len(newcomers))
-        # Two names alternate: the last one may still be in flight where it was not awaited.
-        self._side_count += 1
-        side = Side(
-            self.transport,
-            torch.from_numpy(side_tensor(self.transport.rank, self.transport.size, slot, used)),
-            f"{self._prefix}.side.{self._side_count % 2}",
-        )
-        for lane in self._now.lanes:
-            with self.meter.awaited(lane.bucket.number):
-                lane.total = lane.reduced = self.transport.wait(lane.handle)
-            if not self._now.in_place:
+        side = self._start_side(torch.from_numpy(side_tensor(self.transport.rank, self.transport.size, slot, used)))
+        if self._now.in_place:
+            with self.meter.awaited(*(lane.bucket.number for lane in self._now.lanes)):
+                for lane in self._now.lanes:
+                    lane.reduced = self.transport.wait(lane.handle)
+        else:
+            for lane in self._now.lanes:
+                with self.meter.awaited(lane.bucket.number):
+                    lane.total = self.transport.wait(lane.handle)
                 with self.meter.codec():
                     self._decode(lane)
         with self.meter.exposed_comm():
@@ -280,8 +278,9 @@ class TorchExchange:
                 rows.send()
         self.pilot.row_bytes = sum(rows.sent_bytes for rows in self._rows.values())
         awaited = self._ladder.settles(self.plan) and not self.idle
+        here = awaited or self._now.carrier is not None
         users, healthy = used, True
-        if awaited or not used.all():  # whether anybody used it is only of interest to those who did not
+        if here or not used.all():  # whether anybody used it is only of interest to those who did not
             with self.meter.exposed_comm():
                 slots, users = read_side(side.total(), self.transport.size)
             if awaited:
@@ -296,7 +295,7 @@ class TorchExchange:
             reduced_rows = {i: rows.receive(self._scale) for i, rows in self._rows.items()}
         with self.meter.codec():
             self._deliver(used, users, reduced_rows)
-        if awaited:
+        if here:
             self.pilot.observe(self.plan, side.total(), healthy)
             self._late = None
         else:
@@ -304,8 +303,6 @@ class TorchExchange:
         for lane in self._now.lanes:
             lane.waiting = set(lane.bucket.parameters)
             lane.payload = lane.handle = lane.total = lane.reduced = None  # memory that the forward pass can have
-            if self._now.alone(lane):
-                lane.flat = lane.flat.new_empty(0)
         self._versions.clear()
         self._next_lane = 0
         self.restart()
@@ -347,9 +344,7 @@ class TorchExchange:
         sparse, rows = ({id(before[i]) for i in those} for those in (self._sparse, self._rows))
         self.parameters = list(parameters)
         self._place = {id(parameter): i for i, parameter in enumerate(self.parameters)}
-        for parameter in self.parameters:
-            if all(parameter is not old for old in before):
-                parameter.register_post_accumulate_grad_hook(self._make_hook())  # type: ignore[no-untyped-call]
+        self._listen(p for p in self.parameters if all(p is not old for old in before))
         order = [id(before[i]) for i in self._order]
         late = [i for i in reversed(range(len(self.parameters))) if id(self.parameters[i]) not in set(order)]
         self._order = [*(self._place[each] for each in order), *late]
@@ -376,11 +371,11 @@ class TorchExchange:
 
     def _hold_back(self, i: int, residual: torch.Tensor | None, share: float = 1.0) -> None:
         """None: nothing, but there is a residual; whether there is one has to be the same on all ranks."""
-        lane, part, shape = self._joined.place_of[i]
+        lane, part, _ = self._joined.place_of[i]
         if lane.residual is None:
             lane.residual = torch.zeros(lane.bucket.spec.size, dtype=lane.flat.dtype, device=self._device)
         if residual is not None:
-            lane.residual[part].view(shape).copy_(residual).mul_(share)
+            lane.residual[part].copy_(residual.reshape(-1)).mul_(share)
 
     def _follow(self, plan: Plan) -> None:
         """The coming step's."""
@@ -413,15 +408,16 @@ class TorchExchange:
                 lane.residual, lane.pending = (lane.pending if outstanding else None), None
         self.meter.end_step()
 
-    def _make_buckets(self, bucket_bytes: int = 0) -> tuple[Bucket, ...]:
-        """Buckets of all parameters but those whose rows are shared. ``bucket_bytes``: 0 is what the settings say."""
+    def _make_buckets(self, *, plain: bool = False) -> tuple[Bucket, ...]:
+        """Buckets of all parameters but those whose rows are shared; of plain dense steps, or of all others."""
         dense = [i for i in reversed(self._order) if i not in self._rows]
         buckets = make_buckets(
             [tuple(real_view(self.parameters[i]).shape) for i in dense],
             [DENSE_ONLY if self.parameters[i].is_complex() else type_name(self.parameters[i]) for i in dense],
-            bucket_bytes=bucket_bytes or self._settings.bucket_bytes,
+            bucket_bytes=PLAIN_BUCKET_BYTES if plain else self._settings.bucket_bytes,
             ranks=self.transport.size,
             seed=self._settings.seed,
+            tapering=plain,
         )
         return tuple(bucket._replace(parameters=tuple(dense[i] for i in bucket.parameters)) for bucket in buckets)
 
@@ -437,7 +433,7 @@ class TorchExchange:
         self._plain: Cut | None = None
         """Lanes of plain dense steps, where nothing has to be joined or encoded."""
         if self.transport.negotiates and not self.idle:
-            lanes = [self._make_lane(bucket) for bucket in self._make_buckets(PLAIN_BUCKET_BYTES)]
+            lanes = [self._make_lane(bucket) for bucket in self._make_buckets(plain=True)]
             self._plain = Cut(lanes, f"{self._prefix}.plain", in_place=True)
 
     def _sort_out_sparse(self) -> None:
@@ -453,12 +449,7 @@ class TorchExchange:
         rows = {} if self._sparse_as_dense else {i: rows_used(p) for i, p in enumerate(self.parameters)}
         counts = {i: count for i, count in rows.items() if count is not None}
         told = self.transport.gather_objects((counts, self._resumed, self._ready))
-        for rank, (_, digest, _) in enumerate(told):
-            if digest != told[0][1]:
-                raise RuntimeError(
-                    f"Ranks 0 and {rank} would go on from different states: load the same checkpoint on all ranks, or "
-                    "load it on one and call hvd.broadcast_optimizer_state(optimizer, root_rank=...) on all."
-                )
+        saved.check_same([digest for _, digest, _ in told])
         if self._sorted:
             return
         self._sorted = True
@@ -507,6 +498,12 @@ class TorchExchange:
                     fresh = new.init(self.ops, lane.bucket.spec)
                     lane.contexts[self.plan.level] = new.inherit(self.ops, fresh, self._context(lane, before))
 
+    def _listen(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        if not self.idle:
+            # One that is frozen now takes part without a hook.
+            listening = [p for p in parameters if p.requires_grad]
+            self._hooks += [p.register_post_accumulate_grad_hook(self._make_hook()) for p in listening]  # type: ignore[no-untyped-call]
+
     def _make_hook(self) -> Callable[[torch.Tensor], None]:
         me = weakref.ref(self)  # an optimizer that is gone must not go on exchanging
 
@@ -520,25 +517,29 @@ class TorchExchange:
     def _gradient_ready(self, i: int, parameter: torch.Tensor) -> None:
         if not self._versions:
             self._begin()
-        self._passes_left[i] -= 1
-        if self._passes_left[i] < 0:
+        left = self._passes_left[i] = self._passes_left[i] - 1
+        if left < 0:
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). "
-                f"Received: {self.passes - self._passes_left[i]} passes with backward_passes_per_step="
-                f"{self.passes}. Increase it to accumulate gradients locally."
+                f"Received: {self.passes - left} passes with backward_passes_per_step={self.passes}. Increase it to "
+                "accumulate gradients locally."
             )
-        if self._passes_left[i] == 0 and parameter.grad is not None:
-            self._versions[i] = parameter.grad._version
+        if left:
+            return
+        grad = parameter.grad
+        if grad is not None:
+            self._versions[i] = grad._version
             if not self._sorted:
                 self._ready.append(i)
-        if self._passes_left[i] == 0 and self._agreed and i not in self._rows:
+        if self._agreed and i not in self._rows:
             lane = self._now.place_of[i][0]
-            together = self._together and not self._now.alone(lane)
-            if together and self._still_waiting(lane, i):
+            if self._together and (self._still_waiting(lane, i) or lane is self._now.carrier):
                 return
             self.meter.look()
             with self.meter.codec():
-                self._send_full(lane if together else self._pack(i, parameter.grad))
+                if not self._together:
+                    self._pack(i, grad)
+                self._send_full(lane)
 
     @staticmethod
     def _still_waiting(lane: Lane, i: int) -> bool:
@@ -547,8 +548,8 @@ class TorchExchange:
         lane.waiting.discard(i)
         return bool(lane.waiting)
 
-    def _pack(self, i: int, grad: torch.Tensor | None) -> Lane:
-        """Copy one gradient into its bucket, together with its share of the residual, or let it be its own lane's."""
+    def _pack(self, i: int, grad: torch.Tensor | None) -> None:
+        """Copy one gradient into its bucket, together with its share of the residual."""
         lane, part, shape = self._now.place_of[i]
         lane.pending = None  # of a step that was never taken
         lane.waiting.discard(i)
@@ -558,14 +559,6 @@ class TorchExchange:
             self._norms.append(norm(grad))
         if grad is not None:
             grad = real_view(grad)
-        if self._now.alone(lane):
-            if grad is None:
-                grad = lane.flat.new_zeros(shape)
-            # The backward pass may still read memory that is not the gradient's alone. As ``data``, because Horovod may
-            # count its writing as a change of the gradient.
-            own = grad if alone_in_memory(grad) else grad.clone()
-            lane.flat = own.data.to(lane.flat.dtype).contiguous()
-            return lane
         if not lane.flat.numel():
             lane.flat = lane.flat.new_zeros(lane.bucket.spec.size)
         target = lane.flat[part].view(shape)
@@ -584,7 +577,6 @@ class TorchExchange:
                     target.mul_(1 / self._sent_scale)
             if residual is not None:
                 target.add_(residual, alpha=share)
-        return lane
 
     @property
     def _sent_scale(self) -> float:
@@ -602,13 +594,46 @@ class TorchExchange:
             self._send(self._now.lanes[self._next_lane - 1])
 
     def _send(self, lane: Lane) -> None:
-        if self._together and not self._now.alone(lane):
-            lane.payload = self._take_together(lane)
-        else:
-            lane.payload = lane.flat if self._now.in_place else self._encode(lane)
+        if self._now.in_place:
+            self._start_all(lane, self._themselves(lane))
+            return
+        lane.payload = self._take_together(lane) if self._together else self._encode(lane)
         name = self._ladder.tensor_name(self._now.prefix, lane.bucket.number, self.plan)
-        lane.handle = self.transport.start(lane.payload, name, self._scale if self._now.in_place else 1.0)
+        lane.handle = self.transport.start(lane.payload, name)
         self.meter.sum_begins(lane.bucket.number, functools.partial(self.transport.done, lane.handle))
+
+    def _start_all(self, lane: Lane, arrays: list[torch.Tensor]) -> None:
+        """Send gradients as they are."""
+        name = self._ladder.tensor_name(self._now.prefix, lane.bucket.number, self.plan)
+        lane.handle = cast(Grouping, self.transport).start_all(arrays, name, self._scale)
+        self.meter.sum_begins(lane.bucket.number, functools.partial(self.transport.done, lane.handle))
+
+    def _start_side(self, array: torch.Tensor) -> Side:
+        carrier = self._now.carrier
+        if carrier is not None:
+            with self.meter.codec():
+                self._start_all(carrier, [*carrier.payload, array])
+            return Side(lambda: array * (1.0 / self._scale))  # in place: here as soon as the carrier's sums are
+        # Two names alternate: the last one may still be in flight where it was not awaited.
+        self._side_count += 1
+        handle = self.transport.start(array, f"{self._prefix}.side.{self._side_count % 2}")
+        return Side(lambda: self.transport.wait(handle))
+
+    def _themselves(self, lane: Lane) -> list[torch.Tensor]:
+        """This rank's gradients, for sums in place."""
+        parts = []
+        for i, shape in zip(lane.bucket.parameters, lane.bucket.shapes, strict=True):
+            grad = self.parameters[i].grad
+            if grad is None:
+                grad = lane.flat.new_zeros(shape)
+            elif grad.is_sparse or grad.is_complex():
+                grad = real_view(grad.to_dense())
+            if self.plan.gauge:
+                self._norms.append(norm(grad))
+            # The backward pass may still read memory that is not the gradient's alone.
+            own = grad if alone_in_memory(grad) else grad.detach().clone()
+            parts.append(own.to(lane.flat.dtype).contiguous())
+        return parts
 
     def _take_together(self, lane: Lane) -> Array:
         """The payload of a lane to whose gradients nothing is added, joined only where encoding asks for it."""
@@ -669,11 +694,14 @@ class TorchExchange:
             for lane in self._now.lanes:
                 if lane.handle is None:
                     for i in tuple(lane.waiting):
-                        if self._together and not self._now.alone(lane):
+                        if self._together:
                             self._still_waiting(lane, i)
                         else:
                             self._pack(i, self.parameters[i].grad)
-                    self._send(lane)
+                    if lane is self._now.carrier:
+                        lane.payload = self._themselves(lane)
+                    else:
+                        self._send(lane)
         return used
 
     def _slot(self, learning_rate: float) -> SideSlot:
@@ -756,13 +784,19 @@ class TorchExchange:
             for i, reduced in reduced_rows.items():
                 if users[i]:
                     self.parameters[i].grad = reduced
-            for i, (lane, part, shape) in self._now.place_of.items():
+            means = {}  # of gradients summed in place, that are not yet where they belong
+            for lane in self._now.lanes if self._now.in_place else ():
+                for i, mean in zip(lane.bucket.parameters, lane.reduced, strict=False):  # the side tensor comes last
+                    if mean is not self.parameters[i].grad:
+                        means[i] = mean
+            for i in means if self._now.in_place else self._now.place_of:
+                lane, part, shape = self._now.place_of[i]
                 if not users[i]:
                     if lane.pending is not None and lane.residual is not None:  # nobody takes what was sent of it
                         lane.pending[part].copy_(lane.residual[part])
                     continue
                 parameter = self.parameters[i]
-                mean = lane.reduced if self._now.alone(lane) else lane.reduced[part].view(shape)
+                mean = means[i] if self._now.in_place else lane.reduced[part].view(shape)
                 grad = parameter.grad
                 if grad is None or grad.is_sparse or grad.is_complex() or i in self._sparse:
                     reduced = like(mean, parameter)
@@ -777,7 +811,3 @@ class TorchExchange:
                     grad.set_(mean)
                 else:
                     grad.copy_(mean)
-
-
-def _say(note: str) -> None:
-    print(f"hvdplus: {note}", file=sys.stderr, flush=True)

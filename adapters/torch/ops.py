@@ -70,10 +70,11 @@ class TorchOps:
                 part.view(piece.height, -1).index_copy_(0, piece.rows.long(), values)
             elif isinstance(piece, Halves):
                 factor = piece.factor * scale
+                if factor == 1:
+                    part.copy_(piece.values)
+                    continue
                 for a, b in self._chunks(len(part)):
-                    copied = part[a:b].copy_(piece.values[a:b])
-                    if factor != 1:
-                        copied.mul_(factor)
+                    part[a:b].copy_(piece.values[a:b]).mul_(factor)
             elif isinstance(piece, Packed):
                 step = scale * float(self.power_of_two(piece.exponent)) if len(part) else 0.0
                 for _, _, numbers in self._unpacked(piece, part):
@@ -118,15 +119,15 @@ class TorchOps:
 
     def half(self, parts: Sequence[Array], factor: float, saturate: bool = False) -> Array:
         out = self._empty(sum(map(len, parts)), torch.float16)
-        scratch = self._scratch(max(map(len, parts), default=0))
-        limit = HALF_LIMIT * factor
+        scratch = self._scratch(max(map(len, parts), default=0)) if saturate else None
         for values, halves in zip(parts, torch.split(out, [len(values) for values in parts]), strict=True):
+            if scratch is None:
+                halves.copy_(values)
+                continue
             for a, b in self._chunks(len(values)):
-                scaled = torch.mul(values[a:b], factor, out=scratch[: b - a])
-                if saturate:
-                    scaled.clamp_(-limit, limit).add_(values[a:b], alpha=0.0)
-                halves[a:b].copy_(scaled)
-        return out
+                stopped = torch.clamp(values[a:b], -HALF_LIMIT, HALF_LIMIT, out=scratch[: b - a])
+                halves[a:b].copy_(stopped.add_(values[a:b], alpha=0.0))
+        return out if factor == 1 else out.mul_(factor)
 
     def rms(self, values: Array) -> Array:
         if not values.numel():
@@ -246,12 +247,10 @@ class TorchOps:
         if not values.is_floating_point():
             return torch.ones((), dtype=torch.bool)
         # One pass and no temporary of the gradient's size. A sum of squares is finite unless an element is not or it
-        # overflows, and only then is it worth looking closely; half precision is slow to add, so look at its bits.
+        # overflows, and only then is it worth looking closely; half precision is slow to add, but not to compare.
         if values.dtype == torch.float16 and values.numel():
-            parts = torch.split(values.view(torch.int16), CHUNK)
-            spare = self._empty(CHUNK, torch.int16)
-            largest = [torch.bitwise_and(part, 0x7FFF, out=spare[: len(part)]).amax() for part in parts]
-            return torch.stack(largest).amax() < 0x7C00
+            least, largest = torch.aminmax(values)  # of what holds a NaN both are NaN
+            return torch.isfinite(largest.float() - least.float())
         if values.dim() == 1 and bool(torch.isfinite(torch.dot(values, values))):
             return torch.ones((), dtype=torch.bool)
         return torch.isfinite(values).all()

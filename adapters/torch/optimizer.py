@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import sys
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,14 +16,16 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from hvdplus.adapters.torch.exchange import TorchExchange
 from hvdplus.adapters.torch.ops import TorchOps
-from hvdplus.launch import announce, check_same_model, check_same_settings, choose_ladder, open_log
+from hvdplus.launch import announce, check_same_model, check_same_settings, choose_ladder, next_instance, open_log
+from hvdplus.saved import OWN
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 
 STATE_KEY = "hvdplus"
 """Key of ours in ``state_dict``."""
 
-_instances = itertools.count()
+_alive: weakref.WeakValueDictionary[int, Distributed] = weakref.WeakValueDictionary()
+"""Optimizers by their numbers, which begin the names of their sums."""
 
 
 def wrap(
@@ -44,7 +46,7 @@ def wrap(
         ValueError: wrapped twice, names missing or repeated, parameters that cannot be reduced, another model on
             another rank, an unknown compression, or a wrong setting.
     """
-    if isinstance(optimizer, _Distributed):
+    if isinstance(optimizer, Distributed):
         raise ValueError(
             "This optimizer is a DistributedOptimizer already; wrapped twice it would average twice. Wrap the bare one."
         )
@@ -55,53 +57,71 @@ def wrap(
     names = _names(optimizer, named_parameters)
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     _check_types(parameters, names)
-    check_same_model([(names[id(p)], tuple(p.shape), str(p.dtype)) for p in parameters], world)
-    resolved = Settings.load(settings)
-    ladder, auto = choose_ladder(compression, resolved, world, TorchOps())
-    announce(ladder, auto, world)
-    check_same_settings(
-        resolved,
-        ladder,
-        world,
-        auto=auto,
-        passes=passes,
-        average=average,
-        sparse_as_dense=sparse_as_dense,
-        scales_losses=grad_scaler is not None,
-    )
-    kind = type(optimizer.__class__.__name__, (_Distributed, optimizer.__class__), {"__module__": __name__})
+    resolved, number = Settings.load(settings), next_instance()
+
+    def join(world: World, parameters: list[torch.nn.Parameter], times: int) -> TorchExchange:
+        described = [(names.get(id(p), "added later"), tuple(p.shape), str(p.dtype)) for p in parameters]
+        check_same_model(described, world)
+        ladder, auto = choose_ladder(compression, resolved, world, TorchOps())
+        announce(ladder, auto, world)
+        check_same_settings(
+            resolved,
+            ladder,
+            world,
+            auto=auto,
+            passes=passes,
+            average=average,
+            sparse_as_dense=sparse_as_dense,
+            scales_losses=grad_scaler is not None,
+        )
+        exchange = TorchExchange(
+            parameters,
+            world.transport,
+            resolved,
+            ladder=ladder,
+            auto=auto,
+            log=open_log(resolved, world, number, times),
+            prefix=f"hvdplus{number}",
+            average=average,
+            passes=passes,
+            sparse_as_dense=sparse_as_dense,
+            grad_scaler=grad_scaler,
+        )
+        exchange.pilot.describe_run(world, "torch", sum(p.numel() for p in parameters))
+        return exchange
+
+    kind = type(optimizer.__class__.__name__, (Distributed, optimizer.__class__), {"__module__": __name__})
     wrapped: Any = kind.__new__(kind)  # type: ignore[call-overload]
     wrapped.__dict__.update(optimizer.__dict__)
     # A learning-rate scheduler patches `step` on the instance; ours has to come first. It still sees our groups.
     wrapped.__dict__.pop("step", None)
-    instance = next(_instances)
-    log = open_log(resolved, world, instance)
-    wrapped._exchange = TorchExchange(
-        parameters,
-        world.transport,
-        resolved,
-        ladder=ladder,
-        auto=auto,
-        log=log,
-        prefix=f"hvdplus{instance}",
-        average=average,
-        passes=passes,
-        sparse_as_dense=sparse_as_dense,
-        grad_scaler=grad_scaler,
-    )
+    wrapped._join, wrapped._times_joined = join, 0
+    wrapped._exchange = join(world, parameters, 0)
     wrapped._known = frozenset(id(p) for p in parameters)
     wrapped._newcomers = []
     wrapped._world = world
     wrapped._synchronized = False
     wrapped._should_synchronize = True
-    wrapped._exchange.pilot.describe_run(world, "torch", sum(p.numel() for p in parameters))
+    _alive[number] = wrapped
     return wrapped  # type: ignore[no-any-return]
 
 
-class _Distributed(torch.optim.Optimizer):
+def rejoin(world: World) -> None:
+    """Let all optimizers go on among the ranks that there are now, in the order in which they were made.
+
+    Every rank calls it, or makes the same optimizers anew.
+    """
+    for _, optimizer in sorted(_alive.items()):
+        optimizer._rejoin(world)
+
+
+class Distributed(torch.optim.Optimizer):
     """What is put before the user's optimizer class."""
 
     _exchange: TorchExchange
+    _join: Callable[[World, list[torch.nn.Parameter], int], TorchExchange]
+    """Makes it."""
+    _times_joined: int
     _known: frozenset[int]
     _newcomers: list[torch.nn.Parameter]
     """Parameters that were unfrozen or added since the last step."""
@@ -219,6 +239,23 @@ class _Distributed(torch.optim.Optimizer):
         state.clear()
         state.update(self.state)
         self.param_groups, self.state = groups, state
+
+    def _abandon(self) -> None:
+        """Forget the exchange that is under way, after a failure that ended the transport."""
+        self._exchange.abandon()
+        self._synchronized, self._newcomers = False, []
+
+    def _rejoin(self, world: World) -> None:
+        """Go on in ``world``, which has other ranks, with what this rank has held back. See ``rejoin``."""
+        before = self._exchange
+        before.close()
+        before.pilot.finish()
+        self._times_joined += 1
+        self._exchange, self._world = self._join(world, before.parameters, self._times_joined), world
+        self._exchange.passes = before.passes
+        self._abandon()
+        if not before.idle:
+            self._exchange.load({**before.state(), "rank": OWN})
 
     def consolidate_state_dict(self) -> None:
         """Let the ``state_dict`` of any rank be everybody's, until the next step; every rank has to call it.

@@ -414,8 +414,8 @@ def test_bad_input_is_a_clear_error_on_every_rank():
     raises_everywhere(ValueError, "keras.optimizers.Optimizer. Received", lambda: hvd.DistributedOptimizer("sgd"))
     raises_everywhere(ValueError, "op currently", lambda: hvd.DistributedOptimizer(sgd(), op="Adasum"))
     raises_everywhere(ValueError, "is complex64", lambda: _build_complex())
-    scaled = keras.optimizers.LossScaleOptimizer(sgd())
-    raises_everywhere(ValueError, "LossScaleOptimizer", lambda: hvd.DistributedOptimizer(scaled))
+    scaled = hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(sgd()))
+    raises_everywhere(ValueError, "DistributedOptimizer already", lambda: hvd.DistributedOptimizer(scaled))
     if SIZE > 1:
         shapes = [(3, 3) if RANK == SIZE - 1 else (2, 2)]
         raises_everywhere(ValueError, "model differs between ranks", lambda: plain("none", shapes))
@@ -429,17 +429,55 @@ def _build_complex():
 
 
 @several
-def test_loss_scaling_is_refused_because_it_would_hang():
-    keras.config.set_dtype_policy("mixed_float16")
-    try:
-        net = model()
-        raises_everywhere(
-            ValueError,
-            "LossScaleOptimizer",
-            lambda: fit(net, hvd.DistributedOptimizer(sgd(), compression="none"), epochs=1),
-        )
-    finally:
-        keras.config.set_dtype_policy("float32")
+def test_a_step_inside_a_condition_is_refused_because_it_could_hang():
+    variables, optimizer = plain("none")
+
+    @tf.function
+    def step(*grads):
+        tf.cond(tf.reduce_sum(grads[0]) > 0, lambda: optimizer.apply(list(grads), variables), lambda: None)
+
+    grads = [tf.constant(grad) for grad in gradients(0, RANK)]
+    raises_everywhere(ValueError, "inside a condition", lambda: step(*grads))
+
+
+def test_a_step_that_xla_compiles_is_refused_and_says_what_to_do():
+    net = model()
+    raises_everywhere(
+        ValueError,
+        "jit_compile=False",
+        lambda: fit(net, hvd.DistributedOptimizer(sgd(), compression="none"), epochs=1, jit_compile=True),
+    )
+
+
+def test_one_trace_serves_every_level(monkeypatch):
+    """A level is a branch of the step, not a new step."""
+    monkeypatch.setenv("HVDPLUS_LADDER", "none,fp16,int8,lowrank:2")
+    monkeypatch.setenv("HVDPLUS_DENSE_STEPS", "100000")  # the test turns the dial
+    net = model()
+    optimizer = hvd.DistributedOptimizer(sgd())
+    fit(net, optimizer, epochs=1)
+    exchange = optimizer._hvdplus.exchange
+    before = exchange.traces
+    for level in (1, 2, 3, 0):
+        optimizer.hvdplus.set_level(level)
+        x, y = data()
+        net.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    assert exchange.traces == before
+    assert hvd.identical(net)
+
+
+def steps_per_execution(count):
+    net = model()
+    optimizer = hvd.DistributedOptimizer(sgd(), compression="none")
+    fit(net, optimizer, epochs=2, steps_per_execution=count)
+    return net, optimizer
+
+
+def test_steps_per_execution():
+    one, four = steps_per_execution(1), steps_per_execution(4)
+    for a, b in zip(one[0].get_weights(), four[0].get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=0 if SIZE <= 2 else 1e-6)
+    assert four[1].hvdplus.steps == one[1].hvdplus.steps
 
 
 @pytest.mark.skipif(not HOROVOD, reason="the rest of Horovod's API needs Horovod")

@@ -1,6 +1,7 @@
 """hvdplus.torch on as many ranks as it was started on."""
 
 import copy
+import inspect
 import io
 import itertools
 import os
@@ -1120,8 +1121,13 @@ def test_two_optimizers_in_one_program():
 def test_everything_that_horovod_exports_is_here():
     import horovod.torch as stock
 
+    from hvdplus.torch import elastic
+
     missing = [name for name in dir(stock) if not name.startswith("_") and not hasattr(hvd, name)]
     assert not missing
+    assert hvd.elastic is elastic and all(hasattr(elastic, name) for name in stock.elastic.__all__)
+    ours, theirs = (list(inspect.signature(module.DistributedOptimizer).parameters) for module in (hvd, stock))
+    assert ours[: len(theirs)] == theirs
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         net = model()
@@ -1164,9 +1170,7 @@ def test_run_log_tells_where_the_time_went(tmp_path, monkeypatch):
 
     path = tmp_path / "run.jsonl"
     monkeypatch.setenv("HVDPLUS_RUN_LOG", str(path))
-    from hvdplus.adapters.torch import optimizer as module
-
-    monkeypatch.setattr(module, "_instances", iter([0]))
+    monkeypatch.setattr("hvdplus.launch._instances", iter([0]))
     net = model()
     optimizer = wrapped(net, "auto")
     for step in range(45):

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
 
-from hvdplus.adapters.keras.ops import TensorFlowOps
-from hvdplus.adapters.keras.rows import mask_bytes, sum_of_rows, union_of_rows
+from hvdplus import saved
+from hvdplus.adapters.tensorflow.ops import TensorFlowOps
+from hvdplus.adapters.tensorflow.rows import mask_bytes, sum_of_rows, union_of_rows
 from hvdplus.buckets import DENSE_ONLY, SPARSE, Bucket, bytes_per_step, compressor_for, make_buckets
 from hvdplus.calibration import codec_seconds
 from hvdplus.compression import Compressor, Context
@@ -29,6 +31,8 @@ from hvdplus.runlog import RunLog
 from hvdplus.settings import Settings
 from hvdplus.transport import Transport
 
+FRAMEWORK = "tensorflow"
+"""Whose states these are."""
 _PLAN_VALUES = 4
 """Values that the host returns to the graph besides the next slot's times: program, release, whether to gauge, whether
 all was finite."""
@@ -72,9 +76,10 @@ class TensorFlowExchange:
         self._shapes, self._dtypes = list(shapes), list(dtypes)
         self._prefix = prefix
         self._ladder = ladder
+        self._average = average
         self._scale = 1.0 / transport.size if average else 1.0
         # Alone there is nobody to exchange with: gradients stay untouched unless a level is asked for by name.
-        self._idle = transport.size == 1 and (auto or ladder.names == ("none",))
+        self.idle = transport.size == 1 and (auto or ladder.names == ("none",))
         self._settings = settings
         self.buckets = self._cut(())
         self._codec_seconds: tuple[float, ...] = (0.0,) * len(ladder.names)
@@ -87,30 +92,58 @@ class TensorFlowExchange:
         self._last_done = self._last_end = 0.0
         self._sparse: list[int] | None = None
         """Variables with sparse gradients; None: no gradient was seen yet."""
+        self._heard: tuple[tf.Tensor, tf.Tensor | None] | None = None
+        """Of the step that is being traced: its loss, and when its input was there."""
+        self._consolidated = False
+        """Whether residuals are all ranks' mean, so that one rank's state is everybody's."""
         with tf.init_scope():  # also when the first step is being traced: variables belong to no trace
             plan = self.pilot.plan
             self._program = tf.Variable(ladder.program(plan), dtype=tf.int32, trainable=False, name="hvdplus_program")
             self._release = tf.Variable(plan.release, dtype=tf.float32, trainable=False, name="hvdplus_release")
             self._gauge = tf.Variable(plan.gauge, dtype=tf.bool, trainable=False, name="hvdplus_gauge")
             self._times = tf.Variable(tf.zeros(len(StepTimes._fields)), trainable=False, name="hvdplus_times")
+        self._loses = any(compressor.keeps_residual for compressor in ladder.compressors)
         self._make_lanes([])
 
+    def abandon(self) -> None:
+        """Forget what is on its way, as the transport has failed or has ended."""
+        self._heard = None
+        self._last_done = self._last_end = 0.0
+
+    def close(self) -> None:
+        """Let gradients be: another exchange takes over."""
+
+    def hear(self, loss: tf.Tensor) -> None:
+        """The step's loss, for the run log; from where the step's input was there first, in a compiled step."""
+        self._heard = loss, _input_time()
+
+    def agree(self, here: tf.Tensor) -> tf.Tensor:
+        """Whether it is so on all ranks."""
+        elsewhere = self._sum(tf.reshape(tf.where(here, 0.0, 1.0), [1]), f"{self._prefix}.agree")
+        return elsewhere[0] == 0
+
+    @tf.autograph.experimental.do_not_convert
     def reduce(
-        self,
-        grads: Sequence[Any],
-        loss: tf.Tensor | None = None,
-        data_time: tf.Tensor | None = None,
-        learning_rate: Any = None,
-    ) -> list[tf.Tensor]:
+        self, grads: Sequence[Any], learning_rate: Any = None, loss_scale: tf.Tensor | None = None
+    ) -> list[tf.Tensor | None]:
         """Mean gradients over all ranks. Call ``end_step`` after the optimizer has used them.
 
         Args:
-            grads: gradients of all variables, in order; IndexedSlices come back dense.
-            loss: 0-d, for the run log; None: unknown.
-            data_time: seconds since the epoch when the step's input was there; None: unknown.
+            grads: gradients of all variables, in order; IndexedSlices come back dense. None: there is none, on no rank,
+                and none comes back; as the exchange is the same in every step, zeros are sent.
             learning_rate: 0-d, of this step, for the pilot; None: unknown.
+            loss_scale: by which gradients are divided first; None: 1.
         """
         self.traces += 1
+        if loss_scale is not None:
+            grads = [None if grad is None else _divided(grad, loss_scale) for grad in grads]
+        absent = [grad is None for grad in grads]
+        zeros = zip(self._shapes, self._dtypes, strict=True)
+        grads = [
+            tf.zeros(shape, dtype) if grad is None else grad for grad, (shape, dtype) in zip(grads, zeros, strict=True)
+        ]
+        loss, data_time = self._heard or (None, None)
+        self._heard = None
         self._sort_out_sparse(grads)
         dense = [tf.convert_to_tensor(grad) for grad in grads]
         ready = _time_after(dense)
@@ -165,13 +198,8 @@ class TensorFlowExchange:
         self._release.assign(tf.cast(answer[1], tf.float32))
         self._gauge.assign(answer[2] > 0)
         self._times.assign(tf.cast(answer[_PLAN_VALUES:], tf.float32))
-        if self._idle:
-            return dense
-        return self._unpack(sums, dense, program, healthy)
-
-    def zeros(self) -> list[tf.Tensor]:
-        """A zero gradient for every variable."""
-        return [tf.zeros(shape, dtype) for shape, dtype in zip(self._shapes, self._dtypes, strict=True)]
+        means = dense if self.idle else self._unpack(sums, dense, program, healthy)
+        return [None if none else mean for none, mean in zip(absent, means, strict=True)]
 
     def end_step(self, updated: Sequence[tf.Tensor]) -> None:
         """The optimizer has taken the step: ``updated`` are values read after it."""
@@ -179,20 +207,101 @@ class TensorFlowExchange:
             now = tf.timestamp()
         tf.numpy_function(self._note_end, [now], [])
 
+    def state(self) -> dict[str, Any]:
+        """All that coming steps depend on, besides weights and the optimizer's own state; between two steps.
+
+        NumPy arrays, numbers, text, and lists and dictionaries of them. Residuals are this rank's own, unless they were
+        consolidated; all else is the same on every rank.
+        """
+        return {
+            "format": saved.FORMAT,
+            "framework": FRAMEWORK,
+            "ranks": self.transport.size,
+            "rank": None if self._consolidated else self.transport.rank,
+            "shapes": [list(shape) for shape in self._shapes],
+            "sparse": self._sparse,
+            "pilot": self.pilot.state(),
+            "contexts": [
+                {
+                    "parameters": list(lane.bucket.parameters),
+                    "levels": {self._ladder.names[level]: state.numpy() for level, state in lane.states.items()},
+                }
+                for lane in self._lanes
+            ],
+            "residuals": {
+                i: lane.residual.numpy()[slice(*lane.bucket.offsets[place : place + 2])]
+                for lane in self._lanes
+                if lane.residual is not None
+                for place, i in enumerate(lane.bucket.parameters)
+            },
+        }
+
+    def consolidate(self) -> None:
+        """Give every rank the mean of all ranks' residuals, which changes nothing in what they come to."""
+        for lane in self._lanes:
+            if lane.residual is not None:
+                name = f"{self._prefix}.mean.{lane.bucket.number}"
+                handle = self.transport.start(lane.residual.read_value(), name, 1.0 / self.transport.size)
+                lane.residual.assign(self.transport.wait(handle))
+        self._consolidated = True
+
+    def load(self, state: Mapping[str, Any]) -> str:
+        """Go on where the exchange was that gave ``state``; returns what has to be the same on all ranks.
+
+        From a job with other levels, or another number of ranks, come the residuals alone, so that nothing that was
+        held back is lost; with another number of ranks, only if they were consolidated.
+
+        Raises:
+            ValueError: the state is of another model, or of another version of hvdplus.
+        """
+        saved.check(state, self._shapes)
+        if self.idle:
+            if state["residuals"]:
+                saved.say("On one rank nothing is exchanged: what was held back is lost.")
+            return ""
+        same_ranks, mine, share = saved.claim(state, self.transport, average=self._average)
+        if state["residuals"] and not self._loses:  # what another level held back is paid out
+            self._loses = True
+            self._make_lanes([])
+        own = state.get("framework") == FRAMEWORK
+        if own and self._sparse is None and state["sparse"] is not None:
+            self._set_apart(list(state["sparse"]))
+        self._consolidated = state["rank"] is None and same_ranks
+        resumed = own and same_ranks and self.pilot.load(state["pilot"])
+        contexts = {tuple(each["parameters"]): each["levels"] for each in state["contexts"]} if resumed else {}
+        for lane in self._lanes:
+            for name, array in contexts.get(lane.bucket.parameters, {}).items():
+                lane.states[self._ladder.names.index(name)].assign(array)
+            if lane.residual is not None and mine and state["residuals"]:
+                parts = [state["residuals"][i].ravel() for i in lane.bucket.parameters]
+                lane.residual.assign(share * np.concatenate(parts))
+        if state["residuals"] and not resumed:
+            self.pilot.pay_out()
+        plan = self.pilot.plan
+        self._program.assign(self._ladder.program(plan))
+        self._release.assign(plan.release)
+        self._gauge.assign(plan.gauge)
+        self._last_done = self._last_end = 0.0
+        plain = state["ranks"], state["rank"] is None, resumed, state["pilot"], self._sparse
+        return saved.digest(*plain, arrays=[array for levels in contexts.values() for array in levels.values()])
+
     def _sort_out_sparse(self, grads: Sequence[Any]) -> None:
         """When gradients are seen for the first time: those that are sparse travel apart from the others."""
-        if self._sparse is not None or self._idle:
+        if self._sparse is not None or self.idle:
             return
         mine = [i for i, grad in enumerate(grads) if isinstance(grad, tf.IndexedSlices)]
         with tf.init_scope():
-            self._sparse = sorted(set().union(*self.transport.gather_objects(mine)))
-        if self._sparse:
-            self.buckets = self._cut(self._sparse)
-            dense = self.buckets[: len(self.buckets) - len(self._sparse)]
+            self._set_apart(sorted(set().union(*self.transport.gather_objects(mine))))
+
+    def _set_apart(self, sparse: list[int]) -> None:
+        self._sparse = sparse
+        if sparse:
+            self.buckets = self._cut(sparse)
+            dense = self.buckets[: len(self.buckets) - len(sparse)]
             share = sum(bucket.spec.size for bucket in dense) / sum(bucket.spec.size for bucket in self.buckets)
             self._codec_seconds = tuple(share * seconds for seconds in self._codec_seconds)
             self.pilot.resize(self._costs(dense))
-            self._make_lanes(self._sparse)
+            self._make_lanes(sparse)
 
     def _costs(self, buckets: Sequence[Bucket]) -> tuple[LevelCost, ...]:
         with tf.init_scope():  # a class of Horovod's is asked by compressing zeros
@@ -200,7 +309,7 @@ class TensorFlowExchange:
 
     def _make_lanes(self, sparse: Sequence[int]) -> None:
         with tf.init_scope():  # variables belong to no trace
-            self._lanes = [] if self._idle else [self._make_lane(bucket, sparse) for bucket in self.buckets]
+            self._lanes = [] if self.idle else [self._make_lane(bucket, sparse) for bucket in self.buckets]
 
     def _cut(self, sparse: Sequence[int]) -> tuple[Bucket, ...]:
         """Buckets of all variables; each of the ``sparse`` ones has its own, at the end."""
@@ -228,7 +337,6 @@ class TensorFlowExchange:
     def _make_lane(self, bucket: Bucket, sparse: Sequence[int]) -> _Lane:
         states, arrays = {}, {}
         height = bucket.shapes[0][0] if bucket.parameters[0] in sparse else 0
-        loses = any(compressor.keeps_residual for compressor in self._ladder.compressors)
         if bucket.dtype == DENSE_ONLY:
             return _Lane(bucket, None, {}, {}, height)
         for level, compressor in enumerate(self._ladder.compressors):
@@ -239,7 +347,7 @@ class TensorFlowExchange:
                 states[level] = tf.Variable(_flat(state), trainable=False, name=name)
         residual = (
             tf.Variable(tf.zeros(bucket.spec.size), trainable=False, name=f"hvdplus_residual_{bucket.number}")
-            if loses
+            if self._loses
             else None
         )
         return _Lane(bucket, residual, states, arrays, height)
@@ -402,6 +510,7 @@ class TensorFlowExchange:
         plan = Plan(used.level, used.phase, float(release), used.warms, bool(gauge))
         slots, _ = read_side(total, self.transport.size)
         healthy = bool(sums_finite) and not any(slot.nonfinite for slot in slots)
+        self._consolidated = False
         self.pilot.row_bytes = int(row_bytes)
         self.pilot.observe(plan, total, healthy)
         times = self._step_times(plan.level, float(data), float(ready), float(done), begins, ends)
@@ -528,3 +637,53 @@ def _timed(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     now = _time_after([tensor])
     with tf.control_dependencies([now]):
         return tf.identity(tensor), now
+
+
+def check_place(size: int) -> None:
+    """Raise ValueError where an exchange could hang, or cannot be compiled."""
+    if tf.executing_eagerly():
+        return
+    graph = tf.compat.v1.get_default_graph()
+    if control_flow_util.GraphOrParentsInXlaContext(graph):
+        raise ValueError(
+            "XLA cannot compile sums over ranks. Received: a step with jit_compile=True. Use "
+            "model.compile(..., jit_compile=False), or tf.function(jit_compile=False)."
+        )
+    if size > 1 and getattr(graph, "name", "").startswith("cond_"):
+        raise ValueError(
+            "The optimizer is applied inside a condition that ranks could decide differently, and so wait for each "
+            "other for ever. Apply it in every step, on every rank."
+        )
+
+
+def _divided(grad: Any, scale: tf.Tensor) -> Any:
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(grad.values / tf.cast(scale, grad.dtype), grad.indices, grad.dense_shape)
+    return grad / tf.cast(scale, grad.dtype)
+
+
+def _input_time() -> tf.Tensor | None:
+    """When the input of the step that is being traced was there: its function's arguments are that input.
+
+    The forward pass is made to wait for the timestamp. Left to itself, TensorFlow takes it on another thread, and on a
+    busy machine (a core for each rank) milliseconds late. It waits where it reads variables, because operations on the
+    input itself would no longer be fused.
+    """
+    if tf.executing_eagerly():
+        return None
+    graph = tf.compat.v1.get_default_graph()
+    data = [tensor for tensor in graph.inputs if tensor.dtype not in (tf.resource, tf.variant)]
+    # TensorFlow keeps stateful ops in the order of the program: behind one of them the timestamp would come late, and
+    # waiting for it would be a cycle.
+    ordered = any(
+        op._is_stateful and not any(tensor.dtype == tf.resource for tensor in op.inputs) and op.type != "Placeholder"
+        for op in graph.get_operations()
+    )
+    if not data or ordered:
+        return None
+    with tf.control_dependencies(data):
+        began = tf.timestamp()
+    for op in graph.get_operations():
+        if op.type == "ReadVariableOp":
+            op._add_control_input(began.op)
+    return began

@@ -7,31 +7,28 @@ over mpi4py, the essentials are here too.
 
 from __future__ import annotations
 
+import importlib
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
 from hvdplus import report as _report
-from hvdplus.adapters.connect import INSTALL_HOROVOD, Cpu, connect, wants_horovod
-from hvdplus.transport import NeedsHorovod, TransportError, World
+from hvdplus.adapters.connect import INSTALL_HOROVOD, connect, wants_horovod
+from hvdplus.transport import NeedsHorovod, World
 
-if keras.backend.backend() != "tensorflow":
+if keras.backend.backend() not in ("tensorflow", "torch"):
     raise ImportError(
-        f"hvdplus.keras runs on Keras' TensorFlow backend. Received: KERAS_BACKEND={keras.backend.backend()}. "
-        "For the torch backend, train the model with hvdplus.torch in a PyTorch loop."
+        "hvdplus.keras runs on Keras' TensorFlow and PyTorch backends: Horovod has no sums for JAX. Received: "
+        f"KERAS_BACKEND={keras.backend.backend()}. Set KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch."
     )
 
 from hvdplus.adapters.keras import callbacks, collectives
-from hvdplus.adapters.keras.optimizer import wrap
-from hvdplus.adapters.keras.transport import cpu_capability, graph_transport
+from hvdplus.adapters.keras.optimizer import backend, wrap
 
-__all__ = ["DistributedOptimizer", "callbacks", "init", "shutdown"]
-
-_BINDING = "horovod.tensorflow"
-_world: World | None = None
+__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "backend", "callbacks", "init", "shutdown"]
 
 
 def init(*arguments: Any, **keywords: Any) -> None:
@@ -43,25 +40,21 @@ def init(*arguments: Any, **keywords: Any) -> None:
         TransportError: nothing that could carry the bytes is installed; the message names the command that mends it.
         ValueError: a setting in the environment or the file is wrong.
     """
-    global _world
-    if _world is None:
-        world = connect(_BINDING, Cpu(cpu_capability, lambda everyone: None, cpu_capability), *arguments, **keywords)
-        _world = world._replace(transport=graph_transport(world.transport))
-        collectives.use(_world)
+    if not is_initialized():
+        world = connect(backend.BINDING, backend.CPU, *arguments, **keywords)
+        collectives.use(world._replace(transport=backend.adapt(world.transport)))
 
 
 def shutdown() -> None:
     """End the transport."""
-    global _world
-    if _world is not None:
-        _world.transport.shutdown()
-    _world = None
+    if is_initialized():
+        _require_world().transport.shutdown()
     collectives.use(None)
 
 
 def is_initialized() -> bool:
     """Whether ``init`` was called."""
-    return _world is not None
+    return collectives.is_initialized()
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -80,11 +73,15 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     process_set: Any = None,
     scale_local_gradients: bool = True,
     settings: Mapping[str, Any] | None = None,
+    *,
+    local_layers: Sequence[keras.layers.Layer] = (),
+    state: Mapping[str, Any] | None = None,
 ) -> keras.optimizers.Optimizer:
     """Wrap any Keras 3 optimizer so that gradients are averaged over all ranks before each update.
 
     Args:
-        optimizer: the optimizer; the result is an instance of its class and shares its variables.
+        optimizer: the optimizer; the result is an instance of its class and shares its variables. What is in a
+            ``LossScaleOptimizer`` is wrapped there.
         name: accepted.
         device_dense, device_sparse: accepted; TensorFlow places the ops.
         compression: ``auto`` (measure, and compress as much as it takes; the setting of that name may say otherwise),
@@ -100,9 +97,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         average_aggregated_gradients: with several passes, Keras always averages them; False warns.
         num_groups, groups: accepted; hvdplus makes its own groups (buckets).
         process_set: only the global one.
-        scale_local_gradients: accepted.
+        scale_local_gradients: divide the gradients of ``local_layers`` by the number of ranks, as all others are.
         settings: name -> value, over ``HVDPLUS_*`` and over the file that ``HVDPLUS_CONFIG`` names, e.g.
             ``{"dense_steps": 20, "ladder": ["none", "fp16"]}``; ``hvdplus doctor`` lists them.
+        local_layers: layers whose gradients stay on their rank.
+        state: what a saved model holds of hvdplus, to go on from; ``load_model`` passes it on.
 
     Raises:
         ValueError: wrapped twice, not an optimizer, unknown compression or a wrong setting, or an argument that has no
@@ -110,14 +109,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         TransportError: ``hvd.init()`` was not called.
     """
     world = _require_world()
-    average, sum_ = __getattr__("Average"), __getattr__("Sum")
-    op = average if op is None else op
-    if op not in (average, sum_):
-        raise ValueError(f"op currently only supports Average and Sum. Received: op={op!r}")
-    if process_set is not None and getattr(process_set, "process_set_id", 0) != 0:
-        raise ValueError(f"hvdplus.keras exchanges over all ranks. Received: process_set={process_set}")
-    if gradient_predivide_factor != 1.0 and op != average:
-        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    average = check_op(op, process_set, gradient_predivide_factor)
     if backward_passes_per_step > 1 and not average_aggregated_gradients:
         warnings.warn(
             "Keras averages over accumulated passes; pass average_aggregated_gradients=True to say that you know.",
@@ -129,8 +121,69 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         compression=compression,
         settings=settings,
         passes=backward_passes_per_step,
-        average=op == average,
+        average=average,
+        local_layers=local_layers,
+        scale_local_gradients=scale_local_gradients,
+        state=state,
     )
+
+
+def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: keras.optimizers.Optimizer,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = "auto",
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: Any = None,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    groups: Any = None,
+    process_set: Any = None,
+    local_layers: keras.layers.Layer | Sequence[keras.layers.Layer] | None = None,
+    scale_local_gradients: bool = True,
+    settings: Mapping[str, Any] | None = None,
+) -> keras.optimizers.Optimizer:
+    """``DistributedOptimizer`` that leaves the gradients of some layers on their rank, because every rank has its own.
+
+    Args:
+        local_layers: those layers, or one; none: all gradients are exchanged.
+
+    The others, and what is raised, are those of ``DistributedOptimizer``. Leave such layers out of what is broadcast,
+    too: ``callbacks.BroadcastGlobalVariablesCallback(0, local_variables=layer.variables)``.
+    """
+    layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or [])
+    return DistributedOptimizer(
+        optimizer,
+        name,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        gradient_predivide_factor,
+        op,
+        backward_passes_per_step,
+        average_aggregated_gradients,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+        settings=settings,
+        local_layers=layers,
+    )
+
+
+def check_op(op: Any, process_set: Any, gradient_predivide_factor: float) -> bool:
+    """Whether gradients are averaged, and not added up; ValueError for what cannot be done."""
+    average, sum_ = __getattr__("Average"), __getattr__("Sum")
+    op = average if op is None else op
+    if op not in (average, sum_):
+        raise ValueError(f"op currently only supports Average and Sum. Received: op={op!r}")
+    if process_set is not None and getattr(process_set, "process_set_id", 0) != 0:
+        raise ValueError(f"hvdplus exchanges over all ranks. Received: process_set={process_set}")
+    if gradient_predivide_factor != 1.0 and op != average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    return bool(op == average)
 
 
 def broadcast_global_variables(root_rank: int, model: keras.Model | None = None) -> None:
@@ -155,7 +208,10 @@ def load_model(
     legacy_opts: bool = False,
     settings: Mapping[str, Any] | None = None,
 ) -> keras.Model:
-    """Load a Keras model and wrap its optimizer, so that training can go on.
+    """Load a Keras model and wrap its optimizer, so that training goes on where it was; on every rank.
+
+    What was saved in the ``.keras`` format by a model with a ``DistributedOptimizer`` holds its compressors' and its
+    controller's memory, and what the rank that saved it had held back (see ``optimizer.consolidate_state_dict``).
 
     Args are Horovod's, and ``settings`` as of ``DistributedOptimizer``; ``legacy_opts`` must stay False: Keras 3 has no
     legacy optimizers.
@@ -165,7 +221,8 @@ def load_model(
     objects = {cls.__name__: cls for cls in custom_optimizers or []} | dict(custom_objects or {})
     model = keras.models.load_model(filepath, custom_objects=objects)
     if getattr(model, "optimizer", None) is not None:
-        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, settings=settings)
+        state = collectives.saved_state(filepath)
+        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, settings=settings, state=state)
     return model
 
 
@@ -191,22 +248,29 @@ def report(optimizer: Any, png: str | None = None, **facts: Any) -> dict[str, An
         level, steps, and median times in milliseconds (``step_ms``, ``compute_ms``, ``exposed_comm_ms``, ...), and the
         job's ranks and transport.
     """
-    return _report.close(optimizer.hvdplus, _require_world(), png, facts)
+    ours = getattr(optimizer, "inner_optimizer", optimizer)
+    return _report.close(ours.hvdplus, _require_world(), png, facts)
 
 
 def _require_world() -> World:
-    if _world is None:
-        raise TransportError("hvdplus has not been initialized; call hvd.init() first.")
-    return _world
+    return collectives.current()
+
+
+def with_horovod() -> bool:
+    """Whether the job runs, or would run, on Horovod."""
+    if is_initialized():
+        return _require_world().transport.name.startswith("horovod")
+    return wants_horovod(backend.BINDING)
 
 
 def __getattr__(name: str) -> Any:
     """Everything else is Horovod's, or, in a job without Horovod, ours."""
     if name.startswith("__"):
         raise AttributeError(name)
-    with_horovod = _world.transport.name.startswith("horovod") if _world else wants_horovod(_BINDING)
-    if with_horovod:
-        return collectives.from_horovod(name)
-    if hasattr(collectives.WithoutHorovod, name):
-        return getattr(collectives.WithoutHorovod(_require_world()), name)
+    if name == "elastic":
+        return importlib.import_module("hvdplus.keras.elastic")
+    if with_horovod() and (backend.BINDING == "horovod.tensorflow" or not hasattr(collectives.Essentials, name)):
+        return collectives.from_horovod(name, backend.BINDING)
+    if hasattr(collectives.Essentials, name):
+        return getattr(collectives.Essentials(_require_world()), name)
     raise NeedsHorovod(f"hvd.{name} needs Horovod, and this job runs without it. {INSTALL_HOROVOD}.")

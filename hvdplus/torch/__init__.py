@@ -6,6 +6,7 @@ job over mpi4py, the essentials are here too, and the rest says that it needs Ho
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -184,6 +185,8 @@ def __getattr__(name: str) -> Any:
     """Everything else is Horovod's, or, in a job without Horovod, ours."""
     if name.startswith("__"):
         raise AttributeError(name)
+    if name == "elastic":
+        return importlib.import_module("hvdplus.torch.elastic")
     if _with_horovod():
         import horovod.torch
 

@@ -66,11 +66,9 @@ class TensorFlowOps:
 
     def half(self, parts: Sequence[Array], factor: float, saturate: bool = False) -> Array:
         values = self.concat(parts)
-        scaled = values * factor
         if saturate:
-            limit = HALF_LIMIT * factor
-            scaled = tf.clip_by_value(scaled, -limit, limit) + values * 0.0
-        return tf.cast(scaled, tf.float16)
+            values = tf.clip_by_value(values, -HALF_LIMIT, HALF_LIMIT) + values * 0.0
+        return tf.cast(values, tf.float16) * tf.constant(factor, tf.float16)
 
     def rms(self, values: Array) -> Array:
         # In units of the largest, so that no square leaves float32; half of it, because the whole could be infinite.

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdplus.adapters.keras.ops import TensorFlowOps
+from hvdplus.adapters.tensorflow.ops import TensorFlowOps
 from hvdplus.compression.integer import fewest_bits
 from hvdplus.compression.ops import Packed
 

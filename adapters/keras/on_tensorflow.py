@@ -1,0 +1,44 @@
+"""Keras on TensorFlow: the exchange is part of the step, compiled or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdplus.adapters.connect import Cpu
+from hvdplus.adapters.tensorflow.exchange import TensorFlowExchange, check_place
+from hvdplus.adapters.tensorflow.ops import TensorFlowOps
+from hvdplus.adapters.tensorflow.transport import cpu_capability, graph_transport
+from hvdplus.transport import Transport
+
+BINDING = "horovod.tensorflow"
+CPU = Cpu(cpu_capability, lambda everyone: None, cpu_capability)
+adapt = graph_transport
+make_ops = TensorFlowOps
+outside_of_traces = tf.init_scope
+
+
+def check(transport: Transport) -> None:
+    """Raise ValueError where applying an optimizer could hang, or cannot be compiled."""
+    check_place(transport.size)
+
+
+class Exchange(TensorFlowExchange):
+    """Of Keras variables."""
+
+    def __init__(
+        self, variables: Sequence[Any], transport: Transport, settings: Any, *, accumulates: bool, **keywords: Any
+    ) -> None:
+        shapes, dtypes = [tuple(v.shape) for v in variables], [str(v.dtype) for v in variables]
+        super().__init__(shapes, dtypes, transport, settings, **keywords)
+
+    def end_step(self, updated: Sequence[Any]) -> None:
+        super().end_step([tf.convert_to_tensor(variable) for variable in updated])
+
+    def skip_step(self) -> None:
+        """The optimizer has not taken the step."""
+
+    def scales_losses(self, scale: Any) -> None:
+        """Losses are scaled from now on; ``reduce`` is told by how much."""

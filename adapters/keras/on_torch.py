@@ -1,0 +1,125 @@
+"""Keras on PyTorch: PyTorch's own exchange, whose hooks send gradients while the backward pass goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+
+from hvdplus.adapters.connect import Cpu
+from hvdplus.adapters.torch import cpu
+from hvdplus.adapters.torch.exchange import TorchExchange
+from hvdplus.adapters.torch.ops import TorchOps
+from hvdplus.transport import Transport
+
+BINDING = "horovod.torch"
+CPU = Cpu(cpu.expected, cpu.pin, cpu.capability)
+make_ops = TorchOps
+outside_of_traces = nullcontext
+NEVER = 1 << 62
+"""Backward passes before hooks send anything: Keras accumulates by itself, and hands over the sum."""
+
+
+def adapt(transport: Transport) -> Transport:
+    return transport
+
+
+def check(transport: Transport) -> None:
+    """Raise ValueError where gradients would be averaged twice."""
+    others = torch.distributed
+    if transport.size > 1 and others.is_available() and others.is_initialized() and others.get_world_size() > 1:
+        raise ValueError(
+            "torch.distributed is initialised, so that models may be wrapped in DistributedDataParallel, and gradients "
+            "averaged twice. Use either it or hvdplus: call torch.distributed.destroy_process_group() first."
+        )
+
+
+class _Scale:
+    """What PyTorch's exchange asks of a loss scaler."""
+
+    def __init__(self, get_scale: Callable[[], Any]) -> None:
+        self.get_scale = lambda: float(get_scale())
+
+
+class Exchange(TorchExchange):
+    """Of Keras variables."""
+
+    def __init__(
+        self, variables: Sequence[Any], transport: Transport, settings: Any, *, accumulates: bool, **keywords: Any
+    ) -> None:
+        parameters = [variable.value for variable in variables]
+        super().__init__(parameters, transport, settings, passes=NEVER if accumulates else 1, **keywords)
+
+    def hear(self, loss: torch.Tensor) -> None:
+        """The step's loss, for the run log."""
+        self.loss = float(loss.detach())
+
+    def scales_losses(self, scale: Callable[[], Any]) -> None:
+        """Losses are scaled from now on."""
+        self.grad_scaler = _Scale(scale)  # type: ignore[assignment]
+
+    def agree(self, here: Any) -> torch.Tensor:
+        """Whether it is so on all ranks."""
+        elsewhere = torch.tensor([0.0 if bool(here) else 1.0])
+        return self.transport.wait(self.transport.start(elsewhere, f"{self._prefix}.agree"))[0] == 0
+
+    def reduce(
+        self, grads: Sequence[torch.Tensor | None], learning_rate: Any = None, loss_scale: Any = None
+    ) -> list[torch.Tensor | None]:
+        """Mean gradients over all ranks, None where no rank has one. Call ``end_step`` or ``skip_step`` afterwards.
+
+        Raises:
+            RuntimeError: gradients that are on their way are not those that are applied.
+        """
+        for parameter, grad in zip(self.parameters, grads, strict=True):
+            if grad is not parameter.grad:
+                if self.in_flight:
+                    raise RuntimeError(
+                        "The gradients to apply are not those that backward() computed, which are on their way to the "
+                        "other ranks already. Change gradients after their exchange (clipnorm, global_clipnorm and "
+                        "clipvalue do), or compute them with torch.autograd.grad."
+                    )
+                parameter.grad = None if grad is None else grad.detach().to(parameter.dtype, copy=True)
+        if loss_scale is not None and self.grad_scaler is None:  # the first step of a loop that was not built before
+            self.scales_losses(lambda: loss_scale)
+        self.finish(0.0 if learning_rate is None else float(keras.ops.convert_to_numpy(learning_rate)))
+        means = [parameter.grad for parameter in self.parameters]
+        if loss_scale is None:
+            return means
+        return [None if mean is None else mean / loss_scale for mean in means]
+
+    def end_step(self, updated: Sequence[Any]) -> None:
+        """The optimizer has taken the step."""
+        self.commit()
+
+    def skip_step(self) -> None:
+        """The optimizer has not taken the step."""
+        self.meter.end_step()
+
+    def state(self) -> dict[str, Any]:
+        """As PyTorch's, with NumPy arrays."""
+        return {name: _as_arrays(value) for name, value in super().state().items()}
+
+    def load(self, state: Mapping[str, Any]) -> str:
+        """As PyTorch's."""
+        return super().load({name: _as_tensors(value) for name, value in state.items()})
+
+
+def _as_arrays(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.cpu().numpy()
+    if isinstance(value, dict):
+        return {key: _as_arrays(each) for key, each in value.items()}
+    return [_as_arrays(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _as_tensors(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    if isinstance(value, dict):
+        return {key: _as_tensors(each) for key, each in value.items()}
+    return [_as_tensors(each) for each in value] if isinstance(value, list) else value

@@ -1,0 +1,138 @@
+"""``DistributedGradientTape``: a tape whose gradients are means over all ranks, for training loops without Keras.
+
+Scripts make a new tape in every step, or once in every trace of a compiled one. What has to last lives with the
+variables: residuals, contexts and decisions belong to the list of sources, and are found again by it.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdplus.adapters.tensorflow.exchange import TensorFlowExchange, check_place
+from hvdplus.adapters.tensorflow.ops import TensorFlowOps
+from hvdplus.launch import announce, check_same_model, check_same_settings, choose_ladder, next_instance, open_log
+from hvdplus.settings import Settings
+from hvdplus.transport import World
+
+_Key = tuple[Any, ...]
+_exchanges: dict[_Key, tuple[list[weakref.ref[Any]], TensorFlowExchange]] = {}
+"""Which sources, and how they are exchanged -> those sources, for as long as they are alive, and their exchange."""
+
+
+def wrap(
+    tape: tf.GradientTape,
+    world: World,
+    *,
+    compression: Any,
+    settings: Mapping[str, Any] | None,
+    average: bool,
+    scale_local_gradients: bool,
+) -> tf.GradientTape:
+    """The tape as an instance of a subclass of its own class, with what it has recorded.
+
+    Raises:
+        ValueError: wrapped twice, or not a tape.
+    """
+    if isinstance(tape, _Distributed):
+        raise ValueError("This tape is a DistributedGradientTape already; wrapped twice it would average twice.")
+    if not isinstance(tape, tf.GradientTape):
+        raise ValueError(f"DistributedGradientTape wraps a tf.GradientTape. Received: {type(tape)}")
+    kind = type(tape.__class__.__name__, (_Distributed, tape.__class__), {})
+    wrapped: Any = kind.__new__(kind)  # type: ignore[call-overload]
+    wrapped.__dict__.update(tape.__dict__)
+    wrapped._world, wrapped._compression, wrapped._settings = world, compression, settings
+    wrapped._average, wrapped._local = average, []
+    wrapped._local_scale = 1.0 / world.transport.size if scale_local_gradients else 1.0
+    return wrapped
+
+
+def forget() -> None:
+    """Let go of all exchanges: the job has ended."""
+    _exchanges.clear()
+
+
+class _Distributed:
+    """What is put before the tape's class."""
+
+    _world: World
+    _compression: Any
+    _settings: Mapping[str, Any] | None
+    _average: bool
+    _local: list[Any]
+    _local_scale: float
+
+    def register_local_source(self, source: Any) -> None:
+        """Leave this source's gradient on its rank."""
+        self._local.append(source)
+
+    @tf.autograph.experimental.do_not_convert
+    def gradient(self, target: Any, sources: Any, *arguments: Any, **keywords: Any) -> Any:
+        """As in TensorFlow, averaged over all ranks; sparse gradients come back dense.
+
+        Every rank calls it in every step, with the same sources in the same order.
+        """
+        flat = tf.nest.flatten(sources)
+        shared = [i for i, source in enumerate(flat) if not any(source is local for local in self._local)]
+        check_place(self._world.transport.size)
+        exchange = self._exchange_of([flat[i] for i in shared])
+        if isinstance(target, tf.Tensor) and target.shape.rank == 0:
+            exchange.hear(target)
+        grads = tf.nest.flatten(super().gradient(target, sources, *arguments, **keywords))  # type: ignore[misc]
+        for i, grad in enumerate(grads):
+            if grad is not None and i not in shared:
+                grads[i] = tf.convert_to_tensor(grad) * self._local_scale
+        for i, mean in zip(shared, exchange.reduce([grads[i] for i in shared]), strict=True):
+            grads[i] = mean
+        return tf.nest.pack_sequence_as(sources, grads)
+
+    def _exchange_of(self, sources: Sequence[Any]) -> TensorFlowExchange:
+        settings = Settings.load(self._settings)
+        how = getattr(self._compression, "name", self._compression)  # a script may make an object a step
+        key = (*map(id, sources), str(how), str(settings), self._average)
+        known, exchange = _exchanges.get(key, ([], None))
+        gone = any(ref() is not source for ref, source in zip(known, sources, strict=False))
+        if exchange is None or gone or exchange.transport is not self._world.transport:
+            with tf.init_scope():  # what lasts belongs to no trace
+                exchange = self._make(sources, settings)
+            forget_it = lambda _: _exchanges.pop(key, None)  # noqa: E731
+            _exchanges[key] = [weakref.ref(source, forget_it) for source in sources], exchange
+        return exchange
+
+    def _make(self, sources: Sequence[Any], settings: Settings) -> TensorFlowExchange:
+        world, number = self._world, next_instance()
+        shapes = [tuple(source.shape) for source in sources]
+        dtypes = [tf.as_dtype(source.dtype).name for source in sources]
+        odd = [dtype for dtype in dtypes if dtype not in ("float16", "bfloat16", "float32", "float64")]
+        if odd:
+            raise ValueError(
+                f"hvdplus exchanges float16, bfloat16, float32 and float64 gradients. Received: {', '.join(odd)}"
+            )
+        check_same_model(list(zip(shapes, dtypes, strict=True)), world)
+        ladder, auto = choose_ladder(self._compression, settings, world, TensorFlowOps())
+        announce(ladder, auto, world)
+        check_same_settings(settings, ladder, world, auto=auto, average=self._average)
+        exchange = TensorFlowExchange(
+            shapes,
+            dtypes,
+            world.transport,
+            settings,
+            ladder=ladder,
+            auto=auto,
+            log=open_log(settings, world, number),
+            prefix=f"hvdplus{number}",
+            average=self._average,
+        )
+        exchange.pilot.describe_run(world, "tensorflow", sum(math.prod(shape) for shape in shapes))
+        return exchange
+
+    @property
+    def hvdplus(self) -> Any:
+        """The pilot of the sources used last: present plan, level names, measured times, run log."""
+        if not _exchanges:
+            raise RuntimeError("No gradient has been computed yet.")
+        return list(_exchanges.values())[-1][1].pilot

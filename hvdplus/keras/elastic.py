@@ -1,0 +1,180 @@
+"""``horovod.tensorflow.keras.elastic`` for Keras 3: ranks may come and go, and hvdplus's optimizers follow.
+
+Stock Horovod's ``KerasState`` fails under Keras 3, whose optimizers' ``variables`` is no method any more.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+import hvdplus.keras as front
+from hvdplus.adapters.connect import INSTALL_HOROVOD
+from hvdplus.adapters.keras import collectives
+from hvdplus.adapters.keras.optimizer import Distributed, rejoin
+from hvdplus.saved import OWN
+from hvdplus.transport import NeedsHorovod
+
+if not front.with_horovod():
+    raise NeedsHorovod(f"Elastic jobs need Horovod, and this one runs without it. {INSTALL_HOROVOD}.")
+
+from horovod.common.elastic import ObjectState, run_fn
+from horovod.common.exceptions import HorovodInternalError
+
+__all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
+
+
+def run(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As Horovod's: run ``function``, whose first argument is a ``KerasState``, anew whenever ranks come or go."""
+
+    def heard(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            return function(*arguments, **keywords)
+        except Exception as error:
+            # TensorFlow wraps what Horovod's ops raise into an error of its own, which names the op: Horovod's or ours.
+            if re.search(r"Horovod(Allreduce|Allgather|Broadcast)|hvdplus\d+\.|Horovod has been shut down", str(error)):
+                raise HorovodInternalError(error) from error
+            raise
+
+    return run_fn(heard, _reset)
+
+
+def _reset() -> None:
+    front.shutdown()
+    front.init()
+    gc.collect()  # optimizers that the script has dropped do not join
+    rejoin(front._require_world())
+
+
+class KerasState(ObjectState):
+    """What ranks share: a model, its optimizer, and whatever else is given by name (``epoch=0, batch=0``).
+
+    Everything becomes rank 0's when ranks have come or gone, but for what a rank's optimizer has held back.
+
+    Args:
+        model: a Keras model, built.
+        optimizer: None: the one that the model was compiled with.
+        attributes: further values, picklable; they become attributes.
+
+    Raises:
+        ValueError: the model has not been built.
+    """
+
+    def __init__(self, model: keras.Model, optimizer: Any = None, **attributes: Any) -> None:
+        if not model.built:
+            raise ValueError("Model must be built first. Run `model.build(input_shape)`.")
+        self.model = model
+        self.optimizer = optimizer or model.optimizer
+        if not self.optimizer.built:
+            self.optimizer.build(model.trainable_variables)
+        self._save()
+        super().__init__(self._from_rank_0, front.rank, **attributes)
+
+    def save(self) -> None:
+        """Remember where training is."""
+        self._save()
+        super().save()
+
+    def restore(self) -> None:
+        """Go back to where it was when it was saved last."""
+        for variable, value in zip(self._variables(), self._values, strict=True):
+            variable.assign(value)
+        if self._exchange is not None and self._exchanged is not None:
+            self._exchange.abandon()
+            self._exchange.load(self._exchanged)
+        super().restore()
+
+    def reset(self) -> None:
+        """Ranks have come or gone."""
+        self.model.train_function = None  # the compiled step knows the ranks that there were
+
+    def sync(self) -> None:
+        """Take over rank 0's."""
+        collectives.broadcast_variables(self._variables(), 0)
+        exchange = self._exchange
+        if exchange is not None and not exchange.idle:
+            mine = exchange.state()
+            exchange.load({**self._from_rank_0(mine), "residuals": mine["residuals"], "rank": OWN})
+        self._save()
+        super().sync()
+
+    @property
+    def _exchange(self) -> Any:
+        optimizer = getattr(self.optimizer, "inner_optimizer", self.optimizer)
+        return optimizer._hvdplus.exchange if isinstance(optimizer, Distributed) else None
+
+    def _variables(self) -> list[Any]:
+        known = {id(v) for v in self.model.variables}
+        return [
+            *collectives.shared_variables(self.model),
+            *(v for v in self.optimizer.variables if id(v) not in known),
+        ]
+
+    def _save(self) -> None:
+        self._values = [np.array(variable) for variable in self._variables()]
+        exchange = self._exchange
+        self._exchanged = None if exchange is None or exchange.idle else {**exchange.state(), "rank": OWN}
+
+    @staticmethod
+    def _from_rank_0(value: Any) -> Any:
+        transport = collectives.current().transport
+        return transport.gather_objects(value if transport.rank == 0 else None)[0]
+
+
+class CommitStateCallback(keras.callbacks.Callback):
+    """Commit ``state`` every ``batches_per_commit`` batches, and at the end of every epoch."""
+
+    def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
+        super().__init__()
+        self.state, self.batches_per_commit = state, batches_per_commit
+        self._left = batches_per_commit
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._left = self.batches_per_commit  # alike on all ranks, also on those that came later
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self._left -= 1
+        if not self._left:
+            self._left = self.batches_per_commit
+            self.state.commit()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self.state.commit()
+
+
+class UpdateBatchStateCallback(keras.callbacks.Callback):
+    """Keep ``state.batch`` at the batch; 0 at the end of an epoch.
+
+    Keras 3 takes the length of an epoch from ``fit``: pass ``steps_per_epoch=steps - state.batch`` to shorten the first
+    epoch after ranks came or went.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self.state.batch = batch
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self.state.batch = 0
+
+
+class UpdateEpochStateCallback(keras.callbacks.Callback):
+    """Keep ``state.epoch`` at the number of epochs done, all that came before ranks came or went included."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self._initial = state.epoch
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._initial = self.state.epoch
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self.state.epoch = self._initial + epoch + 1

@@ -1,0 +1,69 @@
+"""``horovod.torch.elastic``: ranks may come and go, and hvdplus's optimizers follow.
+
+``TorchState`` and ``ElasticSampler`` are Horovod's own; ``run`` is Horovod's, with a reset that reaches us, too.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import hvdplus.torch as front
+from hvdplus.adapters.connect import INSTALL_HOROVOD
+from hvdplus.adapters.torch.optimizer import STATE_KEY, Distributed, rejoin
+from hvdplus.saved import OWN
+from hvdplus.transport import NeedsHorovod
+
+if not front._with_horovod():
+    raise NeedsHorovod(f"Elastic jobs need Horovod, and this one runs without it. {INSTALL_HOROVOD}.")
+
+from horovod.common.elastic import run_fn
+from horovod.torch.elastic import ElasticSampler, TorchState
+from horovod.torch.elastic import state as _states
+from horovod.torch.functions import broadcast_object
+
+__all__ = ["ElasticSampler", "TorchState", "run"]
+
+
+def run(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As Horovod's: run ``function``, whose first argument is a ``TorchState``, anew whenever ranks come or go."""
+    return run_fn(function, _reset)  # type: ignore[no-any-return]
+
+
+def _reset() -> None:
+    front.shutdown()
+    front.init()
+    gc.collect()  # optimizers that the script has dropped do not join
+    rejoin(front._require_world())
+
+
+class _OptimizerState(_states.OptimizerStateHandler):  # type: ignore[misc]
+    """Everything of rank 0's, but what a rank has held back: that is its own, and newcomers have nothing."""
+
+    def save(self) -> None:
+        self._saved_optimizer_state = copy.deepcopy(_own(self.value.state_dict()))
+
+    def restore(self) -> None:
+        self.value._abandon()
+        self.value.load_state_dict(self._saved_optimizer_state)
+
+    def sync(self) -> None:
+        mine = self.value.state_dict().get(STATE_KEY, {"residuals": {}})["residuals"]
+        state = broadcast_object(self.value.state_dict(), root_rank=0, name="hvdplus.elastic")
+        if STATE_KEY in state:
+            everybodys = state[STATE_KEY]
+            everybodys["residuals"] = {i: mine.get(i) for i in everybodys["residuals"]}
+        self.value.load_state_dict(_own(state))
+        self.save()
+
+
+def _own(state: dict[str, Any]) -> dict[str, Any]:
+    """The state as one that stays on its rank, whatever number that has by then."""
+    if STATE_KEY in state:
+        state[STATE_KEY]["rank"] = OWN
+    return state
+
+
+_states.set_handler_registry([(Distributed, _OptimizerState), *_states.get_handler_registry()])

@@ -1,0 +1,67 @@
+"""A job whose ranks come and go: three, then two, then three again. Started by ``test_elastic.py``.
+
+Arguments: the file that the host discovery reads; a folder that every rank writes what it has seen to.
+"""
+
+import faulthandler
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import hvdplus.torch as hvd
+from hvdplus.torch.elastic import run
+
+HOSTS, SEEN = Path(sys.argv[1]), Path(sys.argv[2])
+LEVEL = os.environ["LEVEL"]
+STEPS = 60
+
+faulthandler.dump_traceback_later(100, exit=True)  # a rank that waits says where
+hvd.init()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.ReLU(), torch.nn.Linear(40, 4))
+bare = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+optimizer = hvd.DistributedOptimizer(
+    bare, named_parameters=model.named_parameters(), compression=LEVEL, settings={"dense_steps": 2}
+)
+seen = []
+
+
+@run
+def train(state):
+    while state.step < STEPS:
+        draw = torch.Generator().manual_seed(100 * state.step + hvd.rank())
+        inputs = torch.randn(8, 20, generator=draw)
+        labels = inputs[:, :4].argmax(1)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        state.step += 1
+        pilot = optimizer.hvdplus
+        lanes = optimizer._exchange._joined.lanes
+        seen.append(
+            {
+                "step": state.step,
+                "ranks": hvd.size(),
+                "rank": hvd.rank(),
+                "identical": hvd.identical(model),
+                "level": pilot.ladder.names[pilot.plan.level],
+                "held_back": sum(float(lane.residual.norm()) for lane in lanes if lane.residual is not None),
+            }
+        )
+        for step, ranks, then in ((15, 3, "localhost:2"), (30, 2, "localhost:3")):
+            if state.step == step and hvd.size() == ranks and state.changes == (step == 30):
+                if hvd.rank() == 0:
+                    HOSTS.write_text(then)
+                while True:
+                    time.sleep(0.5)
+                    state.changes = 1 + (step == 30)
+                    state.commit()  # ends with the change
+        state.commit()
+
+
+train(hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0, changes=0))
+(SEEN / f"{os.getpid()}.json").write_text(json.dumps(seen))

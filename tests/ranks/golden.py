@@ -1,0 +1,136 @@
+"""One framework's half of ``test_golden.py``: the same gradients and contexts, and what becomes of them.
+
+Arguments: framework, level, folder. PyTorch goes first and leaves in the folder what Keras begins every step from.
+"""
+
+import os
+import pickle
+import sys
+from pathlib import Path
+
+os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
+os.environ["HVDPLUS_BUCKET_BYTES"] = "6000"
+
+import numpy as np
+
+import hvdplus.pilot
+from hvdplus.meter import StepTimes
+
+FRAMEWORK, LEVEL, FOLDER = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+SHAPES = [(24, 40), (40,), (3, 3, 3, 16), (40, 24), (7,), (1,)]
+STEPS = 45 if LEVEL == "auto" else 8
+SETTINGS = {"ladder": ["none", "int8", "lowrank:2"], "dense_steps": 10}
+STEP_SECONDS = {"none": 0.1, "fp16": 0.06, "int8": 0.04, "lowrank:2": 0.02}
+"""What steps take as far as the controller knows, so that decisions depend on gradients alone."""
+
+
+def gradients(step, rank):
+    rng = np.random.default_rng([step, rank])
+    return [rng.standard_normal(shape).astype(np.float32) for shape in SHAPES]
+
+
+def listen(transport):
+    """Notes every payload's sum, by its name. Keras runs eagerly here, so that there is one to note."""
+    sums, start, wait = {}, transport.start, transport.wait
+    names = {}
+
+    def noted_start(array, name, scale=1.0):
+        handle = start(array, name, scale)
+        names[id(handle)] = name, handle
+        return handle
+
+    def noted_wait(handle):
+        total = wait(handle)
+        name, _ = names.pop(id(handle), ("", None))
+        if name and ".side" not in name:  # plain dense gradients go without a payload of ours
+            sums[name] = np.array(total)
+        return total
+
+    transport.start, transport.wait = noted_start, noted_wait
+    return sums
+
+
+def seconds_of(pilot):
+    """Times that the level alone decides about."""
+
+    def told(_):
+        step = STEP_SECONDS.get(pilot.ladder.names[pilot._measured.level], 0.05)
+        return StepTimes(step, 0.001, max(0.0, step - 0.02), 0.0, 0.0)
+
+    return told
+
+
+def fixed_costs(ops, buckets, compressors, transport, *_):
+    return tuple(0.001 for _ in compressors)
+
+
+if FRAMEWORK == "torch":
+    import torch
+
+    import hvdplus.adapters.torch.exchange as exchanges
+    import hvdplus.torch as hvd
+else:
+    import keras
+
+    import hvdplus.adapters.tensorflow.exchange as exchanges
+    import hvdplus.keras as hvd
+
+exchanges.codec_seconds = fixed_costs
+hvd.init()
+sums = listen(hvd._require_world().transport)
+rank, seen = hvd.rank(), []
+if FRAMEWORK == "torch":
+    weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), compression=LEVEL, settings=SETTINGS)
+    exchange = optimizer._exchange
+else:
+    weights = [keras.Variable(np.zeros(shape, np.float32)) for shape in SHAPES]
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=LEVEL, settings=SETTINGS)
+    optimizer.build(weights)
+    exchange = optimizer._hvdplus.exchange
+    (before,) = (pickle.loads(path.read_bytes()) for path in FOLDER.glob(f"torch.{rank}.pickle"))
+hvdplus.pilot.reduce_times = seconds_of(exchange.pilot)
+
+
+def contexts():
+    """Of all levels, as PyTorch's."""
+    state = exchange.state()
+    return {
+        "residuals": {i: np.array(residual) for i, residual in state["residuals"].items()},
+        "contexts": [
+            {name: [np.array(array) for array in arrays] for name, arrays in each["levels"].items()}
+            for each in state["contexts"]
+        ],
+    }
+
+
+def begin_from(known):
+    """Keras: residuals and contexts as PyTorch had them before this step."""
+    for lane, levels in zip(exchange._lanes, known["contexts"], strict=True):
+        for name, arrays in levels.items():
+            level = exchange.pilot.ladder.names.index(name)
+            if level in lane.states:
+                lane.states[level].assign(np.concatenate([a.ravel().view(np.float32) for a in arrays]))
+        if lane.residual is not None and known["residuals"]:
+            parts = [known["residuals"][i].ravel() for i in lane.bucket.parameters]
+            lane.residual.assign(np.concatenate(parts))
+
+
+for step in range(STEPS):
+    sums.clear()
+    plan = tuple(exchange.pilot.plan)
+    start = contexts() if FRAMEWORK == "torch" else None
+    old = [np.array(weight.detach() if FRAMEWORK == "torch" else weight) for weight in weights]
+    if FRAMEWORK == "torch":
+        for weight, grad in zip(weights, gradients(step, rank), strict=True):
+            weight.grad = torch.from_numpy(grad)
+        optimizer.step()
+    else:
+        begin_from(before[step]["start"])
+        optimizer.apply([keras.ops.convert_to_tensor(grad) for grad in gradients(step, rank)], weights)
+    new = [np.array(weight.detach() if FRAMEWORK == "torch" else weight) for weight in weights]
+    means = [a - b for a, b in zip(old, new, strict=True)]
+    seen.append({"plan": plan, "sums": dict(sums), "means": means, "start": start})
+decisions = [record for record in exchange.pilot.log.records if record["kind"] == "decision"]
+seen.append([(record["step"], record["from"], record["to"]) for record in decisions])
+(FOLDER / f"{FRAMEWORK}.{rank}.pickle").write_bytes(pickle.dumps(seen))

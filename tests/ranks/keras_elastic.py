@@ -1,0 +1,69 @@
+"""As ``elastic.py``, in Keras: ranks come and go while ``fit`` runs."""
+
+import faulthandler
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
+
+import keras
+import numpy as np
+
+import hvdplus.keras as hvd
+
+HOSTS, SEEN = Path(sys.argv[1]), Path(sys.argv[2])
+LEVEL = os.environ["LEVEL"]
+STEPS = 60
+
+faulthandler.dump_traceback_later(130, exit=True)  # a rank that waits says where
+hvd.init()
+keras.utils.set_random_seed(0)
+model = keras.Sequential([keras.layers.Input((20,)), keras.layers.Dense(40, "relu"), keras.layers.Dense(4)])
+bare = keras.optimizers.SGD(0.05, momentum=0.9)
+optimizer = hvd.DistributedOptimizer(bare, compression=LEVEL, settings={"dense_steps": 2})
+model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+seen = []
+
+
+class Watch(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        state.step += 1
+        pilot = optimizer.hvdplus
+        residuals = optimizer._hvdplus.exchange.state()["residuals"]
+        seen.append(
+            {
+                "step": state.step,
+                "ranks": hvd.size(),
+                "rank": hvd.rank(),
+                "identical": hvd.identical(model),
+                "level": pilot.ladder.names[pilot.plan.level],
+                "held_back": sum(float(np.linalg.norm(residual)) for residual in residuals.values()),
+            }
+        )
+        for step, ranks, then in ((15, 3, "localhost:2"), (30, 2, "localhost:3")):
+            if state.step == step and hvd.size() == ranks and state.changes == (step == 30):
+                if hvd.rank() == 0:
+                    HOSTS.write_text(then)
+                while True:
+                    time.sleep(0.5)
+                    state.changes = 1 + (step == 30)
+                    state.commit()  # ends with the change
+        if state.step >= STEPS:
+            model.stop_training = True
+
+
+@hvd.elastic.run
+def train(state):
+    rng = np.random.default_rng([state.step, hvd.rank()])
+    inputs = rng.standard_normal((8 * STEPS, 20)).astype(np.float32)
+    labels = inputs[:, :4].argmax(1)
+    callbacks = [Watch(), hvd.elastic.CommitStateCallback(state)]
+    model.fit(inputs, labels, batch_size=8, epochs=1, verbose=0, callbacks=callbacks)
+
+
+state = hvd.elastic.KerasState(model, step=0, changes=0)
+train(state)
+(SEEN / f"{os.getpid()}.json").write_text(json.dumps(seen))

@@ -1,0 +1,143 @@
+"""hvdplus.tensorflow on as many ranks as it was started on: tapes, for training loops without Keras' ``fit``."""
+
+import gc
+import os
+
+os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdplus.tensorflow as hvd
+from hvdplus.adapters.tensorflow import tape as tapes
+
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+SHAPES = [(24, 40), (40,), (40, 24)]
+several = pytest.mark.ranks(2, 4)
+
+
+def gradients(step, rank):
+    rng = np.random.default_rng([step, rank])
+    return [rng.standard_normal(shape).astype(np.float32) for shape in SHAPES]
+
+
+def mean(step):
+    return [np.mean(arrays, axis=0) for arrays in zip(*(gradients(step, rank) for rank in range(SIZE)), strict=True)]
+
+
+def taped(sources, grads, **keywords):
+    """What a distributed tape makes of these gradients."""
+    with tf.GradientTape() as tape:
+        loss = tf.add_n([tf.reduce_sum(source * grad) for source, grad in zip(sources, grads, strict=True)])
+    return hvd.DistributedGradientTape(tape, **keywords).gradient(loss, sources)
+
+
+def variables():
+    return [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("kind", ["tensorflow", "keras"])
+def test_gradients_are_means(kind, compiled):
+    sources = variables() if kind == "tensorflow" else [keras.Variable(np.zeros(s, np.float32)) for s in SHAPES]
+    function = tf.function(lambda *grads: taped(sources, grads, compression="none"), autograph=False)
+    step = function if compiled else lambda *grads: taped(sources, grads, compression="none")
+    for number in range(3):
+        for got, expected in zip(step(*map(tf.constant, gradients(number, RANK))), mean(number), strict=True):
+            np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+@several
+def test_what_is_held_back_lives_with_the_variables_and_goes_with_them():
+    """A new tape in every step; what a lossy level keeps back is sent later."""
+    gc.collect()
+    sources, sums, sent = variables(), [np.zeros(s) for s in SHAPES], [np.zeros(s) for s in SHAPES]
+    before = len(tapes._exchanges)
+    for number in range(40):
+        for total, part in zip(sums, mean(0), strict=True):
+            total += part
+        for total, part in zip(sent, taped(sources, gradients(0, RANK), compression="topk:0.3:8"), strict=True):
+            total += part.numpy()
+        assert len(tapes._exchanges) == before + 1, number
+    assert hvd.identical(sent)
+    for total, received in zip(sums, sent, strict=True):
+        assert np.abs(total - received).max() < 0.25 * np.abs(total).max()
+    del sources
+    gc.collect()
+    assert len(tapes._exchanges) == before
+
+
+def test_structures_unused_sources_and_sums():
+    a, b, unused = tf.Variable([1.0, 2.0]), tf.Variable(3.0), tf.Variable(4.0)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(a) * b
+    tape = hvd.DistributedGradientTape(tape, compression="none", op=hvd.Sum)
+    got = tape.gradient(loss, {"first": a, "rest": [b, unused]})
+    np.testing.assert_allclose(got["first"], [3.0 * SIZE] * 2)
+    np.testing.assert_allclose(got["rest"][0], 3.0 * SIZE)
+    assert got["rest"][1] is None
+
+
+def test_local_layers_keep_their_own():
+    net = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(2), keras.layers.Dense(2)])
+    hvd.broadcast_variables(net.variables, 0)
+    own, (kernel, _) = net.layers[0], net.layers[1].trainable_variables
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(net(tf.ones((1, 2)) * (RANK + 1.0)))
+    tape = hvd.PartialDistributedGradientTape(tape, compression="none", local_layers=own)
+    local, shared = tape.gradient(loss, [own.trainable_variables[1], kernel])
+    bare = np.sum(kernel.numpy(), axis=1) / SIZE  # d loss / d bias of the first layer, scaled as all others are
+    np.testing.assert_allclose(local, bare, rtol=1e-5)
+    assert hvd.identical([shared.numpy()])
+
+
+@several
+def test_a_whole_loop_and_broadcast_of_tensorflows_own_variables():
+    tf.random.set_seed(RANK)
+    weights = [tf.Variable(tf.random.normal(s)) for s in ((12, 30), (30, 3))]
+    assert not hvd.identical(weights)
+    hvd.broadcast_variables(weights, root_rank=0)
+    assert hvd.identical(weights)
+    rng = np.random.default_rng(RANK)
+    x, y = rng.standard_normal((64, 12)).astype(np.float32), rng.integers(0, 3, 64)
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            logits = tf.tanh(x @ weights[0]) @ weights[1]
+            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits))
+        tape = hvd.DistributedGradientTape(tape, compression="lowrank:2")
+        for weight, grad in zip(weights, tape.gradient(loss, weights), strict=True):
+            weight.assign_sub(0.1 * grad)
+        return loss
+
+    losses = [float(step()) for _ in range(30)]
+    assert losses[-1] < losses[0] and hvd.identical(weights)
+
+
+def test_bad_input_is_a_clear_error_on_every_rank():
+    with pytest.raises(ValueError, match="wraps a tf.GradientTape"):
+        hvd.DistributedGradientTape("tape")
+    with pytest.raises(ValueError, match="already"):
+        hvd.DistributedGradientTape(hvd.DistributedGradientTape(tf.GradientTape()))
+    with pytest.raises(ValueError, match="op currently"):
+        hvd.DistributedGradientTape(tf.GradientTape(), op="Adasum")
+    if SIZE > 1:
+        shape = (3,) if RANK == SIZE - 1 else (2,)
+        with pytest.raises(ValueError, match="model differs between ranks"):
+            taped([tf.Variable(tf.zeros(shape))], [np.ones(shape, np.float32)])
+
+
+@pytest.mark.skipif(not hvd.front.with_horovod(), reason="the rest of Horovod's API needs Horovod")
+def test_everything_that_horovod_exports_is_here():
+    import horovod.tensorflow as stock
+
+    assert not [name for name in dir(stock) if not name.startswith("_") and not hasattr(hvd, name)]
+
+
+def test_the_launch_is_the_one_that_was_meant():
+    assert hvd.front._require_world().transport.name == os.environ["EXPECTED_TRANSPORT"]
+    assert int(os.environ["EXPECTED_RANKS"]) == SIZE

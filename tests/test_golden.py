@@ -1,0 +1,50 @@
+"""PyTorch and Keras, held against each other: from equal contexts the same gradients become the same sums."""
+
+import pickle
+import sys
+
+import numpy as np
+import pytest
+from launching import TESTS, mpirun, run
+
+RANKS = 2
+
+
+def half(framework, level, folder):
+    """What the ranks of a framework saw."""
+    body = [sys.executable, "-P", str(TESTS / "ranks" / "golden.py"), framework, level, str(folder)]
+    code, output = run(mpirun(RANKS, *body), timeout_seconds=120)
+    assert code == 0, output
+    return [pickle.loads((folder / f"{framework}.{rank}.pickle").read_bytes()) for rank in range(RANKS)]
+
+
+LEVELS = ["fp16", "randomk:0.2", "topk:0.2:32", "lowrank:2", "int8", "topk:0.2:32+int8", "auto"]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_same_gradients_become_the_same_sums(tmp_path, level):
+    torchs, kerass = half("torch", level, tmp_path), half("keras", level, tmp_path)
+    for theirs, ours in zip(torchs, kerass, strict=True):
+        assert theirs[-1] == ours[-1], "the same decisions"
+        assert bool(theirs[-1]) == (level == "auto")
+        for number, (a, b) in enumerate(zip(theirs[:-1], ours[:-1], strict=True)):
+            assert a["plan"][:-1] == b["plan"][:-1], number  # but for the gauge, which frameworks read at other times
+            if any("none" not in name for name in a["sums"]):  # plain dense gradients go without a payload of ours
+                assert {name: total.nbytes for name, total in a["sums"].items()} == {
+                    name: total.nbytes for name, total in b["sums"].items()
+                }, "the same bytes on the wire"
+                for name, total in a["sums"].items():
+                    if total.dtype.kind == "i":
+                        off = np.abs(total.view(np.int8).astype(int) - b["sums"][name].view(np.int8).astype(int))
+                        # Energies of blocks are sums, which frameworks add up in another order before rounding.
+                        most = 2 + 0.005 * off.size if "+int8" in level else 0
+                        assert np.count_nonzero(off) <= most and off.max() <= 1, f"step {number}: {name}"
+                    else:
+                        close(total, b["sums"][name], 1e-3 if total.dtype == np.float16 else 1e-5)
+            for mean, other in zip(a["means"], b["means"], strict=True):
+                close(mean, other, 1e-3 if "fp16" in level or level == "auto" else 1e-5)
+
+
+def close(one, other, relative):
+    one, other = one.astype(np.float64), other.astype(np.float64)
+    np.testing.assert_allclose(other, one, rtol=0, atol=relative * max(np.abs(one).max(), 1e-3))

@@ -1,0 +1,93 @@
+"""The README's table of hooks, made from what the front doors really have."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from launching import run
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+HOOKS = [
+    # what, in PyTorch, in Keras; what a door lacks becomes a dash
+    ("start, stop", "hvd.init", "hvd.init"),
+    ("rank, size, local rank", "hvd.rank", "hvd.rank"),
+    ("wrap an optimizer", "hvd.DistributedOptimizer", "hvd.DistributedOptimizer"),
+    ("level, budget and all settings", "settings=", "settings="),
+    ("some layers stay on their rank", "", "hvd.PartialDistributedOptimizer"),
+    ("a training loop of one's own", "optimizer.step", "hvdplus.tensorflow.DistributedGradientTape"),
+    ("accumulate, then exchange once", "backward_passes_per_step=", "backward_passes_per_step="),
+    ("sum instead of mean", "op=", "op="),
+    ("exchange now, then clip", "optimizer.synchronize", "clipnorm, global_clipnorm, clipvalue"),
+    ("loss scaling", "grad_scaler=", "keras.optimizers.LossScaleOptimizer"),
+    ("the same start on all ranks", "hvd.broadcast_parameters", "hvd.callbacks.BroadcastGlobalVariablesCallback"),
+    ("optimizer state from one rank", "hvd.broadcast_optimizer_state", "hvd.broadcast_global_variables"),
+    ("metrics of all ranks", "hvd.allreduce", "hvd.callbacks.MetricAverageCallback"),
+    ("warm up the learning rate", "torch.optim.lr_scheduler", "hvd.callbacks.LearningRateWarmupCallback"),
+    ("save, with what was learned", "optimizer.state_dict", "model.save"),
+    ("load, and go on from there", "optimizer.load_state_dict", "hvd.load_model"),
+    ("one rank's file for all ranks", "optimizer.consolidate_state_dict", "optimizer.consolidate_state_dict"),
+    ("ranks come and go", "hvd.elastic.TorchState", "hvd.elastic.KerasState"),
+    ("are all ranks identical?", "hvd.identical", "hvd.identical"),
+    ("loss in the run log", "optimizer.record", "every train step"),
+    ("figures in the training log", "optimizer.hvdplus.figures", "hvd.callbacks.ExchangeLogsCallback"),
+    ("table, picture, summary", "hvd.report", "hvd.report"),
+    ("level and times right now", "optimizer.hvdplus.status", "optimizer.hvdplus.status"),
+]
+SCRIPT = """
+import inspect, json, sys
+import hvdplus.{door} as hvd
+from hvdplus.adapters.{door}.optimizer import Distributed
+from hvdplus.pilot import Pilot
+
+def there(name):
+    if name.endswith("="):
+        return name[:-1] in inspect.signature(hvd.DistributedOptimizer).parameters
+    known = {{"hvd": hvd, "optimizer": Distributed}}
+    first, *rest = name.split(".")
+    if first not in known:
+        return bool(name)
+    found = known[first]
+    for part in rest:
+        if (found, part) == (Distributed, "hvdplus"):
+            found = Pilot
+        elif not hasattr(found, part):
+            return False
+        else:
+            found = getattr(found, part)
+    return True
+
+print("there", json.dumps({{name: there(name) for name in json.loads(sys.argv[1])}}))
+"""
+
+
+@pytest.fixture(scope="module")
+def table() -> str:
+    """The table as it has to stand in the README."""
+    cells = {}
+    for door, column in (("torch", 1), ("keras", 2)):
+        names = json.dumps([row[column] for row in HOOKS])
+        code, output = run([sys.executable, "-P", "-c", SCRIPT.format(door=door), names], timeout_seconds=120)
+        assert code == 0, output
+        (line,) = (line for line in output.splitlines() if line.startswith("there "))
+        cells[door] = json.loads(line.removeprefix("there "))
+    rows = [
+        f"| {what} | {cell(torch, cells['torch'])} | {cell(keras, cells['keras'])} |" for what, torch, keras in HOOKS
+    ]
+    return "\n".join(["| | PyTorch | Keras |", "|---|---|---|", *rows])
+
+
+def cell(name: str, there: dict[str, bool]) -> str:
+    if not there[name]:
+        return "–"
+    return name if " " in name and "," not in name else ", ".join(f"`{part}`" for part in name.split(", "))
+
+
+def test_the_readme_has_the_table_as_it_is(table: str) -> None:
+    assert table in README.read_text(encoding="utf-8"), f"The README's table of hooks has to be:\n{table}"
+
+
+def test_both_doors_have_nearly_everything(table: str) -> None:
+    assert table.count("–") <= 1
