@@ -36,7 +36,7 @@ TRAINED = 20
 """Steps after which weights are compared."""
 BLOCKS, BLOCK_STEPS = 20, 10
 LOOPBACK_LIMIT, AS_IT_COMES_LIMIT, WITH_RING_LIMIT = 1.02, 0.80, 1.0
-HOSTS, RATE, JOBS, HOST_BLOCKS, HOST_BLOCK_STEPS = 4, "1gbit", 4, 5, 3
+HOSTS, RATE, JOBS, HOST_BLOCKS, HOST_BLOCK_STEPS, HOST_TRAINED = 4, "1gbit", 4, 5, 3, 3
 SHARED = {
     "OMP_NUM_THREADS": "1",
     "OMPI_MCA_mpi_yield_when_idle": "1",
@@ -159,18 +159,18 @@ def in_keras() -> tuple[Any, Trainee, Trainee]:
     return hvd, stock, ours
 
 
-def both(framework: str, blocks: int, block_steps: int) -> dict[str, Any]:
+def both(framework: str, blocks: int, block_steps: int, trained: int) -> dict[str, Any]:
     """On every rank: stock Horovod and hvdplus side by side, over hvdplus's settings of MPI."""
     hvd, stock, ours = {"torch": in_torch, "keras": in_keras}[framework]()
-    stock.steps(TRAINED)
-    ours.steps(TRAINED)
+    stock.steps(trained)
+    ours.steps(trained)
     pairs = list(zip(stock.weights(), ours.weights(), strict=True))
     mine = {
         "equal": all(np.array_equal(a, b) for a, b in pairs),
         "difference": max(float(np.abs(a - b).max() / np.abs(a).max()) for a, b in pairs),
         "identical": hvd.identical([hvd_array(weight, framework) for weight in ours.weights()]),
-        "fresh_stock": stock.fresh_memory(TRAINED),
-        "fresh_ours": ours.fresh_memory(TRAINED),
+        "fresh_stock": stock.fresh_memory(trained),
+        "fresh_ours": ours.fresh_memory(trained),
     }
     order = random.Random(0)
     seconds: dict[str, list[float]] = {"stock": [], "ours": []}
@@ -209,14 +209,14 @@ def stock_alone(blocks: int, block_steps: int) -> dict[str, Any]:
     return found
 
 
-def on_this_host(framework: str, ranks: int) -> dict[str, Any]:
+def on_this_host(framework: str, ranks: int, blocks: int) -> dict[str, Any]:
     """What rank 0 of a job of ``both`` found on so many ranks of this host, a core each if there are enough."""
     binding = "--bind-to core" if ranks <= (os.cpu_count() or 1) else "--bind-to none --oversubscribe"
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     command = f"mpirun -np {ranks} {binding} --mca btl tcp,self".split()
     job = subprocess.run(
-        [*command, sys.executable, *job_arguments(framework, BLOCKS, BLOCK_STEPS)],
+        [*command, sys.executable, *job_arguments(framework, blocks, BLOCK_STEPS, TRAINED)],
         env=os.environ | root | path | SHARED,
         capture_output=True,
         text=True,
@@ -229,15 +229,15 @@ def on_this_host(framework: str, ranks: int) -> dict[str, Any]:
 
 def on_hosts(lab: Lab, what: str) -> dict[str, Any]:
     """The same on the hosts of a laboratory."""
-    command = ["python", *job_arguments(what, HOST_BLOCKS, HOST_BLOCK_STEPS)]
+    command = ["python", *job_arguments(what, HOST_BLOCKS, HOST_BLOCK_STEPS, HOST_TRAINED)]
     result = lab.run(command, env=SHARED, timeout_seconds=600)
     if result.exit_code:
         raise SystemExit(f"The job on {HOSTS} hosts failed. It printed:\n{result.output}")
     return of_rank_0(result.output)
 
 
-def job_arguments(what: str, blocks: int, block_steps: int) -> list[str]:
-    return [str(Path(__file__).absolute()), "--job", what, str(blocks), str(block_steps)]
+def job_arguments(what: str, *numbers: int) -> list[str]:
+    return [str(Path(__file__).absolute()), "--job", what, *map(str, numbers)]
 
 
 def of_rank_0(output: str) -> dict[str, Any]:
@@ -252,16 +252,18 @@ def judge(name: str, found: Ratio, limit: float) -> Verdict:
 def main() -> int:
     """Measure and print. Returns 0 whatever comes out."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--job", nargs=3, metavar=("WHAT", "BLOCKS", "STEPS"), help=argparse.SUPPRESS)  # a rank of one
+    parser.add_argument(
+        "--job", nargs=4, metavar=("WHAT", "BLOCKS", "STEPS", "TRAINED"), help=argparse.SUPPRESS
+    )  # a rank of one
     parser.add_argument("--framework", choices=("torch", "keras"), default="torch")
     options = parser.parse_args()
     if options.job:
         torch.set_num_threads(1)
-        what, blocks, block_steps = options.job[0], int(options.job[1]), int(options.job[2])
-        found = stock_alone(blocks, block_steps) if what == "stock" else both(what, blocks, block_steps)
+        what, (blocks, block_steps, trained) = options.job[0], map(int, options.job[1:])
+        found = stock_alone(blocks, block_steps) if what == "stock" else both(what, blocks, block_steps, trained)
         print(json.dumps(found), flush=True)
         return 0
-    two, four = on_this_host(options.framework, 2), on_this_host(options.framework, 4)
+    two, four = on_this_host(options.framework, 2, BLOCKS), on_this_host(options.framework, 4, 1)
     verdicts = [
         Verdict(
             f"after {TRAINED} steps on 2 ranks weights are Horovod's, bit for bit",
@@ -280,15 +282,19 @@ def main() -> int:
         ),
         judge("step time on 2 ranks of a host, against Horovod's", ratio(two["ours"], two["stock"]), LOOPBACK_LIMIT),
     ]
+    say(verdicts)
     if options.framework == "keras":
-        pass
-    elif why := unavailable():
+        return 0
+    if why := unavailable():
         print(f"Nothing is measured between hosts: {why}")
     else:
-        verdicts += between_hosts()
-    for verdict in verdicts:
-        print(f"{'ok  ' if verdict.passed else 'FAIL'}  {verdict.line}\n        {verdict.figures}")
+        say(between_hosts())
     return 0
+
+
+def say(verdicts: list[Verdict]) -> None:
+    for verdict in verdicts:
+        print(f"{'ok  ' if verdict.passed else 'FAIL'}  {verdict.line}\n        {verdict.figures}", flush=True)
 
 
 def between_hosts() -> list[Verdict]:
