@@ -261,7 +261,8 @@ def main() -> int:
         torch.set_num_threads(1)
         what, (blocks, block_steps, trained) = options.job[0], map(int, options.job[1:])
         found = stock_alone(blocks, block_steps) if what == "stock" else both(what, blocks, block_steps, trained)
-        print(json.dumps(found), flush=True)
+        if found["rank"] == 0:
+            print(json.dumps(found), flush=True)
         return 0
     two, four = on_this_host(options.framework, 2, BLOCKS), on_this_host(options.framework, 4, 1)
     verdicts = [
