@@ -157,8 +157,6 @@ class _Setup:
         with backend.outside_of_traces():
             # Not the names: `dense_7` depends on what was made before.
             check_same_model([(tuple(v.shape), str(v.dtype)) for v in variables], self.world)
-        accumulates = bool(optimizer.gradient_accumulation_steps)
-        with backend.outside_of_traces():
             check_same_settings(self.settings, self.ladder, self.world, auto=self.auto, average=self.average)
         self.exchange = backend.Exchange(
             variables,
@@ -169,7 +167,7 @@ class _Setup:
             log=open_log(self.settings, self.world, self.instance, self.times_joined),
             prefix=f"hvdplus{self.instance}",
             average=self.average,
-            accumulates=accumulates,
+            accumulates=bool(optimizer.gradient_accumulation_steps),
         )
         self.exchange.pilot.describe_run(self.world, "keras", sum(math.prod(v.shape) for v in variables))
         with backend.outside_of_traces():
