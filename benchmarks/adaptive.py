@@ -2,7 +2,8 @@
 
     python benchmarks/adaptive.py --quick       some cells, fewer repeats
     python benchmarks/adaptive.py               all of it, for hours; writes benchmarks/results/
-    python benchmarks/adaptive.py --hosts 4     only what is measured on so many hosts; writes files of its own there
+    python benchmarks/adaptive.py --hosts 4     only what is measured on so many hosts
+    python benchmarks/adaptive.py --only race   only a part of it; parts, too, leave files of their own in results/
 
 Nothing else may run on the machine meanwhile: what is measured is mostly its processor.
 
@@ -15,9 +16,9 @@ start; 80 steps after it, blocks of its steps are measured in turns with blocks 
              nearly the fastest are measured beside ``auto``, and the fastest then is the oracle
     dense    the faster of stock Horovod in fp32 and in fp16
 
-A round has one block of everybody, in changing order; a block's figure is the median of its steps, a round's ratio
-that of two blocks, a cell's ratio the rounds' geometric mean, with a 95 % bound from the rounds' spread (Student's t).
-In the full run rounds go on, for a while, until these bounds are narrow.
+A round has one block of everybody, in changing order, of few steps; a block's figure is the mean of its steps, a
+round's ratio that of two blocks, a cell's ratio the rounds' geometric mean, with a 95 % bound from the rounds' spread
+(Student's t). Rounds go on, for a while, until these bounds are narrow.
 A line about cells fails (``FAIL``) where that bound is beyond the limit; the other lines judge the figures they print.
 Ratios below 1 are in favour of ``auto``. In races ``auto`` pays for every second of its steps and for its preparations,
 the others for their median step.
@@ -53,13 +54,14 @@ from hvdplus.settings import Settings
 
 HERE = Path(__file__).parent
 DENSE_STEPS = Limits().dense_steps
-MORE_SECONDS = 60.0
-"""What a cell of the full run gets for rounds beyond its number, until its bounds are narrow."""
+MORE_SECONDS = {True: 20.0, False: 90.0}
+"""What a cell of the quick and of the full run gets for rounds beyond its number, until its bounds are narrow."""
 REACHED_WITHIN = 80
 """Steps after the dense start, or after a change of the link."""
 ORACLE_LIMIT, DENSE_LIMIT = 1.05, 1.02
-BLOCK_SECONDS, BLOCK_STEPS = 0.6, (2, 40)
-"""A block takes so long, but has no fewer and no more steps."""
+BLOCK_SECONDS, BLOCK_STEPS = 0.03, (1, 40)
+"""A block takes so long, but has no fewer and no more steps. Machines change their speed within tenths of a second:
+many short blocks in turns tell more than a few long ones."""
 RATES = ("50mbit", "200mbit", "1gbit", "5gbit", UNSHAPED)
 MODELS = ("mlp", "text", "cnn")
 
@@ -148,11 +150,6 @@ def running(hosts: int, rates: Iterable[str]) -> Iterator[Ranks]:
 # -- measuring in turns
 
 
-def block(ranks: Ranks, who: str, steps: int) -> float:
-    """Median seconds of a block's steps; the first one is not counted."""
-    return statistics.median(ranks.steps(who=who, count=steps + 1)["seconds"][1:])
-
-
 def block_steps(seconds: float) -> int:
     """How many steps of ``seconds`` make a block."""
     least, most = BLOCK_STEPS
@@ -163,7 +160,7 @@ def in_turns(
     ranks: Ranks,
     people: Sequence[str],
     rounds: int,
-    enough: Callable[[dict[str, list[float]]], bool] = lambda seconds: True,
+    enough: Callable[[dict[str, list[float]]], bool] = lambda seconds: False,
     more_seconds: float = 0.0,
 ) -> dict[str, list[float]]:
     """Blocks of everybody, round after round; up to ``more_seconds`` more of them, until there are ``enough``."""
@@ -172,16 +169,18 @@ def in_turns(
     seconds: dict[str, list[float]] = {who: [] for who in people}
     deadline = math.inf
     while len(seconds[people[0]]) < rounds or (time.monotonic() < deadline and not enough(seconds)):
-        for who in order.sample(list(people), len(people)):
-            seconds[who].append(block(ranks, who, lengths[who]))
-        if len(seconds[people[0]]) == rounds:
+        turns = [(who, lengths[who]) for who in order.sample(list(people), len(people))]
+        for (who, _), took in zip(turns, ranks.blocks(turns=turns), strict=True):
+            seconds[who].append(took)
+        if len(seconds[people[0]]) == max(1, rounds):
             deadline = time.monotonic() + more_seconds
     return seconds
 
 
 DENSE = ("horovod", "horovod fp16")
 NARROW = 1.015
-"""A ratio's bound within this of its middle is narrow enough. On a restless machine that takes more rounds."""
+"""A ratio's bound within this of its middle is narrow enough, or three times as far from its limit as it is wide. On a
+restless machine that takes more rounds."""
 NEAR = 1.05
 """Levels within this of the fastest may turn out to be it."""
 
@@ -211,6 +210,10 @@ class Cell(NamedTuple):
         return f"{self.hosts} hosts, {self.model}, {self.rate}"
 
 
+TRY_SECONDS = 6.0
+"""What trying all levels gets beyond its rounds, to find those that are near the fastest."""
+
+
 def best_level(ranks: Ranks, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
     """Milliseconds of all levels within the error budget, and the errors of those beyond it."""
     people = [f"level {level}" for level in Settings().ladder]
@@ -218,7 +221,7 @@ def best_level(ranks: Ranks, rounds: int) -> tuple[dict[str, float], dict[str, f
         ranks.forget(who=who)
         if parse(who.removeprefix("level ")).keeps_residual:  # errors grow with age
             ranks.steps(who=who, count=DENSE_STEPS + REACHED_WITHIN)
-    seconds = in_turns(ranks, people, rounds)
+    seconds = in_turns(ranks, people, rounds, more_seconds=TRY_SECONDS)
     levels, over = {}, refused(ranks)
     for who in people:
         level = who.removeprefix("level ")
@@ -265,12 +268,18 @@ def compare(ranks: Ranks, hosts: int, model: str, rate: str, rounds: int, more_s
             fastest(seconds, DENSE): DENSE_LIMIT,
         }
         found = [(ratio(seconds["auto"], seconds[rival]), limit) for rival, limit in rivals.items()]
-        return all(each.high <= max(limit, NARROW * each.middle) for each, limit in found)
+        # Not as soon as a bound is within its limit: whoever looks often enough sees that once.
+        return all(
+            (width := each.high / each.middle) <= NARROW or width**3 <= max(limit / each.middle, each.middle / limit)
+            for each, limit in found
+        )
 
     while not near:  # what goes over the budget while it is measured is no oracle
         before = len(decisions(ranks))
-        levels, over = best_level(ranks, max(3, rounds // 3))
+        levels, over = best_level(ranks, rounds // 2)
         near = [level for level in levels if levels[level] <= NEAR * min(levels.values())]
+        mine = ranks.steps(who="auto", count=1)["levels"][0]
+        near += [mine] * (mine not in near)  # whatever a training of its own says of its error: `auto` runs it
         people = ["auto", *(f"level {level}" for level in near), *DENSE]
         seconds = in_turns(ranks, people, rounds, enough, more_seconds)
         near = [level for level in near if level not in refused(ranks)]
@@ -396,6 +405,8 @@ RACES = (("1gbit", 2.0), ("100mbit", 3.0))
 """Rate, and how many times sooner than stock Horovod in fp32."""
 SOONER_THAN_STATIC = 1.3
 RACE_STEPS, EVALUATE_STEPS = 800, 40
+RACE_SECONDS = 15.0
+"""For rounds that measure everybody's step time."""
 TARGET = 2.95
 """Bits a character on the validation text."""
 TRAINED = ("horovod", "ddp powersgd:4", "ddp powersgd:8", "ddp powersgd:16")
@@ -431,7 +442,8 @@ def race(ranks: Ranks, rates: Sequence[str], seeds: Sequence[int], trained: Sequ
     people = (*trained, *GRANTED)
     for rate in rates:
         ranks.lab.shape(rate)
-        taken = {who: statistics.median(blocks) for who, blocks in in_turns(ranks, people, 5).items()}
+        blocks = in_turns(ranks, people, 6, more_seconds=RACE_SECONDS)
+        taken = {who: statistics.median(theirs) for who, theirs in blocks.items()}
         say(f"  {rate}: " + ", ".join(f"{who} {seconds * 1e3:.1f} ms" for who, seconds in taken.items()))
         # PowerSGD starts dense, too, with what is no part of its later steps.
         start = {who: began.get(who, 0.0) + ranks.dense_start(who=who) * (taken["ddp"] - taken[who]) for who in people}
@@ -553,10 +565,12 @@ def main() -> int:
     """Measure, print, judge; a full run leaves table and pictures in results/. Returns 0 whatever comes out."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="some cells, fewer repeats, one race of two seeds")
-    parser.add_argument("--rounds", type=int, help="rounds of blocks a cell (quick: 5, else 8)")
+    parser.add_argument("--rounds", type=int, help="the least rounds of blocks a cell, 2 or more (quick: 6, else 10)")
     parser.add_argument("--only", choices=PARTS, help="a part of it")
     parser.add_argument("--hosts", type=int, choices=(2, 4), help="only what is measured on so many hosts")
     options = parser.parse_args()
+    if options.rounds is not None and options.rounds < 2:
+        parser.error(f"--rounds has to be at least 2. Received: {options.rounds}")
     began, measured = time.monotonic(), Measured()
     say(f"{machine()}\nladder {', '.join(Settings().ladder)}; error budget {Settings().error_budget:g}")
     try:
@@ -566,14 +580,15 @@ def main() -> int:
         for verdict in [*judge_cells(measured.cells, measured.changes), *measured.verdicts]:
             say(f"{'ok  ' if verdict.passed else 'FAIL'}  {verdict.line}\n        {verdict.figures}")
         say(f"{time.monotonic() - began:.0f} s")
-        if not options.quick and not options.only:
-            keep(measured, f"adaptive-{options.hosts}-hosts" if options.hosts else "adaptive")
+        if not options.quick:
+            part = [f"-{options.hosts}-hosts"] * bool(options.hosts) + [f"-{options.only}"] * bool(options.only)
+            keep(measured, "adaptive" + "".join(part))
     return 0
 
 
 def measure(measured: Measured, quick: bool, chosen: Sequence[int], parts: Sequence[str], rounds: int | None) -> None:
     """All cells, and what else is promised on two hosts."""
-    rounds, more_seconds = rounds or (5 if quick else 8), 0.0 if quick else MORE_SECONDS
+    rounds, more_seconds = rounds or (6 if quick else 10), MORE_SECONDS[quick]
     for hosts, models in cells(quick).items():
         mine = parts if hosts == 2 else set(parts) & {"cells"}
         if not mine or hosts not in chosen:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import os
+import statistics
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Client
@@ -109,6 +110,12 @@ class Contestant:
         self.optimizer.step()
         return time.perf_counter() - began
 
+    def resume(self) -> None:
+        """Others have trained: no step of this contestant's lasted so long."""
+        exchange = getattr(self.optimizer, "_exchange", None)
+        if exchange is not None and exchange.meter._began is not None:
+            exchange.meter._began = time.perf_counter()
+
     @property
     def level(self) -> str:
         """That hvdplus runs next; elsewhere empty."""
@@ -171,10 +178,15 @@ class Job:
         contestant = self._people[who]
         seconds, levels = [], []
         hvd.barrier()
+        contestant.resume()
         for _ in range(count):
             levels.append(contestant.level)
             seconds.append(contestant.step())
         return {"seconds": seconds, "levels": levels, "began": began}
+
+    def blocks(self, turns: list[tuple[str, int]]) -> list[float]:
+        """Mean seconds a step of everybody's block of so many steps; a mean, as some have more to do in every fifth."""
+        return [statistics.mean(self.steps(who, count)["seconds"]) for who, count in turns]
 
     def dense_start(self, who: str) -> int:
         """Steps that ``who`` takes over plain DDP before it compresses."""
