@@ -79,7 +79,7 @@ def make_buckets(
         if dtype not in open_parameters:
             open_bytes[dtype] = 0
             if tapering:
-                limit = min(bucket_bytes, max(bucket_bytes // 8, left // 2))
+                limit = min(bucket_bytes, max(bucket_bytes // 16, left // 2))
         open_bytes[dtype] += sizes[i]
         left -= sizes[i]
         open_parameters.setdefault(dtype, []).append(i)

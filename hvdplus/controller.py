@@ -190,10 +190,10 @@ class Controller:
         """Seconds that a step at ``level`` takes: as measured, or else as the cost model expects."""
         if level in self._samples:
             return self._measured(level).step
-        now, cost = self._measured(self.level), self.costs[level]
-        codec = self._codec.get(level, self._codec.get(0, 0.0) + cost.codec)
-        hideable = self._hidden_share * now.compute
-        return now.compute + now.input_wait + codec + self.link.exposed(cost, hideable)
+        calmest = min(map(self._measured, self._samples), key=lambda times: times.compute + times.input_wait)
+        codec = self._codec.get(level, self._codec.get(0, 0.0) + self.costs[level].codec)
+        hideable = self._hidden_share * calmest.compute
+        return calmest.compute + calmest.input_wait + codec + self.link.exposed(self.costs[level], hideable)
 
     # -- the four modes
 
@@ -292,10 +292,11 @@ class Controller:
             if cost <= self.limits.critical_share * self._steps_held * held.step:
                 return self._go_critical()
         self._critical = ""
-        if self._steps_held >= self._compare_after:
-            other = min(self._known(), key=lambda level: self._measured(level).step)
+        others = [level for level in self._known() if level != self.level]
+        if others and self._steps_held >= self._compare_after:
+            other = min(others, key=self._calm)
             times = self._measured(other)
-            if times.step < (1 - self.limits.margin) * held.step:
+            if self._calm(other) < (1 - self.limits.margin) * held.step:
                 self._compare_after *= 4
                 return self._try(
                     other,
@@ -391,6 +392,12 @@ class Controller:
     def _known(self) -> list[int]:
         """Levels that have been measured and may run, whatever they send since."""
         return [level for level in sorted(self._samples) if level not in self.refused]
+
+    def _calm(self, level: int) -> float:
+        """Seconds of a step whose computation takes what it takes at best: it is the same at every level, and what made
+        it longer is no fault of the level's."""
+        times = self._measured(level)
+        return times.step - times.compute + min(self._measured(each).compute for each in self._samples)
 
     def _measured(self, level: int) -> StepTimes:
         return median_times(self._samples[level])

@@ -117,6 +117,8 @@ class SideSlot(NamedTuple):
     gauge them."""
     newcomers: float = 0.0
     """Parameters that were unfrozen or added since the last step."""
+    absent: float = 0.0
+    """Which variables have no gradient, as 24 bits that tell it apart, where that has to be alike on all ranks."""
 
     @property
     def times(self) -> StepTimes:
@@ -152,6 +154,21 @@ def check_newcomers(slots: Sequence[SideSlot]) -> None:
         raise RuntimeError(
             "Parameters that were unfrozen or added to the optimizer have to be so on all ranks at the same step. "
             f"Received, rank by rank: {', '.join(map(str, counts))} of them."
+        )
+
+
+def check_absent(slots: Sequence[SideSlot]) -> None:
+    """Where a variable without a gradient is left as it is, it has to be so on all ranks, or they drift apart.
+
+    Raises:
+        RuntimeError: it is not; on every rank.
+    """
+    odd = [rank for rank, slot in enumerate(slots) if slot.absent != slots[0].absent]
+    if odd:
+        raise RuntimeError(
+            "Some variables have a gradient on some ranks only: what has none differs between rank 0 and rank(s) "
+            f"{', '.join(map(str, odd))}. Every rank has to compute gradients of the same variables: freeze layers on "
+            "all ranks alike, and add unused ones to the loss with a factor of 0."
         )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdplus.compression import Compressor, HorovodCompressor, Ops, Spec, known, parse
@@ -15,6 +16,13 @@ from hvdplus.transport import World
 
 AUTO = "auto"
 
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+"""Types of gradients that every framework exchanges."""
+
+NO_JOIN = (
+    "hvd.join() lets other ranks go on alone, but ranks compress and decide together in every step. Give all ranks the "
+    "same number of steps (DistributedSampler and drop_last=True do), or run with compression='none' in PyTorch."
+)
 _instances = itertools.count()
 
 HOROVODS_NAMES = {"NoneCompressor": "none", "FP16Compressor": "fp16"}
@@ -43,7 +51,8 @@ def choose_ladder(compression: Any, settings: Settings, world: World, ops: Ops) 
     stock = isinstance(compression, type) and compression.__module__.partition(".")[0] in ("horovod", "hvdplus")
     if stock and compression.__name__ in HOROVODS_NAMES:
         # Scripts written for Horovod name these because they have to name something: a setting may turn that.
-        compression = HOROVODS_NAMES[compression.__name__] if settings.compression == AUTO else AUTO
+        turned = "compression" in settings.origins or settings.compression != AUTO
+        compression = AUTO if turned else HOROVODS_NAMES[compression.__name__]
     from_settings = isinstance(compression, str) and compression == AUTO
     wanted = settings.compression if from_settings else compression
     auto = isinstance(wanted, str) and wanted == AUTO
@@ -91,6 +100,55 @@ def announce(ladder: Ladder, auto: bool, world: World) -> None:
     if world.transport.rank == 0:
         what = f"auto, ladder {' > '.join(ladder.names)}" if auto else ladder.names[-1]
         print(f"hvdplus: compression {what}", file=sys.stderr, flush=True)
+
+
+def join(
+    make: Callable[..., Any],
+    world: World,
+    settings: Settings,
+    ladder: Ladder,
+    auto: bool,
+    *,
+    framework: str,
+    instance: int,
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[str],
+    names: Sequence[str] | None = None,
+    times: int = 0,
+    **agreed: Any,
+) -> Any:
+    """The exchange that ``make`` makes, between ranks that fit together. Every rank calls it.
+
+    Args:
+        make: takes transport and settings, and ``ladder``, ``auto``, ``log`` and ``prefix`` by name.
+        instance: see ``next_instance``.
+        shapes, dtypes: of the gradients, in order.
+        names: of the gradients, if ranks have to agree in them.
+        times: how often this exchange has joined other ranks before.
+        agreed: what decides what is sent, and when, besides the settings.
+
+    Raises:
+        ValueError: another rank has other gradients, settings or arguments; on every rank.
+    """
+    # Where ranks come and go, some have made more optimizers than others.
+    instance = max(world.transport.gather_objects(instance))
+    check_same_model(list(zip(*((names,) if names else ()), shapes, dtypes, strict=True)), world)
+    announce(ladder, auto, world)
+    check_same_settings(settings, ladder, world, auto=auto, **agreed)
+    log = open_log(settings, world, instance, times)
+    exchange = make(world.transport, settings, ladder=ladder, auto=auto, log=log, prefix=f"hvdplus{instance}")
+    exchange.pilot.describe_run(world, framework, sum(map(math.prod, shapes)))
+    return exchange
+
+
+def check_types(names: Sequence[str], dtypes: Sequence[str], known: Sequence[str] = FLOATS) -> None:
+    """Raise ValueError where a gradient of another type than ``known`` would have to be exchanged."""
+    odd = [f"{name} is {dtype}" for name, dtype in zip(names, dtypes, strict=True) if dtype not in known]
+    if odd:
+        raise ValueError(
+            f"hvdplus exchanges gradients of type {', '.join(known)}. Received: {', '.join(odd)}. Keep such parameters "
+            "out of this optimizer, or reduce them with hvd.allreduce."
+        )
 
 
 def check_same_model(mine: Sequence[Any], world: World) -> None:

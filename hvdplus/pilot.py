@@ -18,7 +18,7 @@ import numpy as np
 
 from hvdplus.controller import Controller, Limits, Observation
 from hvdplus.costmodel import LevelCost
-from hvdplus.exchange import Ladder, Plan, SideSlot, check_newcomers, read_side
+from hvdplus.exchange import Ladder, Plan, SideSlot, check_absent, check_newcomers, read_side
 from hvdplus.meter import StepTimes, median_times, reduce_times
 from hvdplus.residual import release_factor
 from hvdplus.runlog import RunLog
@@ -59,6 +59,8 @@ class Pilot:
             dense_steps=settings.dense_steps, drain_steps=settings.drain_steps, error_budget=settings.error_budget
         )
         self._controller = Controller(ladder.names, self.costs, limits) if auto else None
+        lossy = any(compressor.keeps_residual for compressor in ladder.compressors)
+        self._gauges = ranks > 1 and (auto or lossy)  # else nobody wants to know
         self._level = 0
         self._phases = [0] * len(ladder.names)
         self._drain_left = self._warm_left = 0
@@ -137,10 +139,12 @@ class Pilot:
         ``healthy``: all sums were finite, so that residuals and contexts were kept.
 
         Raises:
-            RuntimeError: the ranks' contexts differ, so that what was reduced has no meaning; or their parameters do.
+            RuntimeError: the ranks' contexts differ, so that what was reduced has no meaning; or their parameters do,
+                or which of them have gradients.
         """
         slots, _ = read_side(total, self.ranks)
         check_newcomers(slots)
+        check_absent(slots)
         self._check_contexts(plan, slots)
         if healthy and not any(slot.nonfinite for slot in slots):
             self._commit(plan)
@@ -266,7 +270,7 @@ class Pilot:
     def _next_plan(self) -> Plan:
         if self._heir_of is not None:
             self._phases[self._level], self._heir_of = self._phases[self._heir_of], None
-        gauge = self.ranks > 1 and self.steps % GAUGE_STEPS == 0
+        gauge = self._gauges and self.steps % GAUGE_STEPS == 0
         if self._warm_left:
             return Plan(warms=self._level, gauge=gauge)
         release = 1.0 if self.ladder.compressors[self._level].keeps_residual else release_factor(self._drain_left)

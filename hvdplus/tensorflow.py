@@ -24,10 +24,11 @@ if front.backend.BINDING != "horovod.tensorflow":
     )
 
 from hvdplus.adapters.tensorflow import tape as _tape
+from hvdplus.launch import NO_JOIN
 
 __all__ = [
     "DistributedGradientTape", "DistributedOptimizer", "PartialDistributedGradientTape", "broadcast_variables",
-    "identical", "init", "is_initialized", "load_model", "report", "shutdown",
+    "identical", "init", "is_initialized", "join", "load_model", "report", "shutdown",
 ]  # fmt: skip
 
 
@@ -35,6 +36,17 @@ def shutdown() -> None:
     """End the transport."""
     _tape.forget()
     front.shutdown()
+
+
+def join(*arguments: Any, **keywords: Any) -> Any:
+    """As Horovod's, where no gradients are exchanged.
+
+    Raises:
+        RuntimeError: a tape exchanges gradients with all ranks.
+    """
+    if _tape._exchanges:
+        raise RuntimeError(NO_JOIN)
+    return _horovods("join")(*arguments, **keywords)
 
 
 def DistributedGradientTape(  # noqa: N802 - Horovod's name

@@ -15,7 +15,16 @@ from hvdplus.buckets import bytes_per_step, make_buckets
 from hvdplus.compression import Array, Chain, Compressor, Context, IntB, LowRank, Ops, Spec, TopK, known, parse
 from hvdplus.compression.foreign import HorovodCompressor
 from hvdplus.exchange import Ladder
-from hvdplus.launch import Compression, announce, check_same_model, check_same_settings, choose_ladder, open_log
+from hvdplus.launch import (
+    FLOATS,
+    Compression,
+    announce,
+    check_same_model,
+    check_same_settings,
+    check_types,
+    choose_ladder,
+    open_log,
+)
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 
@@ -388,6 +397,25 @@ def test_rank_0_says_what_an_optimizer_runs_with(
         announce(*choose(asked, **settings), EQUAL._replace(transport=Several(rank, 0, 0)))
     printed = capsys.readouterr()
     assert printed.err == f"hvdplus: compression {line}\n" and not printed.out
+
+
+@pytest.mark.parametrize("source", ["arguments", "environment"])
+def test_auto_that_was_asked_for_is_more_than_the_default(source: str) -> None:
+    """Scripts that name Horovod's `Compression.none`, as its examples do, can be turned to `auto`, too."""
+    asked = {"compression": "auto"}
+    settings = Settings.load(asked, {}) if source == "arguments" else Settings.load({}, {"HVDPLUS_COMPRESSION": "auto"})
+    for kind in horovods("NoneCompressor"):
+        assert choose_ladder(kind, settings, EQUAL, OPS)[1]
+        assert not choose_ladder(kind, Settings.load({}, {}), EQUAL, OPS)[1]
+
+
+def test_types_that_are_not_exchanged_are_named() -> None:
+    check_types(["a", "b", "c", "d"], FLOATS)
+    with pytest.raises(
+        ValueError, match=r"float16, bfloat16, float32, float64\. Received: b is int64, c is complex64\."
+    ):
+        check_types(["a", "b", "c"], ["float32", "int64", "complex64"])
+    check_types(["c"], ["complex64"], (*FLOATS, "complex64"))
 
 
 def test_only_rank_0_writes_a_log_and_every_optimizer_its_own(tmp_path: Path) -> None:

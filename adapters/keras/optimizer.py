@@ -8,8 +8,8 @@ to override. Clipping comes behind the exchange, where it belongs.
 
 from __future__ import annotations
 
+import functools
 import importlib
-import math
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from typing import Any
 import keras
 
 from hvdplus import saved
-from hvdplus.launch import announce, check_same_model, check_same_settings, choose_ladder, next_instance, open_log
+from hvdplus.launch import check_types, choose_ladder, join, next_instance
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 
@@ -119,7 +119,6 @@ class _Setup:
     def _enter(self, world: World) -> None:
         self.world = world
         self.ladder, self.auto = choose_ladder(self.compression, self.settings, world, backend.make_ops())
-        announce(self.ladder, self.auto, world)
         self.local_divisor = float(world.transport.size) if self.scale_local_gradients else 1.0
 
     def rejoin(self, optimizer: Any, world: World) -> None:
@@ -147,30 +146,29 @@ class _Setup:
         chosen = [i for i, v in enumerate(everything) if id(v) not in local]
         variables = [everything[i] for i in chosen]
         self.places = {i: place for place, i in enumerate(chosen)}
-        known = ("float16", "bfloat16", "float32", "float64")
-        odd = [f"{v.path} is {v.dtype}" for v in variables if str(v.dtype) not in known]
-        odd += [f"{v.path} is a scale of float8" for v in variables if getattr(v, "overwrite_with_gradient", False)]
-        if odd:
-            raise ValueError(
-                f"hvdplus exchanges float16, bfloat16, float32 and float64 gradients. Received: {', '.join(odd)}"
+        # Scales of float8 are no gradients, whatever their type.
+        types = ["scale of float8" if getattr(v, "overwrite_with_gradient", False) else str(v.dtype) for v in variables]
+        check_types([v.path for v in variables], types)
+        with backend.outside_of_traces():
+            self.exchange = join(
+                functools.partial(
+                    backend.Exchange,
+                    variables,
+                    average=self.average,
+                    accumulates=bool(optimizer.gradient_accumulation_steps),
+                ),
+                self.world,
+                self.settings,
+                self.ladder,
+                self.auto,
+                framework="keras",
+                instance=self.instance,
+                shapes=[tuple(v.shape) for v in variables],
+                dtypes=types,  # no names: `dense_7` depends on what was made before
+                times=self.times_joined,
+                average=self.average,
+                accumulates=optimizer.gradient_accumulation_steps or 1,
             )
-        with backend.outside_of_traces():
-            # Not the names: `dense_7` depends on what was made before.
-            check_same_model([(tuple(v.shape), str(v.dtype)) for v in variables], self.world)
-            check_same_settings(self.settings, self.ladder, self.world, auto=self.auto, average=self.average)
-        self.exchange = backend.Exchange(
-            variables,
-            self.world.transport,
-            self.settings,
-            ladder=self.ladder,
-            auto=self.auto,
-            log=open_log(self.settings, self.world, self.instance, self.times_joined),
-            prefix=f"hvdplus{self.instance}",
-            average=self.average,
-            accumulates=bool(optimizer.gradient_accumulation_steps),
-        )
-        self.exchange.pilot.describe_run(self.world, "keras", sum(math.prod(v.shape) for v in variables))
-        with backend.outside_of_traces():
             self._resume()
 
     def _resume(self) -> None:

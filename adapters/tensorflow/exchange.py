@@ -8,7 +8,9 @@ the host sees one small call a step, in which the pilot reads the summed side te
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -77,6 +79,7 @@ class TensorFlowExchange:
         self._prefix = prefix
         self._ladder = ladder
         self._average = average
+        self._closed = False
         self._scale = 1.0 / transport.size if average else 1.0
         # Alone there is nobody to exchange with: gradients stay untouched unless a level is asked for by name.
         self.idle = transport.size == 1 and (auto or ladder.names == ("none",))
@@ -111,7 +114,8 @@ class TensorFlowExchange:
         self._last_done = self._last_end = 0.0
 
     def close(self) -> None:
-        """Let gradients be: another exchange takes over."""
+        """Let gradients be: another exchange takes over. A step that was compiled with this one is an error."""
+        self._closed = True
 
     def hear(self, loss: tf.Tensor) -> None:
         """The step's loss, for the run log; from where the step's input was there first, in a compiled step."""
@@ -129,8 +133,8 @@ class TensorFlowExchange:
         """Mean gradients over all ranks. Call ``end_step`` after the optimizer has used them.
 
         Args:
-            grads: gradients of all variables, in order; IndexedSlices come back dense. None: there is none, on no rank,
-                and none comes back; as the exchange is the same in every step, zeros are sent.
+            grads: gradients of all variables, in order; IndexedSlices come back dense. None: there is none, on no rank
+                (else the step is an error), and none comes back; zeros are sent.
             learning_rate: 0-d, of this step, for the pilot; None: unknown.
             loss_scale: by which gradients are divided first; None: 1.
         """
@@ -171,7 +175,7 @@ class TensorFlowExchange:
             sums_finite = tf.logical_and(sums_finite, sum_finite)
             checksum += lane_checksum
         done = _time_after(sums)
-        known = self._known(finite, checksum, loss, learning_rate, self._norms(gauge, program, dense, kept))
+        known = self._known(finite, checksum, loss, learning_rate, self._norms(gauge, program, dense, kept), absent)
         side_total = self._sum(self._side(known), f"{self._prefix}.side")
         answer = tf.numpy_function(
             self._between_steps,
@@ -464,6 +468,7 @@ class TensorFlowExchange:
         loss: tf.Tensor | None,
         learning_rate: Any,
         norms: tuple[tf.Tensor, tf.Tensor],
+        absent: Sequence[bool],
     ) -> SideSlot:
         """This rank's slot, of 0-d tensors."""
 
@@ -483,6 +488,7 @@ class TensorFlowExchange:
             learning_rate=number(learning_rate),
             gradient_norm=norms[0],
             residual_norm=norms[1],
+            absent=tf.constant(float(zlib.crc32(np.packbits(absent).tobytes()) & 0xFFFFFF)),
         )
 
     def _side(self, known: SideSlot) -> tf.Tensor:
@@ -506,6 +512,11 @@ class TensorFlowExchange:
         row_bytes: Any,
     ) -> np.ndarray:
         """On the host, once a step: (next program, its release, 1 to gauge, 1 if all was finite, this step's times)."""
+        if self._closed:
+            raise RuntimeError(
+                "Ranks have come or gone since this step was compiled. Make its tf.function anew inside of what "
+                "hvd.elastic.run runs."
+            )
         used = self._ladder.programs[int(program)]
         plan = Plan(used.level, used.phase, float(release), used.warms, bool(gauge))
         slots, _ = read_side(total, self.transport.size)
@@ -557,8 +568,7 @@ class TensorFlowExchange:
                 for lane, (left, state) in zip(self._lanes, kept, strict=True):
                     if lane.residual is not None and (keeps or used.drains):
                         left = tf.ensure_shape(left, lane.residual.shape)
-                        stays = np.repeat([absent[i] for i in lane.bucket.parameters], np.diff(lane.bucket.offsets))
-                        lane.residual.assign(tf.where(stays, lane.residual, left) if stays.any() else left)
+                        lane.residual.assign(_with_parts(left, lane.residual, lane.bucket, absent))
                     variable = lane.states.get(used.warms or used.level)
                     if variable is not None:
                         variable.assign(tf.ensure_shape(state, variable.shape))
@@ -659,6 +669,14 @@ def check_place(size: int) -> None:
             "The optimizer is applied inside a condition that ranks could decide differently, and so wait for each "
             "other for ever. Apply it in every step, on every rank."
         )
+
+
+def _with_parts(new: tf.Tensor, old: tf.Tensor, bucket: Bucket, of: Sequence[bool]) -> tf.Tensor:
+    """``new``, with the parts of ``old`` that belong to those parameters ``of`` whom it is so."""
+    if not any(of[i] for i in bucket.parameters):
+        return new
+    places = itertools.pairwise(bucket.offsets)
+    return tf.concat([(old if of[i] else new)[a:b] for i, (a, b) in zip(bucket.parameters, places, strict=True)], 0)
 
 
 def _divided(grad: Any, scale: tf.Tensor) -> Any:

@@ -6,7 +6,7 @@ variables: residuals, contexts and decisions belong to the list of sources, and 
 
 from __future__ import annotations
 
-import math
+import functools
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from hvdplus.adapters.tensorflow.exchange import TensorFlowExchange, check_place
 from hvdplus.adapters.tensorflow.ops import TensorFlowOps
-from hvdplus.launch import announce, check_same_model, check_same_settings, choose_ladder, next_instance, open_log
+from hvdplus.launch import check_types, choose_ladder, join, next_instance
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 
@@ -52,7 +52,9 @@ def wrap(
 
 
 def forget() -> None:
-    """Let go of all exchanges: the job has ended."""
+    """Let go of all exchanges: the job has ended, or ranks have come or gone."""
+    for _, exchange in _exchanges.values():
+        exchange.close()
     _exchanges.clear()
 
 
@@ -104,30 +106,20 @@ class _Distributed:
         return exchange
 
     def _make(self, sources: Sequence[Any], settings: Settings) -> TensorFlowExchange:
-        world, number = self._world, next_instance()
         shapes = [tuple(source.shape) for source in sources]
         dtypes = [tf.as_dtype(source.dtype).name for source in sources]
-        odd = [dtype for dtype in dtypes if dtype not in ("float16", "bfloat16", "float32", "float64")]
-        if odd:
-            raise ValueError(
-                f"hvdplus exchanges float16, bfloat16, float32 and float64 gradients. Received: {', '.join(odd)}"
-            )
-        check_same_model(list(zip(shapes, dtypes, strict=True)), world)
-        ladder, auto = choose_ladder(self._compression, settings, world, TensorFlowOps())
-        announce(ladder, auto, world)
-        check_same_settings(settings, ladder, world, auto=auto, average=self._average)
-        exchange = TensorFlowExchange(
-            shapes,
-            dtypes,
-            world.transport,
+        check_types([getattr(source, "name", "a source") for source in sources], dtypes)
+        exchange: TensorFlowExchange = join(
+            functools.partial(TensorFlowExchange, shapes, dtypes, average=self._average),
+            self._world,
             settings,
-            ladder=ladder,
-            auto=auto,
-            log=open_log(settings, world, number),
-            prefix=f"hvdplus{number}",
+            *choose_ladder(self._compression, settings, self._world, TensorFlowOps()),
+            framework="tensorflow",
+            instance=next_instance(),
+            shapes=shapes,
+            dtypes=dtypes,
             average=self._average,
         )
-        exchange.pilot.describe_run(world, "tensorflow", sum(math.prod(shape) for shape in shapes))
         return exchange
 
     @property

@@ -35,8 +35,8 @@ from hvdplus.transport import Grouping, Transport
 
 FRAMEWORK = "torch"
 """Whose states these are."""
-PLAIN_BUCKET_BYTES = 1 << 20
-"""Of gradients that are handed to Horovod together, which is cheaper than one by one."""
+PLAIN_BUCKET_BYTES = 2 << 20
+"""Of gradients that are handed to Horovod together. A sum costs some 0.15 ms of processor wherever the link is fast."""
 
 
 class TorchExchange:
@@ -261,6 +261,8 @@ class TorchExchange:
         with self.meter.codec():
             for rows in self._rows.values():
                 rows.start()
+        if self._device.type == "cuda" and not self.idle:  # what the device still computes is no waiting for sums
+            torch.cuda.current_stream(self._device).synchronize()
         slot = self._slot(learning_rate)._replace(newcomers=len(newcomers))
         side = self._start_side(torch.from_numpy(side_tensor(self.transport.rank, self.transport.size, slot, used)))
         if self._now.in_place:

@@ -245,14 +245,14 @@ class TorchOps:
 
     def all_finite(self, values: Array) -> Array:
         if not values.is_floating_point():
-            return torch.ones((), dtype=torch.bool)
+            return torch.ones((), dtype=torch.bool, device=values.device)
         # One pass and no temporary of the gradient's size. A sum of squares is finite unless an element is not or it
         # overflows, and only then is it worth looking closely; half precision is slow to add, but not to compare.
         if values.dtype == torch.float16 and values.numel():
             least, largest = torch.aminmax(values)  # of what holds a NaN both are NaN
             return torch.isfinite(largest.float() - least.float())
         if values.dim() == 1 and bool(torch.isfinite(torch.dot(values, values))):
-            return torch.ones((), dtype=torch.bool)
+            return torch.ones((), dtype=torch.bool, device=values.device)
         return torch.isfinite(values).all()
 
     def checksum(self, values: Array) -> Array:

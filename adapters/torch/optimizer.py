@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import sys
 import warnings
@@ -16,13 +17,16 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from hvdplus.adapters.torch.exchange import TorchExchange
 from hvdplus.adapters.torch.ops import TorchOps
-from hvdplus.launch import announce, check_same_model, check_same_settings, choose_ladder, next_instance, open_log
+from hvdplus.adapters.torch.tensors import type_name
+from hvdplus.launch import FLOATS, NO_JOIN, check_same_model, check_types, choose_ladder, join, next_instance
 from hvdplus.saved import OWN
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 
 STATE_KEY = "hvdplus"
 """Key of ours in ``state_dict``."""
+TYPES = (*FLOATS, "complex64", "complex128")
+"""Of gradients that are exchanged here."""
 
 _alive: weakref.WeakValueDictionary[int, Distributed] = weakref.WeakValueDictionary()
 """Optimizers by their numbers, which begin the names of their sums."""
@@ -56,38 +60,26 @@ def wrap(
         raise ValueError(f"backward_passes_per_step must be at least 1. Received: {passes}")
     names = _names(optimizer, named_parameters)
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    _check_types(parameters, names)
+    check_types([names[id(p)] for p in parameters], list(map(type_name, parameters)), TYPES)
+    _check_devices(parameters, world)
     resolved, number = Settings.load(settings), next_instance()
 
-    def join(world: World, parameters: list[torch.nn.Parameter], times: int) -> TorchExchange:
-        described = [(names.get(id(p), "added later"), tuple(p.shape), str(p.dtype)) for p in parameters]
-        check_same_model(described, world)
-        ladder, auto = choose_ladder(compression, resolved, world, TorchOps())
-        announce(ladder, auto, world)
-        check_same_settings(
-            resolved,
-            ladder,
+    def join_ranks(world: World, parameters: list[torch.nn.Parameter], times: int) -> TorchExchange:
+        agreed: dict[str, Any] = {"passes": passes, "average": average, "sparse_as_dense": sparse_as_dense}
+        exchange: TorchExchange = join(
+            functools.partial(TorchExchange, parameters, grad_scaler=grad_scaler, **agreed),
             world,
-            auto=auto,
-            passes=passes,
-            average=average,
-            sparse_as_dense=sparse_as_dense,
-            scales_losses=grad_scaler is not None,
-        )
-        exchange = TorchExchange(
-            parameters,
-            world.transport,
             resolved,
-            ladder=ladder,
-            auto=auto,
-            log=open_log(resolved, world, number, times),
-            prefix=f"hvdplus{number}",
-            average=average,
-            passes=passes,
-            sparse_as_dense=sparse_as_dense,
-            grad_scaler=grad_scaler,
+            *choose_ladder(compression, resolved, world, TorchOps()),
+            framework="torch",
+            instance=number,
+            shapes=[tuple(p.shape) for p in parameters],
+            dtypes=[type_name(p) for p in parameters],
+            names=[names.get(id(p), "added later") for p in parameters],
+            times=times,
+            scales_losses=grad_scaler is not None,
+            **agreed,
         )
-        exchange.pilot.describe_run(world, "torch", sum(p.numel() for p in parameters))
         return exchange
 
     kind = type(optimizer.__class__.__name__, (Distributed, optimizer.__class__), {"__module__": __name__})
@@ -95,8 +87,8 @@ def wrap(
     wrapped.__dict__.update(optimizer.__dict__)
     # A learning-rate scheduler patches `step` on the instance; ours has to come first. It still sees our groups.
     wrapped.__dict__.pop("step", None)
-    wrapped._join, wrapped._times_joined = join, 0
-    wrapped._exchange = join(world, parameters, 0)
+    wrapped._join, wrapped._times_joined = join_ranks, 0
+    wrapped._exchange = join_ranks(world, parameters, 0)
     wrapped._known = frozenset(id(p) for p in parameters)
     wrapped._newcomers = []
     wrapped._world = world
@@ -113,6 +105,12 @@ def rejoin(world: World) -> None:
     """
     for _, optimizer in sorted(_alive.items()):
         optimizer._rejoin(world)
+
+
+def refuse_join() -> None:
+    """Raise RuntimeError if an optimizer needs all ranks in every step."""
+    if any(not o._exchange.idle and o._exchange.pilot.ladder.names != ("none",) for o in _alive.values()):
+        raise RuntimeError(NO_JOIN)
 
 
 class Distributed(torch.optim.Optimizer):
@@ -190,6 +188,9 @@ class Distributed(torch.optim.Optimizer):
         self._admit_newcomers()
         self._watch_input()
         return result
+
+    # Tells PyTorch that hooks of steps run already: in the user's class, after the exchange.
+    step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in PyTorch; refused between ``backward`` and ``step``, where gradients are on their way."""
@@ -284,8 +285,8 @@ class Distributed(torch.optim.Optimizer):
             known, groups = self._known, self.param_groups
             self._newcomers = [p for group in groups for p in group["params"] if p.requires_grad and id(p) not in known]
             if self._newcomers:
-                names = {id(p): f"newcomer {i}" for i, p in enumerate(self._newcomers)}
-                _check_types(self._newcomers, names)
+                names = [f"newcomer {i}" for i in range(len(self._newcomers))]
+                check_types(names, list(map(type_name, self._newcomers)), TYPES)
         self._exchange.finish(self._learning_rate(), self._newcomers)
 
     def _admit_newcomers(self) -> None:
@@ -347,6 +348,18 @@ class Distributed(torch.optim.Optimizer):
         handle = self._input_hook = register_module_forward_pre_hook(began)
 
 
+def _check_devices(parameters: list[torch.nn.Parameter], world: World) -> None:
+    """Raise ValueError where gradients could not be joined, or not be sent."""
+    devices = sorted({str(p.device) for p in parameters})
+    if len(devices) > 1:
+        raise ValueError(f"One optimizer's parameters have to be on one device. Received: {', '.join(devices)}")
+    if devices and devices != ["cpu"] and world.transport.name == "mpi4py" and world.transport.size > 1:
+        raise ValueError(
+            f"The mpi4py transport sums on the host, and parameters are on {devices[0]}. Use Horovod: "
+            "`hvdplus install-horovod`, or HVDPLUS_TRANSPORT=horovod."
+        )
+
+
 def _restored(kind: type[torch.optim.Optimizer], state: dict[str, Any]) -> torch.optim.Optimizer:
     optimizer = kind.__new__(kind)
     optimizer.__setstate__(state)
@@ -377,16 +390,6 @@ def _names(
             f"{', '.join(str(tuple(p.shape)) for p in unnamed)}"
         )
     return names
-
-
-def _check_types(parameters: list[torch.nn.Parameter], names: dict[int, str]) -> None:
-    known = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
-    odd = [f"{names[id(p)]} is {p.dtype}" for p in parameters if p.dtype not in known]
-    if odd:
-        raise ValueError(
-            "hvdplus exchanges float16, bfloat16, float32, float64, complex64 and complex128 gradients. Received: "
-            f"{', '.join(odd)}. Keep such parameters out of this optimizer, or reduce them with hvd.allreduce."
-        )
 
 
 def identical_on_all_ranks(values: Iterable[torch.Tensor], world: World) -> bool:

@@ -229,7 +229,8 @@ def load_model(
 def identical(values: keras.Model | Iterable[Any]) -> bool:
     """Whether a model's variables (or the given arrays) are equal on all ranks, bit for bit. Every rank calls it.
 
-    The states of random generators (dropout) do not count: they differ on purpose.
+    The states of random generators (dropout) do not count: they differ on purpose. What batch normalisation averages
+    does, and is each rank's own, as with Horovod: give ``model.trainable_variables`` to leave it out.
     """
     if isinstance(values, keras.Model):
         values = collectives.shared_variables(values)

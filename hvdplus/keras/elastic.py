@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,8 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reset() -> None:
+    if tapes := sys.modules.get("hvdplus.adapters.tensorflow.tape"):
+        tapes.forget()
     front.shutdown()
     front.init()
     gc.collect()  # optimizers that the script has dropped do not join

@@ -17,7 +17,7 @@ from hvdplus import report as _report
 from hvdplus.adapters.connect import INSTALL_HOROVOD, Cpu, connect, wants_horovod
 from hvdplus.adapters.torch import cpu
 from hvdplus.adapters.torch.collectives import Collectives
-from hvdplus.adapters.torch.optimizer import identical_on_all_ranks, wrap
+from hvdplus.adapters.torch.optimizer import identical_on_all_ranks, refuse_join, wrap
 from hvdplus.launch import Compression as WithoutHorovods
 from hvdplus.transport import NeedsHorovod, TransportError, World
 
@@ -138,7 +138,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
 def identical(values: torch.nn.Module | Iterable[torch.Tensor]) -> bool:
     """Whether a model's parameters and buffers (or the given tensors) are equal on all ranks, bit for bit.
 
-    Every rank has to call it.
+    Every rank has to call it. Running statistics of batch normalisation are buffers, and each rank's own, as with
+    Horovod: give ``model.parameters()`` to leave them out.
     """
     if isinstance(values, torch.nn.Module):
         values = values.state_dict().values()
@@ -179,6 +180,16 @@ def _horovods_own(optimizer: Any, named_parameters: Any, what: str, **keywords: 
 
 def _with_horovod() -> bool:
     return _world.transport.name.startswith("horovod") if _world else wants_horovod(_BINDING)
+
+
+def join(*arguments: Any, **keywords: Any) -> Any:
+    """As Horovod's, for a rank that has run out of data.
+
+    Raises:
+        RuntimeError: an optimizer runs at another level than a fixed ``none``.
+    """
+    refuse_join()
+    return __getattr__("join")(*arguments, **keywords)
 
 
 def __getattr__(name: str) -> Any:

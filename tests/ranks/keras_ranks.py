@@ -656,6 +656,7 @@ def test_ranks_say_how_large_their_gradients_and_residuals_are(level):
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([6], [0.5, 0.25])
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(schedule), compression=level)
     optimizer.build(variables)
+    optimizer.hvdplus._gauges = True  # as `auto` does at every level
     exchange, heard, known = optimizer._hvdplus.exchange, [], []
     observe = exchange.pilot.observe
 

@@ -118,6 +118,43 @@ def test_a_whole_loop_and_broadcast_of_tensorflows_own_variables():
     assert losses[-1] < losses[0] and hvd.identical(weights)
 
 
+@several
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_gradient_that_some_ranks_only_have_is_an_error_on_every_rank(compiled):
+    sources = variables()
+
+    def step(*grads):
+        with tf.GradientTape() as tape:
+            used = list(zip(sources, grads, strict=True))[1 if RANK == SIZE - 1 else 0 :]
+            loss = tf.add_n([tf.reduce_sum(source * grad) for source, grad in used])
+        return hvd.DistributedGradientTape(tape, compression="none").gradient(loss, sources)
+
+    if compiled:
+        step = tf.function(step, autograph=False)
+    with pytest.raises(Exception, match=rf"differs between rank 0 and rank\(s\) {SIZE - 1}\."):
+        step(*map(tf.constant, gradients(0, RANK)))
+    hvd.identical([tf.zeros(1)])  # all are here
+
+
+@several
+def test_a_step_compiled_for_other_ranks_is_an_error():
+    sources = variables()
+    step = tf.function(lambda *grads: taped(sources, grads, compression="none"), autograph=False)
+    step(*map(tf.constant, gradients(0, RANK)))
+    tapes.forget()
+    with pytest.raises(Exception, match="Ranks have come or gone since this step was compiled"):
+        step(*map(tf.constant, gradients(1, RANK)))
+    taped(sources, [tf.constant(g) for g in gradients(2, RANK)], compression="none")
+
+
+@several
+def test_join_is_refused_where_tapes_exchange():
+    sources = variables()
+    taped(sources, [tf.constant(g) for g in gradients(0, RANK)], compression="none")
+    with pytest.raises(RuntimeError, match="same number of steps"):
+        hvd.join()
+
+
 def test_bad_input_is_a_clear_error_on_every_rank():
     with pytest.raises(ValueError, match="wraps a tf.GradientTape"):
         hvd.DistributedGradientTape("tape")

@@ -17,6 +17,7 @@ from reference import Reference
 import hvdplus.torch as hvd
 from hvdplus.compression import Chain, Compressor, Context, Half, IntB, LowRank
 from hvdplus.exchange import read_side
+from hvdplus.launch import next_instance
 
 hvd.init()
 torch.set_num_threads(1)
@@ -78,6 +79,13 @@ def gradients(step, rank, shapes=SHAPES):
 
 def backward(params, grads):
     sum((p * torch.from_numpy(np.asarray(g, np.float32))).sum() for p, g in zip(params, grads, strict=True)).backward()
+
+
+def take_steps(optimizer, params, count):
+    for step in range(count):
+        backward(params, gradients(step, RANK))
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def plain(params, compression, **keywords):
@@ -431,6 +439,43 @@ def test_a_scheduler_of_the_bare_optimizer_survives_loading():
         schedule.step()
         assert [group["lr"] for group in optimizer.param_groups] == [0.1 * 0.5 ** (step + 1)]
     assert hvd.identical(net)
+
+
+def test_hooks_of_steps_run_once_and_after_the_exchange():
+    params = parameters()
+    bare = torch.optim.SGD(params, lr=0.1)
+    seen = []
+    bare.register_step_pre_hook(lambda optimizer, *_: seen.append(params[0].grad.clone()))
+    bare.register_step_post_hook(lambda *_: seen.append("after"))
+    optimizer = hvd.DistributedOptimizer(bare, compression="none")
+    for step in range(4):
+        backward(params, gradients(step, RANK))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            optimizer.load_state_dict(optimizer.state_dict())
+            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert [each for each in seen if isinstance(each, str)] == ["after"] * 4 and len(seen) == 8
+    for step, mean in enumerate(seen[::2]):
+        everyone = [gradients(step, rank)[0] for rank in range(SIZE)]
+        np.testing.assert_allclose(mean.numpy(), np.mean(everyone, axis=0), rtol=1e-5, atol=1e-6)
+
+
+def test_ranks_that_have_made_more_optimizers_before_take_part_under_the_same_name():
+    """As in elastic jobs, where survivors have made some that newcomers have not."""
+    if RANK == 0:
+        next_instance()
+    params = parameters()
+    optimizer = plain(params, "int8")
+    take_steps(optimizer, params, 3)
+    assert hvd.identical(params)
+
+
+@pytest.mark.ranks(2)
+def test_join_is_refused_where_ranks_compress_together():
+    optimizer = plain(parameters(), "int8")
+    raises_everywhere(RuntimeError, "same number of steps", hvd.join)
+    del optimizer
 
 
 def test_copies_and_pickles_are_the_users_optimizer():
@@ -1024,10 +1069,7 @@ def test_the_users_randomness_is_untouched():
     before = torch.get_rng_state(), np.random.get_state()[1].copy()
     params = parameters()
     optimizer = plain(params, "lowrank:2")
-    for step in range(3):
-        backward(params, gradients(step, RANK))
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(optimizer, params, 3)
     assert torch.equal(before[0], torch.get_rng_state())
     assert np.array_equal(before[1], np.random.get_state()[1])
 
@@ -1042,7 +1084,9 @@ def test_bad_input_is_a_clear_error_on_every_rank():
     raises_everywhere(ValueError, "takes no parameter", lambda: wrap("fp16:2"))
     raises_everywhere(ValueError, "Received: 17", lambda: wrap(17))
     narrow = [torch.nn.Parameter(torch.zeros(3).to(torch.float8_e5m2))]
-    raises_everywhere(ValueError, "is torch.float8_e5m2", lambda: wrap(params=narrow))
+    raises_everywhere(ValueError, "is float8_e5m2", lambda: wrap(params=narrow))
+    apart = [torch.nn.Parameter(torch.zeros(3, device=device)) for device in ("cpu", "meta")]
+    raises_everywhere(ValueError, "on one device. Received: cpu, meta", lambda: wrap(params=apart))
     optimizer = wrap()
     raises_everywhere(ValueError, "DistributedOptimizer already", lambda: hvd.DistributedOptimizer(optimizer))
     raises_everywhere(ValueError, "Received: Linear", lambda: hvd.DistributedOptimizer(torch.nn.Linear(1, 1)))
@@ -1293,7 +1337,8 @@ def test_loss_scaling_that_is_known_changes_nothing(level):
     assert any(a < b for a, b in steps) and any(a > b for a, b in steps), "it grew, and fell once"
     exact = "fp16" not in level
     for a, b in zip(once, again, strict=True):
-        torch.testing.assert_close(a, b, rtol=0 if exact else 1e-3, atol=1e-5 if exact else 1e-2)
+        # Sums of float16 round in the order of the ring, which fusion changes; mixed units would be off by a gradient.
+        torch.testing.assert_close(a, b, rtol=0 if exact else 1e-3, atol=1e-5 if exact else 5e-2)
     assert hvd.identical(again)
 
 
@@ -1476,6 +1521,7 @@ def norm(arrays):
 def test_ranks_say_how_large_their_gradients_and_residuals_are(level):
     table, params = torch.nn.Embedding(400, 6, sparse=True), parameters()
     optimizer = plain([*params, *table.parameters()], level)
+    optimizer.hvdplus._gauges = True  # as `auto` does at every level
     heard, known = listen(optimizer), []
     for step in range(12):
         rate = 0.1 * (step + 1)
