@@ -12,6 +12,7 @@ the sum is a gather.
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -118,7 +119,7 @@ class SideSlot(NamedTuple):
     newcomers: float = 0.0
     """Parameters that were unfrozen or added since the last step."""
     absent: float = 0.0
-    """Which variables have no gradient, as 24 bits that tell it apart, where that has to be alike on all ranks."""
+    """Which variables are not updated (see ``told_apart``), where that has to be alike on all ranks."""
 
     @property
     def times(self) -> StepTimes:
@@ -170,6 +171,11 @@ def check_absent(slots: Sequence[SideSlot]) -> None:
             f"{', '.join(map(str, odd))}. Every rank has to compute gradients of the same variables: freeze layers on "
             "all ranks alike, and add unused ones to the loss with a factor of 0."
         )
+
+
+def told_apart(flags: Sequence[bool]) -> float:
+    """24 bits of a checksum of flags: as many as float32 holds exactly."""
+    return float(zlib.crc32(np.packbits(flags).tobytes()) & 0xFFFFFF)
 
 
 def split_checksum(checksum: int) -> tuple[float, float]:

@@ -34,6 +34,12 @@ class Exchange(TensorFlowExchange):
         shapes, dtypes = [tuple(v.shape) for v in variables], [str(v.dtype) for v in variables]
         super().__init__(shapes, dtypes, transport, settings, **keywords)
 
+    def reduce(
+        self, grads: Sequence[Any], learning_rate: Any = None, loss_scale: Any = None, applied: Sequence[bool] = ()
+    ) -> list[Any]:
+        """As TensorFlow's; ``grads`` show to which variables they are applied."""
+        return super().reduce(grads, learning_rate, loss_scale)
+
     def end_step(self, updated: Sequence[Any]) -> None:
         super().end_step([tf.convert_to_tensor(variable) for variable in updated])
 

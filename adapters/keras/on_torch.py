@@ -14,6 +14,7 @@ from hvdplus.adapters.connect import Cpu
 from hvdplus.adapters.torch import cpu
 from hvdplus.adapters.torch.exchange import TorchExchange
 from hvdplus.adapters.torch.ops import TorchOps
+from hvdplus.exchange import told_apart
 from hvdplus.transport import Transport
 
 BINDING = "horovod.torch"
@@ -68,9 +69,11 @@ class Exchange(TorchExchange):
         return self.transport.wait(self.transport.start(elsewhere, f"{self._prefix}.agree"))[0] == 0
 
     def reduce(
-        self, grads: Sequence[torch.Tensor | None], learning_rate: Any = None, loss_scale: Any = None
+        self, grads: Sequence[torch.Tensor | None], learning_rate: Any, loss_scale: Any, applied: Sequence[bool]
     ) -> list[torch.Tensor | None]:
         """Mean gradients over all ranks, None where no rank has one. Call ``end_step`` or ``skip_step`` afterwards.
+
+        ``applied``: to which variables; alike on all ranks, else the coming step is an error.
 
         Raises:
             RuntimeError: gradients that are on their way are not those that are applied.
@@ -86,7 +89,8 @@ class Exchange(TorchExchange):
                 parameter.grad = None if grad is None else grad.detach().to(parameter.dtype, copy=True)
         if loss_scale is not None and self.grad_scaler is None:  # the first step of a loop that was not built before
             self.scales_losses(lambda: loss_scale)
-        self.finish(0.0 if learning_rate is None else float(keras.ops.convert_to_numpy(learning_rate)))
+        rate = float(keras.ops.convert_to_numpy(learning_rate))
+        self.finish(rate, absent=told_apart([not each for each in applied]))
         means = [parameter.grad for parameter in self.parameters]
         if loss_scale is None:
             return means

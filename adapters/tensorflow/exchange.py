@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from hvdplus.buckets import DENSE_ONLY, SPARSE, Bucket, bytes_per_step, compress
 from hvdplus.calibration import codec_seconds
 from hvdplus.compression import Compressor, Context
 from hvdplus.costmodel import LevelCost, level_costs
-from hvdplus.exchange import SLOT_FLOATS, Ladder, Plan, Program, SideSlot, read_side
+from hvdplus.exchange import SLOT_FLOATS, Ladder, Plan, Program, SideSlot, read_side, told_apart
 from hvdplus.meter import StepTimes, union_seconds
 from hvdplus.pilot import Pilot
 from hvdplus.residual import join, unreleased
@@ -488,7 +487,7 @@ class TensorFlowExchange:
             learning_rate=number(learning_rate),
             gradient_norm=norms[0],
             residual_norm=norms[1],
-            absent=tf.constant(float(zlib.crc32(np.packbits(absent).tobytes()) & 0xFFFFFF)),
+            absent=tf.constant(told_apart(absent)),
         )
 
     def _side(self, known: SideSlot) -> tf.Tensor:

@@ -245,11 +245,13 @@ class TorchExchange:
         self._agreed, self._resumed = False, saved.digest(*plain, arrays=arrays)
         return self._resumed
 
-    def finish(self, learning_rate: float = 0.0, newcomers: Sequence[torch.nn.Parameter] = ()) -> None:
+    def finish(
+        self, learning_rate: float = 0.0, newcomers: Sequence[torch.nn.Parameter] = (), absent: float = 0.0
+    ) -> None:
         """Send what is left, wait, and write the reduced gradients to ``.grad``. All ranks call it once a step.
 
         ``learning_rate``: of the coming step, for the pilot; 0: unknown. ``newcomers``: parameters that are not among
-        ``parameters`` yet; their gradients are summed besides, dense (see ``admit``).
+        ``parameters`` yet; their gradients are summed besides, dense (see ``admit``). ``absent``: as in ``SideSlot``.
         """
         if not self._versions:
             self._begin()
@@ -263,7 +265,7 @@ class TorchExchange:
                 rows.start()
         if self._device.type == "cuda" and not self.idle:  # what the device still computes is no waiting for sums
             torch.cuda.current_stream(self._device).synchronize()
-        slot = self._slot(learning_rate)._replace(newcomers=len(newcomers))
+        slot = self._slot(learning_rate)._replace(newcomers=len(newcomers), absent=absent)
         side = self._start_side(torch.from_numpy(side_tensor(self.transport.rank, self.transport.size, slot, used)))
         if self._now.in_place:
             with self.meter.awaited(*(lane.bucket.number for lane in self._now.lanes)):

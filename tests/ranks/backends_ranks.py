@@ -179,6 +179,17 @@ def test_loss_scaling_skips_on_all_ranks_together(level, passes, explicit):
 
 
 @several
+def test_a_layer_that_is_frozen_on_one_rank_only_is_an_error_on_every_rank():
+    net = model()
+    optimizer = hvd.DistributedOptimizer(sgd(), compression="none")
+    fit(net, optimizer)
+    net.layers[0].trainable = RANK != SIZE - 1
+    with pytest.raises(Exception, match=rf"differs between rank 0 and rank\(s\) {SIZE - 1}\."):
+        fit(net, optimizer)
+    assert hvd.allgather_object(RANK) == list(range(SIZE)), "all are here"
+
+
+@several
 def test_residuals_are_in_units_of_the_unscaled_gradient():
     """A scale that doubles must not rescale what is held back."""
     (variable,) = zeros((40, 30))

@@ -1381,7 +1381,9 @@ def test_a_step_that_was_skipped_in_the_scripts_own_way_is_followed_by_an_exchan
         x, y = batch(1)
         torch.nn.functional.cross_entropy(who(x), y).backward()
         how.step()
-    assert equal(net, other) and hvd.identical(net)
+    for a, b in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b)  # sums of more than two round in the order of the ring, which fusion changes
+    assert hvd.identical(net)
 
 
 @pytest.mark.ranks(1)
