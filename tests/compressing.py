@@ -44,6 +44,14 @@ def _torch() -> Ops:
     return TorchOps()
 
 
+def _device() -> Ops:
+    """What PyTorch does on a GPU, on the CPU."""
+    pytest.importorskip("torch")
+    from hvdplus.adapters.torch.ops import DeviceOps
+
+    return DeviceOps("cpu")
+
+
 def _tensorflow() -> Ops:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     with warnings.catch_warnings():  # its imports warn about each other
@@ -69,6 +77,7 @@ OPS = {
     "numpy": Framework(_numpy, 30, 200),
     "torch": Framework(_torch, 12, 200),
     "tensorflow": Framework(_tensorflow, 3, 30),
+    "torch on a device": Framework(_device, 3, 30),
 }
 
 every_framework = pytest.mark.parametrize("framework", OPS)

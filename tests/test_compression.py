@@ -6,6 +6,7 @@ test_integer.py and test_chain.py.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from collections.abc import Iterator
@@ -494,6 +495,11 @@ def test_what_remains_may_overwrite_the_gradient_and_nothing_else(level: str, fr
     assert (ops.to_numpy(payload).tobytes(), bits_of(ops, ctx)) == before
 
 
+FRONT = 16
+"""Values before a gradient that stands between others': a cache line, as the bits of a product depend on how memory is
+aligned."""
+
+
 def sends_as_it_encodes(
     ops: Ops, compressor: Compressor, ctx: Context, grad: np.ndarray, residual: np.ndarray | None = None
 ) -> None:
@@ -511,9 +517,9 @@ def sends_as_it_encodes(
         payload = ops.to_numpy(encoded)
         sound = compressor.sound(ops, ops.from_numpy(grad), encoded)
         left = ops.to_numpy(compressor.remain(ops, ctx, ops.from_numpy(grad), encoded))
-        state, among = bits_of(ops, ctx), ops.from_numpy(np.concatenate([[7], grad, [8]]).astype(np.float32))
+        state, among = bits_of(ops, ctx), ops.from_numpy(np.concatenate([[7] * FRONT, grad, [8]]).astype(np.float32))
         kept = before()
-        sent = compressor.send(ops, ctx, among[1:-1] if views else ops.from_numpy(grad), kept)
+        sent = compressor.send(ops, ctx, among[FRONT:-1] if views else ops.from_numpy(grad), kept)
     for ours, expected in ((sent.payload, payload), (sent.left, left)):
         found = ops.to_numpy(ours)
         assert found.dtype == expected.dtype and found.shape == expected.shape
@@ -521,7 +527,7 @@ def sends_as_it_encodes(
     assert bits_of(ops, ctx) == state
     assert residual is None or ops.to_numpy(kept).tobytes() == residual.tobytes()
     if views:
-        assert ops.to_numpy(among)[[0, -1]].tolist() == [7, 8]
+        assert ops.to_numpy(among)[[FRONT - 1, -1]].tolist() == [7, 8]
     if not sound:
         return
     assert ops.to_numpy(sent.payload).tobytes() == payload.tobytes()
@@ -1232,3 +1238,29 @@ def test_the_step_of_nothing_known_is_nothing() -> None:
     """The helper that bounds are built on reads exponents as ``power_of_two`` does."""
     for exponent in (-200, -127, -126, -20, 0, 3):
         assert step_of(exponent) == NumpyOps().power_of_two(np.array([exponent], np.int32))[0]
+
+
+@every_level
+def test_a_device_is_never_waited_for(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU whoever looks at a value waits for all that came before; tensors without values refuse a look."""
+    torch = pytest.importorskip("torch")
+    from hvdplus.adapters.torch.ops import DeviceOps, TorchOps
+
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # which knows no such device
+
+    def steps(ops: Ops) -> None:
+        compressor = parse(level)
+        ctx = compressor.warm(ops, compressor.init(ops, RUN), torch.zeros(RUN.size, device="meta"))
+        for _ in range(compressor.phases):
+            grad, residual = (torch.zeros(RUN.size, device="meta") for _ in range(2))
+            payload = compressor.send(ops, ctx, grad, residual).payload
+            assert payload.device.type == "meta" and 4 * payload.numel() >= compressor.payload_bytes(RUN, ctx.phase) / 2
+            compressor.mean(ops, ctx, payload, 0.5)
+            compressor.remain(ops, ctx, grad, compressor.encode(ops, ctx, grad, residual))
+            ops.checksum(torch.zeros(3, device="meta"))
+            ctx = compressor.advance(ops, ctx, payload)
+
+    steps(DeviceOps("meta"))
+    if isinstance(parse(level), Integer):
+        with pytest.raises(RuntimeError, match="meta"):
+            steps(TorchOps("meta"))

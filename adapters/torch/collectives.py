@@ -5,6 +5,7 @@ Names, arguments and results are Horovod's. What is not here needs Horovod, and 
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -86,7 +87,7 @@ class Collectives:
     def allgather(self, tensor: torch.Tensor, name: Any = None) -> torch.Tensor:
         """All ranks' tensors, joined along the first dimension."""
         parts = self._transport.gather_objects(tensor.detach().cpu().numpy())
-        return torch.cat([torch.from_numpy(part) for part in parts])
+        return torch.cat([torch.from_numpy(part) for part in parts]).to(tensor.device)
 
     def allgather_object(self, obj: Any, name: Any = None) -> list[Any]:
         return self._transport.gather_objects(obj)
@@ -123,8 +124,13 @@ class Collectives:
         """Load rank ``root_rank``'s optimizer state on every rank."""
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError("cannot broadcast torch.optim.LBFGS state")
-        state = self.broadcast_object(optimizer.state_dict(), root_rank)
-        if self.rank() != root_rank or "hvdplus" in state:  # where exchanges go on, all of them do so together
+        mine, file = self.rank() == root_rank, io.BytesIO()
+        if mine:
+            torch.save(optimizer.state_dict(), file)
+        arrived = io.BytesIO(self.broadcast_object(file.getvalue(), root_rank))
+        # Tensors of a device would arrive on the root's, which may be another rank's.
+        state = torch.load(arrived, map_location="cpu", weights_only=False)
+        if not mine or "hvdplus" in state:  # where exchanges go on, all of them do so together
             optimizer.load_state_dict(state)
 
     def _check_root(self, root_rank: int) -> None:

@@ -18,9 +18,9 @@ import torch
 from hvdplus import saved
 from hvdplus.adapters.torch.lanes import Cut, Lane, Side
 from hvdplus.adapters.torch.memory import alone_in_memory
-from hvdplus.adapters.torch.ops import TorchOps
+from hvdplus.adapters.torch.ops import make_ops
 from hvdplus.adapters.torch.rows import SharedRows, as_sparse, rows_used
-from hvdplus.adapters.torch.tensors import like, norm, norm_of_all, real_view, takes, type_name
+from hvdplus.adapters.torch.tensors import all_true, like, norm, norm_of_all, real_view, takes, type_name
 from hvdplus.buckets import DENSE_ONLY, SPARSE, Bucket, compressor_for, make_buckets
 from hvdplus.calibration import codec_seconds
 from hvdplus.compression import Array, Compressor, Context
@@ -75,7 +75,7 @@ class TorchExchange:
         self.idle = transport.size == 1 and (auto or ladder.names == ("none",))
         """Alone there is nobody to exchange with: gradients stay untouched unless a level is asked for by name."""
         self._device = self.parameters[0].device if self.parameters else torch.device("cpu")
-        self.ops = TorchOps(self._device)
+        self.ops = make_ops(self._device)
         self._settings = settings
         self._sparse_as_dense = sparse_as_dense
         self._agreed = False
@@ -96,7 +96,7 @@ class TorchExchange:
         self._codec_seconds: tuple[float, ...] = (0.0,) * len(ladder.names)
         """Of every level, for all parameters; 0: not tried."""
         if auto and transport.size > 1:  # with contexts and memory of its own
-            ops = TorchOps(self._device)
+            ops = make_ops(self._device)
             self._codec_seconds = codec_seconds(ops, self.buckets, ladder.compressors, transport)
         self.pilot = Pilot(ladder, settings, auto=auto, ranks=transport.size, costs=self._costs(), log=log)
         self._make_lanes()
@@ -137,7 +137,7 @@ class TorchExchange:
         self.restart()
         self.meter = StepMeter()
         for lane in (*self._joined.lanes, *(self._plain.lanes if self._plain else ())):
-            lane.waiting, lane.nonfinite = set(lane.bucket.parameters), False
+            lane.waiting, lane.sound = set(lane.bucket.parameters), None
             lane.payload = lane.handle = lane.total = lane.reduced = lane.pending = None
 
     def close(self) -> None:
@@ -670,13 +670,12 @@ class TorchExchange:
         """The payload. All that is read of what is sent is read here: its sum may be made in place."""
         compressor, ctx = self._compressor(lane), self._context(lane)
         if compressor.keeps_residual:
-            payload, lane.pending, sound = compressor.send(self.ops, ctx, lane.flat, lane.residual)
-            lane.nonfinite = not bool(sound)
+            payload, lane.pending, lane.sound = compressor.send(self.ops, ctx, lane.flat, lane.residual)
             return payload
         payload = compressor.encode(self.ops, ctx, lane.flat)
         if self._ladder.settles(self.plan) and lane.bucket.dtype != DENSE_ONLY and not compressor.narrow:
             # A narrow payload may overflow: it is sent again, and the sum tells.
-            lane.nonfinite = not bool(compressor.sound(self.ops, lane.flat, payload))
+            lane.sound = compressor.sound(self.ops, lane.flat, payload)
         if lane.residual is not None and self.plan.release:
             lane.pending = unreleased(lane.residual, self.plan.release)
         return payload
@@ -709,15 +708,16 @@ class TorchExchange:
         return used
 
     def _slot(self, learning_rate: float) -> SideSlot:
-        checksum = 0
+        states: list[Array] = []
         if not self.idle and not self._now.in_place:
             for lane in self._now.lanes:
                 if lane.bucket.dtype != DENSE_ONLY:
-                    checksum += sum(int(self.ops.checksum(array)) for array in self._context(lane).state)
+                    states += self._context(lane).state
+        checksum = int(sum(self.ops.checksum(array) for array in states))
         times = self.meter.last
         loss = float(self.loss)
         return SideSlot(
-            float(any(lane.nonfinite for lane in self._now.lanes)),
+            float(not all_true([lane.sound for lane in self._now.lanes if lane.sound is not None])),
             *split_checksum(checksum),
             *times,
             loss=0.0 if math.isnan(loss) else loss,
@@ -752,12 +752,14 @@ class TorchExchange:
         lane.reduced = compressor.mean(self.ops, self._context(lane), lane.total, self._scale * self._sent_scale)
 
     def _sums_are_finite(self) -> bool:
-        return all(bool(self.ops.all_finite(lane.total)) for lane in self._now.lanes if lane.bucket.dtype != DENSE_ONLY)
+        return all_true(
+            [self.ops.all_finite(lane.total) for lane in self._now.lanes if lane.bucket.dtype != DENSE_ONLY]
+        )
 
     def _settle(self, healthy: bool) -> None:
         """Advance contexts, or undo the step where a rank's gradient was not finite."""
         for lane in self._now.lanes:
-            lane.nonfinite = False
+            lane.sound = None
             if lane.bucket.dtype == DENSE_ONLY:
                 continue
             compressor = self._compressor(lane)

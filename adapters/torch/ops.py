@@ -29,15 +29,93 @@ BYTES = {8: torch.int8, 16: torch.int16}
 """Lanes that are a type of their own."""
 
 
+class _Rounding:
+    """Rounds a bucket in stretches, and measures it."""
+
+    def __init__(
+        self, ops: TorchOps, count: int, exponent: Array, levels: int, noise: Array | None, worth: Array | None
+    ) -> None:
+        self._ops, self._count, self._levels, self._noise = ops, count, levels, noise
+        self._leaves = worth is not None
+        self._scratch = ops._scratch(count)
+        self._prepare(exponent, exponent if worth is None else worth)
+
+    def _prepare(self, exponent: Array, worth: Array) -> None:
+        known, stands = int(exponent), int(worth)
+        self._inverse = 2.0**-known if known > -127 else 0.0
+        self._level = 2.0**stands if stands > -127 else 0.0
+        self._square = self._clipped = 0.0
+
+    def __call__(self, part: torch.Tensor, start: int) -> torch.Tensor:
+        """Elements from ``start`` on as floats that are whole; the caller uses them before the next call."""
+        scaled = torch.mul(part, self._inverse, out=self._scratch[: len(part)])
+        self._measure(part)
+        if self._noise is not None:
+            scaled.add_(self._ops._noise(part, start, self._noise)).floor_()
+        else:
+            scaled.round_()
+        self._clip(scaled)
+        if self._leaves:
+            self._ops._deduct(part, scaled, self._level)
+        return scaled
+
+    def _measure(self, part: torch.Tensor) -> None:
+        square = torch.dot(part, part).item()
+        if not SAFE < square < 1 / SAFE:  # squares may have left float32
+            square = torch.linalg.vector_norm(part, dtype=torch.float64).item() ** 2
+        self._square += square
+
+    def _clip(self, scaled: torch.Tensor) -> None:
+        levels = self._levels
+        if not (scaled.amax().item() <= levels and scaled.amin().item() >= -levels):
+            room = self._ops._scratch(len(scaled))[: len(scaled)]
+            beyond = torch.abs(scaled, out=room).sub_(levels).clamp_(0, 1)
+            self._clipped += beyond.sum().item()  # comparing and counting takes longer
+            scaled.clamp_(-float(levels), float(levels))
+
+    def rms(self) -> torch.Tensor:
+        return torch.tensor((self._square / self._count) ** 0.5, dtype=torch.float32)
+
+    def clipped(self) -> torch.Tensor:
+        return torch.tensor(int(self._clipped) if self._clipped == self._clipped else 0, dtype=torch.int32)
+
+
+class _DeviceRounding(_Rounding):
+    """The same without a look at any value."""
+
+    def _prepare(self, exponent: Array, worth: Array) -> None:
+        ops = self._ops
+        self._inverse = torch.where(exponent > -127, ops.power_of_two(-exponent), 0.0)
+        self._level = ops.power_of_two(worth)
+        self._square = self._clipped = torch.zeros((), device=exponent.device)
+
+    def _measure(self, part: torch.Tensor) -> None:
+        self._square = self._square + torch.linalg.vector_norm(part, dtype=torch.float64).square()
+
+    def _clip(self, scaled: torch.Tensor) -> None:
+        levels = float(self._levels)
+        self._clipped = self._clipped + (scaled.abs() > levels).sum(dtype=torch.int32)
+        scaled.clamp_(-levels, levels)
+
+    def rms(self) -> torch.Tensor:
+        return (self._square / self._count).sqrt().float()
+
+    def clipped(self) -> torch.Tensor:
+        return self._clipped.to(torch.int32)
+
+
 class TorchOps:
     """See ``hvdplus.compression.ops.Ops`` for what each method promises."""
+
+    _chunk_length = CHUNK
+    _rounding = _Rounding
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
         self._pool = Pool()
 
     def from_numpy(self, values: np.ndarray) -> Array:
-        return torch.from_numpy(np.array(values)).to(self._device)
+        return torch.tensor(values, device=self._device)
 
     def to_numpy(self, values: Array) -> np.ndarray:
         return np.array(values.detach().cpu().numpy())
@@ -76,7 +154,7 @@ class TorchOps:
                 for a, b in self._chunks(len(part)):
                     part[a:b].copy_(piece.values[a:b]).mul_(factor)
             elif isinstance(piece, Packed):
-                step = scale * float(self.power_of_two(piece.exponent)) if len(part) else 0.0
+                step = scale * self._number(self.power_of_two(piece.exponent))
                 for _, _, numbers in self._unpacked(piece, part):
                     numbers.mul_(step)
             else:
@@ -97,9 +175,9 @@ class TorchOps:
                 for a, b in self._chunks(len(part)):
                     part[a:b].sub_(scratch[: b - a].copy_(piece.values[a:b]), alpha=piece.factor)
             elif isinstance(piece, Packed):
-                step = float(self.power_of_two(piece.exponent)) if len(part) else 0.0
+                step = self._number(self.power_of_two(piece.exponent))
                 for a, b, numbers in self._unpacked(piece):
-                    part[a:b].sub_(numbers, alpha=step)
+                    self._deduct(part[a:b], numbers, step)
             else:
                 part.sub_(piece)
         return values
@@ -153,7 +231,7 @@ class TorchOps:
         above, equal = values > least, values == least
         # Of those at the threshold, the first in line. Sorting all of them would take several times as long.
         chosen = above | (equal & (equal.cumsum(0) <= count - above.sum()))
-        return chosen.nonzero().reshape(-1).to(torch.int32)
+        return self._places(chosen, count)
 
     def take_rows(self, matrix: Array, rows: Array) -> Array:
         out = self._empty(len(rows) * matrix.shape[1], matrix.dtype).view(len(rows), matrix.shape[1])
@@ -191,30 +269,7 @@ class TorchOps:
             empty = torch.zeros(0, dtype=dtype, device=self._device)
             return Packing(empty, zero.int(), zero, None if worth is None else values)
         words = self._empty(-(-len(values) // lanes), dtype)
-        known, stands = int(exponent), int(exponent if worth is None else worth)
-        inverse, level = 2.0**-known if known > -127 else 0.0, 2.0**stands if stands > -127 else 0.0
-        square, clipped, scratch = 0.0, 0.0, self._scratch(len(values))
-
-        def rounded(part: torch.Tensor, start: int) -> torch.Tensor:
-            """Elements from ``start`` on as floats that are whole; the caller uses them before the next call."""
-            nonlocal square, clipped
-            scaled = torch.mul(part, inverse, out=scratch[: len(part)])
-            own = torch.dot(part, part).item()
-            if not SAFE < own < 1 / SAFE:
-                own = torch.linalg.vector_norm(part, dtype=torch.float64).item() ** 2
-            square += own
-            if noise is not None:
-                scaled.add_(self._noise(part, start, noise)).floor_()
-            else:
-                scaled.round_()
-            if not (scaled.amax().item() <= levels and scaled.amin().item() >= -levels):
-                beyond = torch.abs(scaled, out=self._scratch(len(part))[: len(part)]).sub_(levels).clamp_(0, 1)
-                clipped += beyond.sum().item()  # comparing and counting takes longer
-                scaled.clamp_(-float(levels), float(levels))
-            if worth is not None:
-                part.sub_(scaled, alpha=level)
-            return scaled
-
+        rounded = self._rounding(self, len(values), exponent, levels, noise, worth)
         if bits in BYTES:
             signs, lanes_out, step = sign_bits(bits, word), words.view(BYTES[bits]), self._chunk(lanes)
             lanes_out[len(values) :].zero_()
@@ -239,9 +294,7 @@ class TorchOps:
                     if start < stop:
                         whole = rounded(values[start:stop], start)
                         words[a : a + stop - start].add_(numbers[: stop - start].copy_(whole))
-        rms = torch.full((), (square / len(values)) ** 0.5, dtype=torch.float32, device=self._device)
-        beyond = torch.full((), int(clipped) if clipped == clipped else 0, dtype=torch.int32, device=self._device)
-        return Packing(words, beyond, rms, None if worth is None else values)
+        return Packing(words, rounded.clipped(), rounded.rms(), None if worth is None else values)
 
     def all_finite(self, values: Array) -> Array:
         if not values.is_floating_point():
@@ -266,13 +319,24 @@ class TorchOps:
         return self._empty(min(self._chunk(), count), torch.float32)
 
     def _chunk(self, multiple: int = 1) -> int:
-        """Length of a chunk: a multiple, CHUNK or a little more; a device without caches to speak of takes more."""
-        length = CHUNK if self._device.type == "cpu" else CHUNK << 8
-        return -(-length // multiple) * multiple
+        """Length of a chunk: a multiple, CHUNK or a little more."""
+        return -(-self._chunk_length // multiple) * multiple
 
     def _chunks(self, count: int) -> Iterator[tuple[int, int]]:
         """Bounds of chunks."""
         return ((start, min(start + self._chunk(), count)) for start in range(0, count, self._chunk()))
+
+    def _number(self, value: torch.Tensor) -> Any:
+        """A tensor of one element as a factor."""
+        return float(value)
+
+    def _deduct(self, values: torch.Tensor, numbers: torch.Tensor, factor: Any) -> None:
+        """``values -= numbers * factor`` in place."""
+        values.sub_(numbers, alpha=factor)
+
+    def _places(self, chosen: torch.Tensor, count: int) -> torch.Tensor:
+        """Where a vector is true, which is ``count`` times."""
+        return chosen.nonzero().reshape(-1).to(torch.int32)
 
     def _norms(self, matrix: torch.Tensor) -> torch.Tensor:
         norms = torch.linalg.vector_norm(matrix, dim=1)
@@ -320,6 +384,41 @@ class TorchOps:
                     yield start, stop, room(start, stop).copy_(lowest[: stop - start])
                 if lane < lanes - 1:
                     rest = (rest - lowest) >> bits
+
+
+class DeviceOps(TorchOps):
+    """The same for a device that computes while the host goes on: no method looks at a value, which would wait for all
+    that the device has been given to do. A device has double precision to spare, and no caches worth small chunks."""
+
+    _chunk_length = CHUNK << 8
+    _rounding = _DeviceRounding
+
+    def rms(self, values: Array) -> Array:
+        square = torch.linalg.vector_norm(values, dtype=torch.float64).square()
+        return (square / max(values.numel(), 1)).sqrt().float()
+
+    def all_finite(self, values: Array) -> Array:
+        return torch.isfinite(values).all()
+
+    def _number(self, value: torch.Tensor) -> Any:
+        return value
+
+    def _deduct(self, values: torch.Tensor, numbers: torch.Tensor, factor: Any) -> None:
+        values.addcmul_(numbers, factor, value=-1)
+
+    def _places(self, chosen: torch.Tensor, count: int) -> torch.Tensor:
+        places = torch.arange(len(chosen), dtype=torch.int32, device=self._device)
+        others = torch.where(chosen, places, len(chosen))
+        return torch.topk(others, count, largest=False, sorted=True).values
+
+    def _norms(self, matrix: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64).float()
+
+
+def make_ops(device: torch.device | str) -> TorchOps:
+    """The operations for arrays on ``device``."""
+    device = torch.device(device)
+    return TorchOps(device) if device.type == "cpu" else DeviceOps(device)
 
 
 def _tensors(piece: Piece) -> list[torch.Tensor]:

@@ -31,6 +31,11 @@ def takes(grad: torch.Tensor, mean: torch.Tensor) -> bool:
     return like and grad.untyped_storage().nbytes() == grad.nbytes and alone_in_memory(grad)
 
 
+def all_true(flags: Sequence[torch.Tensor]) -> bool:
+    """Of 0-d booleans, looked at once: every look waits for the device."""
+    return not flags or bool(torch.stack(list(flags)).all())
+
+
 def norm(tensor: torch.Tensor) -> torch.Tensor:
     """Euclidean norm; not in half precision, where it may be infinite already."""
     with torch.no_grad():
