@@ -15,8 +15,10 @@ from hvdplus.exchange import read_side
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
-LEVELS = ["none", "fp16", "topk:0.2:32", "lowrank:2", "int8", "qsgd:8", "topk:0.2:32+int8", "lowrank:2+fp16"]
-FEW = ["none", "fp16", "lowrank:2", "qsgd:8", "topk:0.2:32+int8"]  # where compiling takes long
+BROAD = SIZE <= 2 and hvd._require_world().transport.name == "horovod-mpi"
+"""Whether all variants run; elsewhere, where compiling takes longer or changes nothing, a few stand for them."""
+FEW = ["none", "fp16", "lowrank:2", "qsgd:8", "topk:0.2:32+int8"] if BROAD else ["none", "lowrank:2", "qsgd:8"]
+LEVELS = [*FEW, "topk:0.2:32", "int8", "lowrank:2+fp16"] if BROAD else [*FEW, "topk:0.2:32+int8"]
 SHAPES = [(24, 40), (40,), (3, 3, 3, 16), (40, 24), (7,), (1,)]
 HOROVOD = hvd._require_world().transport.name.startswith("horovod")
 several = pytest.mark.ranks(2, 4)
@@ -201,7 +203,7 @@ def test_nothing_is_lost_across_changes_of_level(monkeypatch):
 
 
 @several
-@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("value", [np.nan, np.inf] if BROAD else [np.nan])
 @pytest.mark.parametrize("level", FEW)
 def test_non_finite_gradient_of_one_rank_reaches_all_and_leaves_no_trace(level, value):
     variables, optimizer = plain(level)
@@ -333,7 +335,7 @@ def test_embeddings():
     np.testing.assert_allclose(net.get_weights()[0], expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("optimizer", ["Adam", "RMSprop", "AdamW", "Lion", "Adagrad", "Nadam"])
+@pytest.mark.parametrize("optimizer", ["Adam", "RMSprop", "AdamW", "Lion", "Adagrad", "Nadam"] if BROAD else ["Adam"])
 def test_any_optimizer(optimizer):
     net = model()
     fit(net, hvd.DistributedOptimizer(getattr(keras.optimizers, optimizer)(), compression="lowrank:2"), epochs=1)
@@ -529,7 +531,7 @@ def lookups(step, rank, height):
 
 @several
 @pytest.mark.parametrize("height", [12, 400], ids=["dense", "rows are shared"])
-@pytest.mark.parametrize("level", ["none", "lowrank:2", "int8"])
+@pytest.mark.parametrize("level", ["none", "lowrank:2", "int8"] if BROAD else ["int8"])
 def test_indexed_slices(level, height):
     """Rows that few lookups touch are exact at every level, others are exchanged as all gradients are."""
     shapes = [(height, 24), (30, 20), (7,)]
