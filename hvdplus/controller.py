@@ -346,10 +346,14 @@ class Controller:
         return min(level for level, step in promising.items() if (1 - self.limits.margin) * step <= best)
 
     def _hold_best(self, why: str) -> Decision:
-        """Hold the least compression that is as good as the fastest."""
+        """Hold the least compression that is as good as the fastest, as far as is known from so few steps."""
         steps = {level: self._measured(level).step for level in self._known()}
-        fastest = min(steps.values())
-        best = min(level for level, step in steps.items() if (1 - self.limits.margin) * step <= fastest)
+        fastest = min(steps, key=lambda level: steps[level])
+        best = min(
+            level
+            for level, step in steps.items()
+            if (1 - self.limits.margin) * step <= steps[fastest] + self._doubt_between(level, fastest)
+        )
         tried = ", ".join(f"{self.names[level]} {_ms(step)}" for level, step in sorted(steps.items()))
         if best == 0:
             return self._hold(0, f"{why}; compression does not pay ({tried})")
@@ -398,6 +402,15 @@ class Controller:
         it longer is no fault of the level's."""
         times = self._measured(level)
         return times.step - times.compute + min(self._measured(each).compute for each in self._samples)
+
+    def _doubt_between(self, level: int, other: int) -> float:
+        """Half a standard error of the difference of two levels' median steps, in seconds."""
+        square = 0.0
+        for each in (level, other):
+            steps = [times.step for times in self._samples[each]]
+            spread = median(abs(step - median(steps)) for step in steps)  # what one odd step does not change
+            square += (1.86 * spread) ** 2 / len(steps)  # for Gaussians: 1.48 for the spread, 1.25 for the median
+        return math.sqrt(square) / 2 if level != other else 0.0
 
     def _measured(self, level: int) -> StepTimes:
         return median_times(self._samples[level])
@@ -513,9 +526,13 @@ _FROM_PLAIN: dict[str, Callable[[Any], Any]] = {
 """Field -> what makes its value from the plain one, where that is not the value itself."""
 
 
+NOTHING = 0.05
+"""Share of the step by which communication may change and nobody minds: on a busy machine it does so by itself."""
+
+
 def _changed(now: StepTimes, before: StepTimes, limit: float) -> str:
     """What changed by more than ``limit``: ``communication``, ``computation``, or nothing."""
-    if abs(now.comm - before.comm) > max(limit * before.comm, 0.02 * before.step):
+    if abs(now.comm - before.comm) > max(limit * before.comm, NOTHING * before.step):
         return "communication"
     busy = (now.compute + now.input_wait) - (before.compute + before.input_wait)
     return "computation" if abs(busy) > limit * before.step else ""
