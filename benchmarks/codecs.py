@@ -47,10 +47,10 @@ def torch_step(level: str, size: int, device: str) -> tuple[Callable[[], None], 
     """(a step of the codec, a copy of the gradient) in PyTorch; the copy comes first, and fills the bucket."""
     import torch
 
-    from hvdplus.adapters.torch.ops import TorchOps
+    from hvdplus.adapters.torch.ops import make_ops
 
     torch.set_num_threads(1)
-    ops, compressor, spec = TorchOps(device), parse(level), _spec(size)
+    ops, compressor, spec = make_ops(device), parse(level), _spec(size)
     grad, other = (torch.from_numpy(array).to(device) for array in _gradients(spec))
     ctx = _warm(ops, compressor, spec, grad)
     state = {"ctx": ctx}

@@ -175,7 +175,7 @@ def check_absent(slots: Sequence[SideSlot]) -> None:
 
 def told_apart(flags: Sequence[bool]) -> float:
     """24 bits of a checksum of flags: as many as float32 holds exactly."""
-    return float(zlib.crc32(np.packbits(flags).tobytes()) & 0xFFFFFF)
+    return float(zlib.crc32(np.packbits(np.array(flags, bool)).tobytes()) & 0xFFFFFF)
 
 
 def split_checksum(checksum: int) -> tuple[float, float]:

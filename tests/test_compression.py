@@ -1241,8 +1241,11 @@ def test_the_step_of_nothing_known_is_nothing() -> None:
 
 
 @every_level
-def test_a_device_is_never_waited_for(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU whoever looks at a value waits for all that came before; tensors without values refuse a look."""
+def test_no_value_is_looked_at_on_a_device(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU whoever looks at a value waits for all that came before; tensors without values refuse a look.
+
+    Copies to the device are not seen here.
+    """
     torch = pytest.importorskip("torch")
     from hvdplus.adapters.torch.ops import DeviceOps, TorchOps
 

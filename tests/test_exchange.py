@@ -21,6 +21,7 @@ from hvdplus.exchange import (
     read_side,
     side_tensor,
     split_checksum,
+    told_apart,
 )
 from hvdplus.meter import StepTimes
 
@@ -208,3 +209,10 @@ def test_checksums_survive_float32(checksum: int) -> None:
 def test_checksums_that_differ_in_32_bits_differ_afterwards(checksum: int) -> None:
     for bit in range(32):
         assert split_checksum(checksum ^ (1 << bit)) != split_checksum(checksum)
+
+
+def test_flags_are_told_apart_in_what_float32_holds() -> None:
+    for count in (0, 1, 9, 12):
+        seen = [told_apart([bool(number >> bit & 1) for bit in range(count)]) for number in range(1 << count)]
+        assert len(set(seen)) == len(seen)
+        assert all(float(np.float32(each)) == each for each in seen)

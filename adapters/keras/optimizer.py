@@ -285,7 +285,8 @@ class Distributed:
         for i, grad in zip(indices, grads, strict=True):
             if i in setup.places:
                 mine[setup.places[i]] = grad
-        applied = [i in indices for i in setup.places]
+        updated = set(indices)
+        applied = [i in updated for i in setup.places]
         means = setup.exchange.reduce(mine, self.learning_rate, loss_scale, applied)
         divisor = setup.local_divisor if loss_scale is None else setup.local_divisor * loss_scale
         return [

@@ -74,10 +74,11 @@ class _Rounding:
             scaled.clamp_(-float(levels), float(levels))
 
     def rms(self) -> torch.Tensor:
-        return torch.tensor((self._square / self._count) ** 0.5, dtype=torch.float32)
+        return torch.tensor((self._square / self._count) ** 0.5, dtype=torch.float32, device=self._ops._device)
 
     def clipped(self) -> torch.Tensor:
-        return torch.tensor(int(self._clipped) if self._clipped == self._clipped else 0, dtype=torch.int32)
+        clipped = int(self._clipped) if self._clipped == self._clipped else 0
+        return torch.tensor(clipped, dtype=torch.int32, device=self._ops._device)
 
 
 class _DeviceRounding(_Rounding):
@@ -87,7 +88,8 @@ class _DeviceRounding(_Rounding):
         ops = self._ops
         self._inverse = torch.where(exponent > -127, ops.power_of_two(-exponent), 0.0)
         self._level = ops.power_of_two(worth)
-        self._square = self._clipped = torch.zeros((), device=exponent.device)
+        self._square = torch.zeros((), dtype=torch.float64, device=ops._device)
+        self._clipped = torch.zeros((), dtype=torch.int32, device=ops._device)
 
     def _measure(self, part: torch.Tensor) -> None:
         self._square = self._square + torch.linalg.vector_norm(part, dtype=torch.float64).square()
@@ -101,7 +103,7 @@ class _DeviceRounding(_Rounding):
         return (self._square / self._count).sqrt().float()
 
     def clipped(self) -> torch.Tensor:
-        return self._clipped.to(torch.int32)
+        return self._clipped
 
 
 class TorchOps:
@@ -298,16 +300,16 @@ class TorchOps:
 
     def all_finite(self, values: Array) -> Array:
         if not values.is_floating_point():
-            return torch.ones((), dtype=torch.bool)
-        # One pass and no temporary of the gradient's size. A sum is finite unless an element is not or it overflows: only
-        # then is it worth looking closely. In half precision squares are slow, and comparing takes twice as long.
+            return torch.ones((), dtype=torch.bool, device=values.device)
+        # One pass and no temporary of the gradient's size. A sum is finite unless an element is not or it overflows;
+        # only then is it worth looking closely. In half precision squares are slow, and comparing takes twice as long.
         if values.dtype == torch.float16 and values.numel():
             if bool(torch.isfinite(values.sum())):
-                return torch.ones((), dtype=torch.bool)
+                return torch.ones((), dtype=torch.bool, device=values.device)
             least, largest = torch.aminmax(values)  # of what holds a NaN both are NaN
             return torch.isfinite(largest.float() - least.float())
         if values.dim() == 1 and bool(torch.isfinite(torch.dot(values, values))):
-            return torch.ones((), dtype=torch.bool)
+            return torch.ones((), dtype=torch.bool, device=values.device)
         return torch.isfinite(values).all()
 
     def checksum(self, values: Array) -> Array:
@@ -389,17 +391,25 @@ class TorchOps:
 
 
 class DeviceOps(TorchOps):
-    """The same for a device that computes while the host goes on: no method looks at a value, which would wait for all
-    that the device has been given to do. A device has double precision to spare, and no caches worth small chunks."""
+    """The same for CUDA, which computes while the host goes on: no method looks at a value, as that would wait for all
+    that the device has been given to do. It has double precision to spare, and no caches worth small chunks."""
 
     _chunk_length = CHUNK << 8
     _rounding = _DeviceRounding
+
+    def from_numpy(self, values: np.ndarray) -> Array:
+        here = torch.tensor(values)
+        if self._device.type != "cuda":
+            return here.to(self._device)
+        return here.pin_memory().to(self._device, non_blocking=True)  # any other copy would wait
 
     def rms(self, values: Array) -> Array:
         square = torch.linalg.vector_norm(values, dtype=torch.float64).square()
         return (square / max(values.numel(), 1)).sqrt().float()
 
     def all_finite(self, values: Array) -> Array:
+        if not values.is_floating_point():
+            return torch.ones((), dtype=torch.bool, device=self._device)
         return torch.isfinite(values).all()
 
     def _number(self, value: torch.Tensor) -> Any:
@@ -420,7 +430,7 @@ class DeviceOps(TorchOps):
 def make_ops(device: torch.device | str) -> TorchOps:
     """The operations for arrays on ``device``."""
     device = torch.device(device)
-    return TorchOps(device) if device.type == "cpu" else DeviceOps(device)
+    return DeviceOps(device) if device.type == "cuda" else TorchOps(device)
 
 
 def _tensors(piece: Piece) -> list[torch.Tensor]:

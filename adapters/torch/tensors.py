@@ -33,7 +33,7 @@ def takes(grad: torch.Tensor, mean: torch.Tensor) -> bool:
 
 def all_true(flags: Sequence[torch.Tensor]) -> bool:
     """Of 0-d booleans, looked at once: every look waits for the device."""
-    return not flags or bool(torch.stack(list(flags)).all())
+    return not flags or bool(torch.stack([torch.as_tensor(flag) for flag in flags]).all())
 
 
 def norm(tensor: torch.Tensor) -> torch.Tensor:

@@ -1382,7 +1382,9 @@ def test_a_step_that_was_skipped_in_the_scripts_own_way_is_followed_by_an_exchan
         torch.nn.functional.cross_entropy(who(x), y).backward()
         how.step()
     for a, b in zip(net.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a, b)  # sums of more than two round in the order of the ring, which fusion changes
+        if SIZE <= 2:  # beyond, the order of a ring's sum depends on what Horovod makes as one
+            assert torch.equal(a, b)
+        torch.testing.assert_close(a, b)
     assert hvd.identical(net)
 
 
