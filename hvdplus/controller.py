@@ -526,13 +526,9 @@ _FROM_PLAIN: dict[str, Callable[[Any], Any]] = {
 """Field -> what makes its value from the plain one, where that is not the value itself."""
 
 
-NOTHING = 0.05
-"""Share of the step by which communication may change and nobody minds: on a busy machine it does so by itself."""
-
-
 def _changed(now: StepTimes, before: StepTimes, limit: float) -> str:
     """What changed by more than ``limit``: ``communication``, ``computation``, or nothing."""
-    if abs(now.comm - before.comm) > max(limit * before.comm, NOTHING * before.step):
+    if abs(now.comm - before.comm) > max(limit * before.comm, 0.02 * before.step):
         return "communication"
     busy = (now.compute + now.input_wait) - (before.compute + before.input_wait)
     return "computation" if abs(busy) > limit * before.step else ""
