@@ -42,9 +42,10 @@ class _Rounding:
 
     def _prepare(self, exponent: Array, worth: Array) -> None:
         known, stands = int(exponent), int(worth)
-        self._inverse = 2.0**-known if known > -127 else 0.0
-        self._level = 2.0**stands if stands > -127 else 0.0
-        self._square = self._clipped = 0.0
+        self._inverse: Any = 2.0**-known if known > -127 else 0.0
+        self._level: Any = 2.0**stands if stands > -127 else 0.0
+        self._square: Any = 0.0
+        self._clipped: Any = 0.0
 
     def __call__(self, part: torch.Tensor, start: int) -> torch.Tensor:
         """Elements from ``start`` on as floats that are whole; the caller uses them before the next call."""
@@ -73,10 +74,10 @@ class _Rounding:
             self._clipped += beyond.sum().item()  # comparing and counting takes longer
             scaled.clamp_(-float(levels), float(levels))
 
-    def rms(self) -> torch.Tensor:
+    def rms(self) -> Array:
         return torch.tensor((self._square / self._count) ** 0.5, dtype=torch.float32, device=self._ops._device)
 
-    def clipped(self) -> torch.Tensor:
+    def clipped(self) -> Array:
         clipped = int(self._clipped) if self._clipped == self._clipped else 0
         return torch.tensor(clipped, dtype=torch.int32, device=self._ops._device)
 
@@ -99,10 +100,10 @@ class _DeviceRounding(_Rounding):
         self._clipped = self._clipped + (scaled.abs() > levels).sum(dtype=torch.int32)
         scaled.clamp_(-levels, levels)
 
-    def rms(self) -> torch.Tensor:
+    def rms(self) -> Array:
         return (self._square / self._count).sqrt().float()
 
-    def clipped(self) -> torch.Tensor:
+    def clipped(self) -> Array:
         return self._clipped
 
 
@@ -424,7 +425,8 @@ class DeviceOps(TorchOps):
         return torch.topk(others, count, largest=False, sorted=True).values
 
     def _norms(self, matrix: torch.Tensor) -> torch.Tensor:
-        return torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64).float()
+        norms: torch.Tensor = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64)
+        return norms.float()
 
 
 def make_ops(device: torch.device | str) -> TorchOps:
