@@ -8,8 +8,8 @@ run log. Every rank runs it on the same figures and so decides the same at the s
                         └────── the wire or the computation has changed ──────────┘
 
 What is held is the least compression among the fastest levels *measured*: the model only says what is worth a try.
-Times of levels are compared as medians of a few steps each, which noise can turn around, so a level that turns out
-slower than another one was measured is compared with it once more, and ever more rarely.
+Times of levels are compared as lower quartiles of a few steps each, which noise can turn around, so a level that turns
+out slower than another one was measured is compared with it once more, and ever more rarely.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from hvdplus.costmodel import LevelCost, Link, fit_link
-from hvdplus.meter import StepTimes, median_times
+from hvdplus.meter import StepTimes
 
 
 class Observation(NamedTuple):
@@ -79,7 +79,7 @@ class Limits:
     """Steps in a look at the held level; ``patience`` looks in a row must agree on a change."""
     patience: int = 2
     memory_steps: int = 40
-    """Latest steps of a level that its medians are taken from."""
+    """Latest steps of a level that its times are taken from."""
     probe_steps: int = 400
     """Steps after which a compressed run looks at dense again, in case a faster link cannot be seen through
     compression. Doubles after every look that changed nothing."""
@@ -223,11 +223,11 @@ class Controller:
         )
 
     def _tried(self) -> bool:
-        """Enough steps for a median, or for seeing that the level is hopeless."""
+        """Enough steps for a figure, or for seeing that the level is hopeless."""
         if len(self._window) >= self.limits.trial_steps:
             return True
         others = [self._measured(level).step for level in self._samples if level != self.level]
-        return len(self._window) >= 3 and bool(others) and median_times(self._window).step > 2 * min(others)
+        return len(self._window) >= 3 and bool(others) and typical_times(self._window).step > 2 * min(others)
 
     def _after_trial(self) -> Decision:
         name = self.names[self.level]
@@ -249,9 +249,7 @@ class Controller:
             if nothing_changed is not None:
                 self._past, self._doubt = {}, ""
                 self._become_watchful()
-            known = self._samples.get(self.level)
-            if known and _changed(median_times(self._window), median_times(known), self.limits.change):
-                del self._samples[self.level]  # of another time: together their median would still be the old one
+            self._samples.pop(self.level, None)  # of another time, which may have been a lucky one
             self._keep_window()
         times = self._measured(self.level)
         if over:
@@ -262,11 +260,11 @@ class Controller:
         """Whether the level that was tried shows that a suspicion was wrong; None: there is none, or it cannot tell."""
         if not self._doubt:
             return None
-        seen, known = median_times(self._window), self._past.get(self.level)
+        seen, known = typical_times(self._window), self._past.get(self.level)
         if self._doubt != "communication":
-            return None if known is None else not _changed(seen, median_times(known), self.limits.change)
+            return None if known is None else not _changed(seen, typical_times(known), self.limits.change)
         cost = self.costs[self.level]
-        before = median_times(known).comm if known else self._link_before.seconds(cost)
+        before = typical_times(known).comm if known else self._link_before.seconds(cost)
         after = self.link.seconds(cost)
         # A level that sends next to nothing takes what it took, whatever the wire.
         if abs(after - before) <= max(self.limits.change * before, 2 * self.limits.bottleneck * seen.step):
@@ -274,7 +272,7 @@ class Controller:
         return abs(seen.comm - before) < abs(seen.comm - after)
 
     def _while_holding(self) -> Decision | None:
-        now, before = median_times(self._window), self._measured(self.level)
+        now, before = typical_times(self._window), self._measured(self.level)
         what = _changed(now, before, self.limits.change)
         self._strikes = self._strikes + 1 if what else 0
         if over := self._over_budget(self._errors if len(self._errors) >= 5 else [], self.limits.error_budget):
@@ -346,14 +344,10 @@ class Controller:
         return min(level for level, step in promising.items() if (1 - self.limits.margin) * step <= best)
 
     def _hold_best(self, why: str) -> Decision:
-        """Hold the least compression that is as good as the fastest, as far as is known from so few steps."""
+        """Hold the least compression that is as good as the fastest."""
         steps = {level: self._measured(level).step for level in self._known()}
-        fastest = min(steps, key=lambda level: steps[level])
-        best = min(
-            level
-            for level, step in steps.items()
-            if (1 - self.limits.margin) * step <= steps[fastest] + self._doubt_between(level, fastest)
-        )
+        fastest = min(steps.values())
+        best = min(level for level, step in steps.items() if (1 - self.limits.margin) * step <= fastest)
         tried = ", ".join(f"{self.names[level]} {_ms(step)}" for level, step in sorted(steps.items()))
         if best == 0:
             return self._hold(0, f"{why}; compression does not pay ({tried})")
@@ -403,17 +397,8 @@ class Controller:
         times = self._measured(level)
         return times.step - times.compute + min(self._measured(each).compute for each in self._samples)
 
-    def _doubt_between(self, level: int, other: int) -> float:
-        """Half a standard error of the difference of two levels' median steps, in seconds."""
-        square = 0.0
-        for each in (level, other):
-            steps = [times.step for times in self._samples[each]]
-            spread = median(abs(step - median(steps)) for step in steps)  # what one odd step does not change
-            square += (1.86 * spread) ** 2 / len(steps)  # for Gaussians: 1.48 for the spread, 1.25 for the median
-        return math.sqrt(square) / 2 if level != other else 0.0
-
     def _measured(self, level: int) -> StepTimes:
-        return median_times(self._samples[level])
+        return typical_times(self._samples[level])
 
     def _keep_window(self) -> None:
         """The window's steps are the present level's latest; the link is fitted to all that is known."""
@@ -524,6 +509,11 @@ _FROM_PLAIN: dict[str, Callable[[Any], Any]] = {
     "_window": _steps,
 }
 """Field -> what makes its value from the plain one, where that is not the value itself."""
+
+
+def typical_times(steps: Sequence[StepTimes]) -> StepTimes:
+    """Lower quartiles, figure by figure: what else a machine is busy with makes steps longer, never shorter."""
+    return StepTimes(*(sorted(figure)[(len(steps) - 1) // 4] for figure in zip(*steps, strict=True)))
 
 
 def _changed(now: StepTimes, before: StepTimes, limit: float) -> str:

@@ -33,7 +33,7 @@ from simulating import (
     some_jobs,
 )
 
-from hvdplus.controller import Controller, Decision, Limits, Mode, Observation
+from hvdplus.controller import Controller, Decision, Limits, Mode, Observation, typical_times
 from hvdplus.costmodel import LevelCost
 from hvdplus.meter import StepTimes, reduce_times
 
@@ -141,15 +141,13 @@ def test_a_level_is_tried_once_at_most(job: Job) -> None:
     assert course.changes(SETTLED) == 0
 
 
-@pytest.mark.parametrize(("spread", "held"), [(0.1, LOWRANK_8), (8.0, FP16)])
-def test_of_levels_that_noise_does_not_tell_apart_the_least_compression_is_held(spread: float, held: int) -> None:
-    """float16 took 3 % longer in its steps than lowrank did."""
-    controller = Controller(NAMES, SLOW.costs)
-    wobble = [step / 8 - 0.5 for step in range(9)]  # and one odd step
-    for level, step in ((NONE, 90), (FP16, 51.5), (LOWRANK_8, 50)):
-        steps = [step + spread * each for each in (*wobble, 40)]
-        controller._samples[level] = [StepTimes(each * ms, 0.0, 5 * ms, 0.0, 0.0) for each in steps]
-    assert controller._hold_best("").level == held
+def test_what_steps_typically_take_is_not_what_slowed_them_down() -> None:
+    def steps(*seconds: float) -> list[StepTimes]:
+        return [StepTimes(each, 0.0, 1 - each, 0.0, 0.0) for each in seconds]
+
+    for some, typical in (([3.0], 3), ([3, 2], 2), ([4, 1, 3, 2, 5], 2), ([9, 1, 2, 3, 9, 9, 9, 9], 2)):
+        assert typical_times(steps(*some)).step == typical
+    assert typical_times(steps(1, 2, 3, 4, 5)).exposed_comm == 1 - 4, "figure by figure"
 
 
 @pytest.mark.parametrize("kind", NOISES)
@@ -350,7 +348,7 @@ def test_a_link_right_at_a_limit_does_not_oscillate_either(threshold: str) -> No
         assert job.seconds(FP16) / job.seconds(NONE) == pytest.approx(1 - LIMITS.margin, abs=0.001)
     for seed in range(20):
         course = drive(replace(job, noise=NOISES["jitter"]), SETTLED + 400, seed=seed)
-        assert course.changes(SETTLED) <= 4
+        assert course.changes(SETTLED) <= 6  # there and back at three comparisons
 
 
 # -- links that change -------------------------------------------------------------------------------------------------
