@@ -15,6 +15,7 @@ RANK, SIZE = hvd.rank(), hvd.size()
 TORCH = keras.backend.backend() == "torch"
 LEVELS = ["none", "fp16", "lowrank:2", "int8", "topk:0.2:32+int8", "auto"] if TORCH else ["int8", "auto"]
 """``keras_ranks.py`` runs the others on TensorFlow, where each takes a compilation."""
+MPI4PY = hvd._require_world().transport.name == "mpi4py"
 several = pytest.mark.ranks(2, 4)
 
 
@@ -179,6 +180,7 @@ def test_loss_scaling_skips_on_all_ranks_together(level, passes, explicit):
 
 
 @several
+@pytest.mark.skipif(MPI4PY, reason="what is on its way when the error comes has no names to be told apart by")
 def test_a_layer_that_is_frozen_on_one_rank_only_is_an_error_on_every_rank():
     net = model()
     optimizer = hvd.DistributedOptimizer(sgd(), compression="none")

@@ -135,8 +135,22 @@ def keras_step(job: Job) -> tuple[object, Callable[[], None]]:
     return optimizer, compiled
 
 
+BURST_SECONDS = (1 << 16) / RATE
+"""What a link that has rested carries for nothing."""
+
+
+def rests(optimizer: object) -> int:
+    """Before how many sums the wire rests where the backward pass takes longer than they do."""
+    return len(optimizer._exchange._plain.lanes) if FRAMEWORK == "torch" else 1
+
+
 def measured(job: Job) -> StepTimes:
     """Median figures of a job, over its steps and as reduced over its ranks."""
+    return trained(job)[0]
+
+
+def trained(job: Job) -> tuple[StepTimes, int]:
+    """The same, and before how many sums the wire has rested."""
     os.environ["HVDPLUS_BUCKET_BYTES"] = str(4 * job.part_elements * PARTS)
     optimizer, step = (torch_step if FRAMEWORK == "torch" else keras_step)(job)
     pilot, heard = optimizer.hvdplus, []
@@ -153,7 +167,7 @@ def measured(job: Job) -> StepTimes:
     if RANK == 0:
         figures = ", ".join(f"{name} {getattr(times, name) * 1e3:.1f}" for name in (*times._fields, "comm", "compute"))
         print(f"{FRAMEWORK}, {job}: wire {job.wire_seconds * 1e3:.1f} ms; measured {figures}", flush=True)
-    return times
+    return times, rests(optimizer)
 
 
 BIG = Job(1 << 15)  # 1.5 MB a bucket
@@ -180,8 +194,8 @@ def test_nothing_to_hide_behind(near):
 
 
 def test_all_but_the_last_bucket_behind_a_long_backward_pass(near):
-    times = measured(BIG._replace(bucket_seconds=2 * BIG.wire_seconds / BUCKETS))
-    assert near(times.comm, 1)
+    times, rested = trained(BIG._replace(bucket_seconds=2 * BIG.wire_seconds / BUCKETS))
+    assert near(times.comm + rested * BURST_SECONDS, 1)
     if FRAMEWORK == "torch":  # which sends every large gradient as soon as it is there: little is left in the end
         assert times.exposed_comm <= 0.1 * BIG.wire_seconds
         return
