@@ -255,9 +255,6 @@ class TorchExchange:
         """
         if not self._versions:
             self._begin()
-        if self._late:  # begun one step ago: here by now
-            plan, side = self._late
-            self.pilot.observe(plan, side.total())
         self._sort_out_sparse()
         used = self._send_rest()
         with self.meter.codec():
@@ -267,6 +264,9 @@ class TorchExchange:
             torch.cuda.current_stream(self._device).synchronize()
         slot = self._slot(learning_rate)._replace(newcomers=len(newcomers), absent=absent)
         side = self._start_side(torch.from_numpy(side_tensor(self.transport.rank, self.transport.size, slot, used)))
+        if self._late:  # begun one step ago, read while there is something else to wait for
+            plan, late = self._late
+            self.pilot.observe(plan, late.total())
         if self._now.in_place:
             with self.meter.awaited(*(lane.bucket.number for lane in self._now.lanes)):
                 for lane in self._now.lanes:
@@ -282,9 +282,8 @@ class TorchExchange:
                 rows.send()
         self.pilot.row_bytes = sum(rows.sent_bytes for rows in self._rows.values())
         awaited = self._ladder.settles(self.plan) and not self.idle
-        here = awaited or self._now.carrier is not None
         users, healthy = used, True
-        if here or not used.all():  # whether anybody used it is only of interest to those who did not
+        if awaited or not used.all():  # whether anybody used it is only of interest to those who did not
             with self.meter.exposed_comm():
                 slots, users = read_side(side.total(), self.transport.size)
             if awaited:
@@ -299,7 +298,7 @@ class TorchExchange:
             reduced_rows = {i: rows.receive(self._scale) for i, rows in self._rows.items()}
         with self.meter.codec():
             self._deliver(used, users, reduced_rows)
-        if here:
+        if awaited:
             self.pilot.observe(self.plan, side.total(), healthy)
             self._late = None
         else:
@@ -617,7 +616,7 @@ class TorchExchange:
         if carrier is not None:
             with self.meter.codec():
                 self._start_all(carrier, [*carrier.payload, array])
-            return Side(lambda: array * (1.0 / self._scale))  # in place: here as soon as the carrier's sums are
+            return Side(lambda: array.numpy() / np.float32(self._scale))  # in place: here when the carrier's sums are
         # Two names alternate: the last one may still be in flight where it was not awaited.
         self._side_count += 1
         handle = self.transport.start(array, f"{self._prefix}.side.{self._side_count % 2}")
