@@ -3,9 +3,9 @@
 No clock, no MPI, no framework: numbers in, decisions out, so that it is tested with numbers alone and replayed from a
 run log. Every rank runs it on the same figures and so decides the same at the same step.
 
-    dense start ──► try what the cost model promises most ──► hold the best ──► watch
-                        ▲        (each level at most once)                        │
-                        └────── the wire or the computation has changed ──────────┘
+    dense start ──► try what the cost model promises most ──► hold the best ──► watch and sound
+                        ▲        (each level at most once)                             │
+                        └──────── the wire or the computation has changed ─────────────┘
 
 What is held is the least compression among the fastest levels *measured*: the model only says what is worth a try.
 Times of levels are compared as lower quartiles of a few steps each, which noise can turn around, so a level that turns
@@ -35,6 +35,8 @@ class Observation(NamedTuple):
     """Root mean square over the ranks; NaN: not gauged."""
     learning_rate: float = 0.0
     """0: unknown."""
+    sounding_bytes: int = 0
+    """Of the sum that ``times.sounding`` is of; 0: there was none."""
 
 
 class Decision(NamedTuple):
@@ -85,6 +87,15 @@ class Limits:
     compression. Doubles after every look that changed nothing."""
     probe_share: float = 0.01
     """Share of the time that such looks may cost."""
+    sounding_steps: int = 40
+    """Steps at a compressed level between two soundings: sums that are sent to see how fast the link is, which few
+    bytes do not show."""
+    sounding_share: float = 0.02
+    """Share of the time that they may cost, or they become rarer."""
+    sounding_length: float = 0.3
+    """Share of a step that a sounding is meant to take."""
+    sounding_bytes: int = 128 << 10
+    """The least that one sends: links carry some 10 kB at any speed after a rest."""
     drain_steps: int = 10
     """Dense steps that pay out a residual before a look at dense begins."""
     error_budget: float = 1.0
@@ -118,7 +129,8 @@ class Controller:
     _past: dict[int, list[StepTimes]] = field(default_factory=dict)
     """What was known before a change was suspected that is not confirmed yet."""
     _doubt: str = ""
-    """What may have changed: ``communication``, ``computation``, or ``need`` of compression; empty: nothing."""
+    """What may have changed: ``communication``, ``computation``, or ``need`` of compression, or the link as a
+    ``sounding`` showed it; empty: nothing."""
     _link_before: Link = Link(0.0, 0.0)
     _codec: dict[int, float] = field(default_factory=dict)
     """Level -> its codec's seconds, as last measured: no wire changes them."""
@@ -132,6 +144,12 @@ class Controller:
     _patience: int = 0
     _probe_after: int = 0
     _compare_after: int = 0
+    _sounding_pause: int = 1
+    """Only every so manieth sounding takes place."""
+    _sounded: float = 0.0
+    """Seconds for a byte as a quick sounding showed them."""
+    _sound_again: int = 0
+    """Steps held when a larger one shall follow; 0: none shall."""
     _errors: list[float] = field(default_factory=list)
     """Of the present level."""
     _norms: list[float] = field(default_factory=list)
@@ -184,7 +202,24 @@ class Controller:
         if self.mode is Mode.CRITICAL:
             return self._after_critical() if self._steps_at_level >= self.limits.dense_steps else None
         self._steps_held += 1
+        if seen.times.sounding and seen.sounding_bytes and (decision := self._after_sounding(seen)):
+            return decision
         return self._while_holding() if len(self._window) >= self.limits.watch_steps else None
+
+    def sounding(self) -> int:
+        """Bytes by which the coming step shall sound the link, or 0. It asks for one in every ``sounding_steps``."""
+        if self.mode is not Mode.HOLD or not self.level or not self._steps_held:
+            return 0
+        if self._steps_held == self._sound_again:
+            return self._sounding_size(self._sounded)
+        rounds, odd = divmod(self._steps_held, self.limits.sounding_steps)
+        if odd or not self.link.beta:
+            return 0
+        size, step = self._sounding_size(self.link.beta), self._measured(self.level).step
+        if size <= self.costs[self.level].payload_bytes:  # the level itself shows as much
+            return 0
+        dear = self.link.beta * size / (self.limits.sounding_share * self.limits.sounding_steps * step)
+        return size if rounds % (self._sounding_pause * max(1, math.ceil(dear))) == 0 else 0
 
     def predict(self, level: int) -> float:
         """Seconds that a step at ``level`` takes: as measured, or else as the cost model expects."""
@@ -239,6 +274,8 @@ class Controller:
             self._samples, self._past, self.link = {**self._samples, **self._past}, {}, self._link_before
             if self._doubt == "need":
                 self._probe_after *= 2
+            elif self._doubt == "sounding":
+                self._sounding_pause = min(2 * self._sounding_pause, 64)
             else:
                 self._patience = min(2 * self._patience, 64)
             self._doubt = ""
@@ -261,7 +298,7 @@ class Controller:
         if not self._doubt:
             return None
         seen, known = typical_times(self._window), self._past.get(self.level)
-        if self._doubt != "communication":
+        if self._doubt not in ("communication", "sounding"):
             return None if known is None else not _changed(seen, typical_times(known), self.limits.change)
         cost = self.costs[self.level]
         before = typical_times(known).comm if known else self._link_before.seconds(cost)
@@ -310,6 +347,35 @@ class Controller:
                 return self._try(0, f"{self._steps_held} steps at {self.names[self.level]}: is it still needed?")
         return None
 
+    def _sounding_size(self, beta: float) -> int:
+        """Bytes of a sounding where one takes ``beta`` seconds."""
+        wanted = self.limits.sounding_length * self._measured(self.level).step / beta if beta else math.inf
+        return int(min(max(wanted, self.limits.sounding_bytes), self.costs[0].payload_bytes)) // 4 * 4
+
+    def _after_sounding(self, seen: Observation) -> Decision | None:
+        """A sum may take longer than its bytes need, but never less: one that is quick shows a link that is faster.
+
+        How much faster, a small one hides behind what every sum takes: larger ones follow, as long as they are quick.
+        """
+        took, known, before = seen.times.sounding, self._samples, self.link
+        now = Link(min(before.alpha, took), max(0.0, took - before.alpha) / seen.sounding_bytes)
+        if 2 * now.beta > before.beta:  # less than that is an uneven link
+            return None
+        self._samples, self.link = {self.level: known[self.level]}, now  # what else was measured is of the old link
+        following, held = self._next(optimism=0.0), self._measured(self.level)
+        if following is None or self.predict(following) > (1 - self.limits.worthwhile) * held.step:
+            self._samples, self.link = known, before
+            if self._sounding_size(now.beta) > 1.5 * seen.sounding_bytes:
+                self._sounded, self._sound_again = now.beta, self._steps_held
+            return None
+        self._past, self._doubt, self._link_before = known, "sounding", before
+        expected = before.alpha + before.beta * seen.sounding_bytes
+        return self._try(
+            following,
+            f"a sounding of {seen.sounding_bytes / 1e3:.0f} kB took {_ms(took)} instead of {_ms(expected)}: the link "
+            f"is faster; {self._promise(following)}",
+        )
+
     def _after_critical(self) -> Decision:
         self._keep_window()
         self._calm_since, self._critical = self._steps, ""
@@ -324,6 +390,7 @@ class Controller:
         self._patience = self.limits.patience
         self._probe_after = self.limits.probe_steps
         self._compare_after = 4 * self.limits.watch_steps
+        self._sounding_pause = 1
 
     def _go_on(self, why: str) -> Decision:
         """Try the next level that is worth it, or hold the best."""
@@ -449,7 +516,7 @@ class Controller:
     def _hold(self, level: int, why: str) -> Decision:
         self._past, self._doubt = {}, ""
         if level != self.level or self.mode is not Mode.HOLD:
-            self._steps_held = self._strikes = 0
+            self._steps_held = self._strikes = self._sound_again = 0
         return self._enter(Mode.HOLD, level, why)
 
     def _enter(self, mode: Mode, level: int, why: str = "") -> Decision:

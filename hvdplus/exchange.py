@@ -44,6 +44,8 @@ class Plan(NamedTuple):
     """A level whose contexts learn from this dense step; 0: none."""
     gauge: bool = False
     """Whether ranks say how large their gradients and residuals are."""
+    sounding: int = 0
+    """Bytes of a sum of zeros that is sent after all others, to see how long it takes; 0: none."""
 
 
 class Ladder:
@@ -106,6 +108,7 @@ class SideSlot(NamedTuple):
     exposed_comm: float = 0.0
     input_wait: float = 0.0
     overlapped_comm: float = 0.0
+    sounding: float = 0.0
     """Seconds of the *previous* step, see ``StepTimes``."""
     loss: float = 0.0
     has_loss: float = 0.0
@@ -124,7 +127,7 @@ class SideSlot(NamedTuple):
     @property
     def times(self) -> StepTimes:
         """The previous step's times."""
-        return StepTimes(self.step, self.codec, self.exposed_comm, self.input_wait, self.overlapped_comm)
+        return StepTimes(self.step, self.codec, self.exposed_comm, self.input_wait, self.overlapped_comm, self.sounding)
 
 
 SLOT_FLOATS = len(SideSlot._fields)

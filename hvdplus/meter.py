@@ -27,6 +27,8 @@ class StepTimes(NamedTuple):
     """From the end of a step to the first computation of the next."""
     overlapped_comm: float = 0.0
     """Communication that went on while this rank computed: no part of the step's time, but of what the wire did."""
+    sounding: float = 0.0
+    """A sum that was sent for no other reason than to see how long it takes; 0: none was."""
 
     @property
     def comm(self) -> float:
@@ -36,7 +38,7 @@ class StepTimes(NamedTuple):
     @property
     def compute(self) -> float:
         """All the rest: forward, backward, optimizer, and the user's own code."""
-        return max(0.0, self.step - self.codec - self.exposed_comm - self.input_wait)
+        return max(0.0, self.step - self.codec - self.exposed_comm - self.input_wait - self.sounding)
 
 
 def reduce_times(ranks: Sequence[StepTimes]) -> StepTimes:
@@ -52,6 +54,7 @@ def reduce_times(ranks: Sequence[StepTimes]) -> StepTimes:
         exposed_comm=exposed,
         input_wait=max(times.input_wait for times in ranks),
         overlapped_comm=min(times.comm for times in ranks) - exposed,
+        sounding=min(times.sounding for times in ranks),
     )
 
 
@@ -84,7 +87,7 @@ class StepMeter:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._began: float | None = None
-        self._codec = self._exposed_comm = self._input_wait = 0.0
+        self._codec = self._exposed_comm = self._input_wait = self._sounding = 0.0
         self._busy: list[tuple[float, float]] = []
         self._under_way: dict[int, tuple[float, Callable[[], bool]]] = {}
         self._looked = -math.inf
@@ -105,6 +108,13 @@ class StepMeter:
             now = self._clock()
             self._exposed_comm += now - began
             self._busy.append((began, now))
+
+    @contextmanager
+    def sounding(self) -> Iterator[None]:
+        """Time spent inside is that of a sounding."""
+        began = self._clock()
+        yield
+        self._sounding += self._clock() - began
 
     def sum_begins(self, key: int, done: Callable[[], bool]) -> None:
         """A sum is on its way; ``done`` tells whether it is there."""
@@ -145,9 +155,11 @@ class StepMeter:
         now = self._clock()
         if self._began is not None:
             overlapped = max(0.0, union_seconds(self._busy) - self._exposed_comm)
-            self.last = StepTimes(now - self._began, self._codec, self._exposed_comm, self._input_wait, overlapped)
+            self.last = StepTimes(
+                now - self._began, self._codec, self._exposed_comm, self._input_wait, overlapped, self._sounding
+            )
         self._began = now
-        self._codec = self._exposed_comm = self._input_wait = 0.0
+        self._codec = self._exposed_comm = self._input_wait = self._sounding = 0.0
         self._busy.clear()
 
 

@@ -274,7 +274,8 @@ class Pilot:
         if self._warm_left:
             return Plan(warms=self._level, gauge=gauge)
         release = 1.0 if self.ladder.compressors[self._level].keeps_residual else release_factor(self._drain_left)
-        return Plan(self._level, self._phases[self._level], release, gauge=gauge)
+        sounding = self._controller.sounding() if self._controller and not self._drain_left else 0
+        return Plan(self._level, self._phases[self._level], release, gauge=gauge, sounding=sounding)
 
     def _levels(self) -> dict[str, dict[str, float]]:
         """The costs, for the log."""
@@ -327,7 +328,8 @@ class Pilot:
             return
         level = self._measured.level
         gauged = (None if math.isnan(value) else value for value in (seen.error, seen.gradient_norm))
-        self._trace.append([level, *(round(value * 1e6) for value in seen.times), *gauged, seen.learning_rate])
+        known = *gauged, seen.learning_rate, seen.sounding_bytes
+        self._trace.append([level, *(round(value * 1e6) for value in seen.times), *known])
         decision = self._controller.observe(level, seen)
         if decision or len(self._trace) >= TRACE_STEPS:
             self._write_trace()
@@ -385,16 +387,17 @@ def _whole_microseconds(seconds: float) -> float:
 def _gauged(plan: Plan, slots: Sequence[SideSlot]) -> Observation:
     """What the ranks said of a step besides its times, which come with the next."""
     learning_rate = float(f"{slots[0].learning_rate:.7g}")
+    ungauged = Observation(StepTimes(), learning_rate=learning_rate, sounding_bytes=plan.sounding)
     if not plan.gauge:
-        return Observation(StepTimes(), learning_rate=learning_rate)
+        return ungauged
     gradient, residual = (
         math.sqrt(sum(norm * norm for norm in norms) / len(slots))
         for norms in zip(*((slot.gradient_norm, slot.residual_norm) for slot in slots), strict=True)
     )
     if not (math.isfinite(gradient) and math.isfinite(residual)):  # a step that is not taken
-        return Observation(StepTimes(), learning_rate=learning_rate)
+        return ungauged
     error = residual / gradient if gradient else math.nan
-    return Observation(StepTimes(), float(f"{error:.7g}"), float(f"{gradient:.7g}"), learning_rate)
+    return ungauged._replace(error=float(f"{error:.7g}"), gradient_norm=float(f"{gradient:.7g}"))
 
 
 def _mean_loss(slots: Sequence[SideSlot]) -> float:

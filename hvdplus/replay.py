@@ -43,11 +43,12 @@ def replay(records: Sequence[Record], **limits: float) -> tuple[tuple[str, ...],
         elif record["kind"] == "resume":
             controller.recall(record["controller"] or {})
         elif record["kind"] == "trace":
-            for level, *micros, error, norm, learning_rate in record["steps"]:
+            for level, *micros, error, norm, learning_rate, sounding_bytes in record["steps"]:
                 times = StepTimes(*(value / 1e6 for value in micros))
                 gauged = [math.nan if value is None else value for value in (error, norm)]
                 before = controller.level
-                decision = controller.observe(level, Observation(times, gauged[0], gauged[1], learning_rate))
+                seen = Observation(times, gauged[0], gauged[1], learning_rate, sounding_bytes)
+                decision = controller.observe(level, seen)
                 if decision:
                     decisions.append(Replayed(before, decision))
     return names, decisions

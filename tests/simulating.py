@@ -10,7 +10,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
@@ -65,6 +65,10 @@ class Job:
     """What the controller is told of the codecs, as a multiple of the truth; 0: nothing."""
     overlap: float = 0.4
     """Share of the computation that communication can hide behind."""
+    burst: float = 0.0
+    """Bytes of a sounding that the link carries at any speed."""
+    wait: float = 0.0
+    """Seconds until a sounding begins."""
     ranks: int = 2
     slow_rank: float = 0.0
     """Seconds that rank 0 computes longer than the others."""
@@ -85,6 +89,10 @@ class Job:
     def exposed(self, level: int) -> float:
         wire = self.wire(level)
         return max(wire / self.messages, wire - self.overlap * (self.compute + self.slow_rank))
+
+    def sounding(self, size: int) -> float:
+        """A sum that nothing else goes along with."""
+        return self.wait + self.alpha + max(0.0, size - self.burst) / self.rate
 
     def seconds(self, level: int) -> float:
         """The step, without noise."""
@@ -162,6 +170,8 @@ class Course:
     """What the controller was busy with at every step."""
     seconds: float = 0.0
     """What all steps took, without noise."""
+    soundings: list[tuple[int, float]] = field(default_factory=list)
+    """(step, seconds), which ``seconds`` holds, too."""
 
     @property
     def last(self) -> Decision:
@@ -224,9 +234,15 @@ def drive(
         if drains or warms:
             drains, warms = max(0, drains - 1), max(0, warms - 1)
             continue
+        times, sounding = reduce_times(job_now.step(level, dice, wave)), controller.sounding()
+        if sounding:
+            took = job_now.sounding(sounding) * _shaken(dice, job_now.noise.wire)
+            times = times._replace(step=times.step + took, sounding=took)
+            course.soundings.append((step, job_now.sounding(sounding)))
+            course.seconds += course.soundings[-1][1]
         error, norm, rate = training(step, level, age)
         if step % GAUGE_STEPS:
             error = norm = math.nan
         age += 1
-        late = level, Observation(reduce_times(job_now.step(level, dice, wave)), error, norm, rate)
+        late = level, Observation(times, error, norm, rate, sounding)
     return course

@@ -386,15 +386,57 @@ def test_a_link_that_turns_slow_is_noticed_at_once() -> None:
 
 
 def test_a_link_that_turns_fast_behind_compression_is_noticed_in_a_look_at_dense() -> None:
-    """The wire takes next to nothing of a compressed step, before and after."""
+    """The wire takes next to nothing of a compressed step, before and after, and nobody sounds it."""
     before = Job(rate=250e6, alpha=0.0, payload_bytes=(8e6, 4e6, 2e6, 1e5, 5e4), codec=(0.0, *[8 * ms] * 4))
     after = replace(before, rate=1e10)
     assert least(before) == LOWRANK_16 and least(after) == NONE
-    course = drive(lambda step: before if step < 200 else after, 800)
+    course = drive(lambda step: before if step < 200 else after, 800, limits=replace(LIMITS, sounding_steps=10**6))
     (look,) = course.times("is it still needed")
     assert set(course.levels[SETTLED : look + 1]) == {LOWRANK_16}
     assert set(course.levels[look + 1 :]) == {NONE}
     assert look <= SETTLED + LIMITS.probe_steps + LIMITS.watch_steps
+
+
+HEAVY = Job(
+    rate=1e8, alpha=0.0, payload_bytes=(8e6, 4e6, 2e6, 1e5, 5e4), codec=(0.0, 8 * ms, 20 * ms, 15 * ms, 15 * ms)
+)
+"""The wire takes next to nothing of a step at its best level, whose codec a faster link would do without."""
+
+
+@pytest.mark.parametrize("wait", [0.0, 5 * ms])
+@pytest.mark.parametrize("kind", NOISES)
+def test_a_link_that_turns_fast_behind_compression_is_noticed_by_a_sounding(kind: str, wait: float) -> None:
+    before = replace(HEAVY, noise=NOISES[kind], wait=wait)
+    after = replace(before, rate=1e10)
+    assert least(before) == LOWRANK_16 and least(after) == NONE
+    course = drive(lambda step: before if step < 200 else after, 400)
+    assert course.levels[199] in (LOWRANK_16, LOWRANK_8)
+    assert set(course.levels[281:]) == {NONE}
+    assert any(200 < step <= 280 for step in course.times("the link is faster"))
+    assert not any(step <= 200 for step in course.times("the link is faster"))
+
+
+@given(jobs)
+@examples
+def test_soundings_cost_little_and_change_nothing_on_a_steady_link(job: Job) -> None:
+    course = drive(job, 500)
+    assert not course.times("the link is faster")
+    assert sum(seconds for _, seconds in course.soundings) <= (LIMITS.sounding_share + 0.005) * course.seconds
+    assert all(course.levels[step] for step, _ in course.soundings), "a dense step shows the link as it is"
+
+
+@pytest.mark.parametrize("burst", [1e5, 1e6, 1e9])
+def test_what_a_link_carries_for_nothing_deceives_ever_more_rarely(burst: float) -> None:
+    """Of the least that is sounded, of most, and of all."""
+    job = replace(HEAVY, burst=burst)
+    course = drive(job, 4000)
+    deceived = course.times("the link is faster")
+    assert len(deceived) <= 6
+    assert all(
+        later - sooner > sooner - soonest
+        for soonest, sooner, later in zip(deceived, deceived[1:], deceived[2:], strict=False)
+    )
+    assert course.seconds <= 1.05 * 4000 * job.best()
 
 
 def test_a_link_that_turns_fast_is_noticed_though_all_its_work_is_hidden() -> None:

@@ -191,8 +191,8 @@ def test_one_ranks_nan_leaves_the_others_alone() -> None:
 
 
 def test_times_come_back_as_they_were_measured() -> None:
-    slot = SideSlot(step=0.25, codec=0.125, exposed_comm=0.0625, input_wait=0.03125)
-    assert slot.times == StepTimes(step=0.25, codec=0.125, exposed_comm=0.0625, input_wait=0.03125)
+    slot = SideSlot(step=0.25, codec=0.125, exposed_comm=0.0625, input_wait=0.03125, sounding=0.5)
+    assert slot.times == StepTimes(step=0.25, codec=0.125, exposed_comm=0.0625, input_wait=0.03125, sounding=0.5)
     assert SideSlot(0.0, 0.0, 0.0, *slot.times) == slot
 
 

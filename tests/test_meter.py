@@ -221,7 +221,7 @@ def test_the_slowest_codec_and_input_count() -> None:
     assert job == StepTimes(step=11, codec=2, exposed_comm=3, input_wait=0.5)
 
 
-times = st.builds(StepTimes, *([st.floats(0, 100)] * 5))
+times = st.builds(StepTimes, *([st.floats(0, 100)] * len(StepTimes._fields)))
 
 
 @given(st.lists(times, min_size=1, max_size=6), st.randoms(use_true_random=False))

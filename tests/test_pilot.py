@@ -865,13 +865,14 @@ def test_the_trace_holds_every_step_that_the_controller_saw(tmp_path: Path, seen
     assert max(len(trace["steps"]) for trace in traces) == TRACE_STEPS
     rows = [row for trace in traces for row in trace["steps"]]
     assert len(rows) == len(seen)
-    for (level, *micros, error, norm, rate), each in zip(rows, seen, strict=True):
-        assert micros == [GENTLE[level][0] * 1e3, 1000, GENTLE[level][1] * 1e3, 500, GENTLE[level][2] * 1e3]
+    for (level, *micros, error, norm, rate, sounding), each in zip(rows, seen, strict=True):
+        assert micros == [GENTLE[level][0] * 1e3, 1000, GENTLE[level][1] * 1e3, 500, GENTLE[level][2] * 1e3, 0]
+        assert sounding == each.sounding_bytes
         assert all(isinstance(value, int) for value in micros)
         assert StepTimes(*(value / 1e6 for value in micros)) == each.times
         gauged = (None if math.isnan(value) else value for value in (each.error, each.gradient_norm))
         assert (error, norm) == tuple(gauged) and rate == each.learning_rate
-    assert {row[6] for row in rows} == {None, 0.0, 0.25} and {row[7] for row in rows} == {None, 2.0}
+    assert {row[7] for row in rows} == {None, 0.0, 0.25} and {row[8] for row in rows} == {None, 2.0}
     # A decision stands right after the step that it was made at.
     for before, record in zip(records, records[1:], strict=False):
         if record["kind"] == "decision":

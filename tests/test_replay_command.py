@@ -43,11 +43,14 @@ def write(path: Path, steps: int = 120, limits: Limits | None = None, slower_fro
             (800 + cost.payload_bytes * 5e-3) * (2 if step >= slower_from else 1) * shaken.uniform(0.98, 1.02)
         )
         codec = round(cost.codec * 1e6)
-        micros = (12_000 + exposed + codec, codec, exposed, 0, 500)
+        sounding = controller.sounding()
+        sounded = round(800 + sounding * 5e-3) if sounding else 0
+        micros = (12_000 + exposed + codec + sounded, codec, exposed, 0, 500, sounded)
         gauged = (0.25, 1.5) if step % 5 == 0 else (None, None)
-        trace.append([level, *micros, *gauged, 0.1])
+        trace.append([level, *micros, *gauged, 0.1, sounding])
         seen = [math.nan if value is None else value for value in gauged]
-        decision = controller.observe(level, Observation(StepTimes(*(value / 1e6 for value in micros)), *seen, 0.1))
+        times = StepTimes(*(value / 1e6 for value in micros))
+        decision = controller.observe(level, Observation(times, *seen, 0.1, sounding))
         if decision:
             write_trace()
             fields = {"step": step + 1, "from": NAMES[level], "to": NAMES[decision.level]}

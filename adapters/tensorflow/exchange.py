@@ -34,9 +34,9 @@ from hvdplus.transport import Transport
 
 FRAMEWORK = "tensorflow"
 """Whose states these are."""
-_PLAN_VALUES = 4
-"""Values that the host returns to the graph besides the next slot's times: program, release, whether to gauge, whether
-all was finite."""
+_PLAN_VALUES = 5
+"""Values that the host returns to the graph besides the next slot's times: program, release, whether to gauge, bytes of
+a sounding, whether all was finite."""
 
 
 class _Lane(NamedTuple):
@@ -103,6 +103,7 @@ class TensorFlowExchange:
             self._program = tf.Variable(ladder.program(plan), dtype=tf.int32, trainable=False, name="hvdplus_program")
             self._release = tf.Variable(plan.release, dtype=tf.float32, trainable=False, name="hvdplus_release")
             self._gauge = tf.Variable(plan.gauge, dtype=tf.bool, trainable=False, name="hvdplus_gauge")
+            self._sounding = tf.Variable(plan.sounding, dtype=tf.int32, trainable=False, name="hvdplus_sounding")
             self._times = tf.Variable(tf.zeros(len(StepTimes._fields)), trainable=False, name="hvdplus_times")
         self._loses = any(compressor.keeps_residual for compressor in ladder.compressors)
         self._make_lanes([])
@@ -174,6 +175,7 @@ class TensorFlowExchange:
             sums_finite = tf.logical_and(sums_finite, sum_finite)
             checksum += lane_checksum
         done = _time_after(sums)
+        sounding = self._sounding.read_value()
         known = self._known(finite, checksum, loss, learning_rate, self._norms(gauge, program, dense, kept), absent)
         side_total = self._sum(self._side(known), f"{self._prefix}.side")
         answer = tf.numpy_function(
@@ -190,16 +192,19 @@ class TensorFlowExchange:
                 tf.stack(begins) if begins else tf.zeros(0, tf.float64),
                 tf.stack(ends) if ends else tf.zeros(0, tf.float64),
                 tf.add_n(row_bytes) if row_bytes else 0,
+                sounding,
+                self._sound(sounding, done),
             ],
             tf.float64,
         )
         answer.set_shape([_PLAN_VALUES + len(StepTimes._fields)])
-        healthy = answer[3] > 0
+        healthy = answer[4] > 0
         self._commit(program, healthy, kept, absent)
         self._hand_over(program, tf.cast(answer[0], tf.int32))
         self._program.assign(tf.cast(answer[0], tf.int32))
         self._release.assign(tf.cast(answer[1], tf.float32))
         self._gauge.assign(answer[2] > 0)
+        self._sounding.assign(tf.cast(answer[3], tf.int32))
         self._times.assign(tf.cast(answer[_PLAN_VALUES:], tf.float32))
         means = dense if self.idle else self._unpack(sums, dense, program, healthy)
         return [None if none else mean for none, mean in zip(absent, means, strict=True)]
@@ -284,6 +289,7 @@ class TensorFlowExchange:
         self._program.assign(self._ladder.program(plan))
         self._release.assign(plan.release)
         self._gauge.assign(plan.gauge)
+        self._sounding.assign(plan.sounding)
         self._last_done = self._last_end = 0.0
         plain = state["ranks"], state["rank"] is None, resumed, state["pilot"], self._sparse
         return saved.digest(*plain, arrays=[array for levels in contexts.values() for array in levels.values()])
@@ -442,6 +448,19 @@ class TensorFlowExchange:
     def _sum(self, array: tf.Tensor, name: str) -> tf.Tensor:
         return self.transport.wait(self.transport.start(array, name))
 
+    def _sound(self, size: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
+        """Seconds that a sum of ``size`` bytes takes once all others are ``done``; 0 where it is of none."""
+
+        def run() -> tf.Tensor:
+            with tf.control_dependencies([done]):
+                zeros, began = _timed(tf.zeros([size // 4]))
+            total = self._sum(zeros, f"{self._prefix}.sounding")
+            # A sum whose value nobody uses would be optimized away.
+            return _time_after([total]) - began + tf.cast(total[0], tf.float64)
+
+        nothing = tf.constant(0.0, tf.float64)
+        return nothing if self.transport.size == 1 else tf.cond(size > 0, run, lambda: nothing)
+
     def _norms(
         self, gauge: tf.Tensor, program: tf.Tensor, dense: Sequence[tf.Tensor], kept: list[list[tf.Tensor]]
     ) -> tuple[tf.Tensor, tf.Tensor]:
@@ -509,31 +528,42 @@ class TensorFlowExchange:
         begins: np.ndarray,
         ends: np.ndarray,
         row_bytes: Any,
+        sounding: Any,
+        sounded: Any,
     ) -> np.ndarray:
-        """On the host, once a step: (next program, its release, 1 to gauge, 1 if all was finite, this step's times)."""
+        """On the host, once a step: (next program, its release, 1 to gauge, bytes of its sounding, 1 if all was finite,
+        this step's times)."""
         if self._closed:
             raise RuntimeError(
                 "Ranks have come or gone since this step was compiled. Make its tf.function anew inside of what "
                 "hvd.elastic.run runs."
             )
         used = self._ladder.programs[int(program)]
-        plan = Plan(used.level, used.phase, float(release), used.warms, bool(gauge))
+        plan = Plan(used.level, used.phase, float(release), used.warms, bool(gauge), int(sounding))
         slots, _ = read_side(total, self.transport.size)
         healthy = bool(sums_finite) and not any(slot.nonfinite for slot in slots)
         self._consolidated = False
         self.pilot.row_bytes = int(row_bytes)
         self.pilot.observe(plan, total, healthy)
-        times = self._step_times(plan.level, float(data), float(ready), float(done), begins, ends)
-        self._last_done = float(done)
+        times = self._step_times(plan.level, float(data), float(ready), float(done), float(sounded), begins, ends)
+        self._last_done = float(done) + float(sounded)
         following = self.pilot.advance()
-        coming = self._ladder.program(following), following.release, following.gauge
+        coming = self._ladder.program(following), following.release, following.gauge, following.sounding
         return np.array([*coming, healthy, *times], dtype=np.float64)
 
     def _step_times(
-        self, level: int, data: float, ready: float, done: float, begins: np.ndarray, ends: np.ndarray
+        self,
+        level: int,
+        data: float,
+        ready: float,
+        done: float,
+        sounded: float,
+        begins: np.ndarray,
+        ends: np.ndarray,
     ) -> StepTimes:
-        """Times of the step that ends now. All arguments but the level are seconds since the epoch: when the input was
-        there, all gradients, all sums; and for every bucket, when its gradients and when its sum."""
+        """Times of the step that ends now. Arguments are seconds since the epoch: when the input was there, all
+        gradients, all sums; and for every bucket, when its gradients and when its sum. But the level, and the seconds
+        that a sounding then took."""
         if not self._last_done:
             return StepTimes()
         step = done - self._last_done
@@ -548,7 +578,7 @@ class TensorFlowExchange:
         sent = np.maximum(begins, self._last_done) + codec * sizes / sizes.sum()
         exposed = waited - codec
         overlapped = max(0.0, union_seconds(zip(sent, ends, strict=True)) - exposed)
-        return StepTimes(step, codec, exposed, input_wait, overlapped)
+        return StepTimes(step + sounded, codec, exposed, input_wait, overlapped, sounded)
 
     def _note_end(self, now: Any) -> None:
         self._last_end = float(now)

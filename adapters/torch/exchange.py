@@ -277,6 +277,8 @@ class TorchExchange:
                     lane.total = self.transport.wait(lane.handle)
                 with self.meter.codec():
                     self._decode(lane)
+        if self.plan.sounding:
+            self._sound()
         with self.meter.exposed_comm():
             for rows in self._rows.values():
                 rows.send()
@@ -621,6 +623,12 @@ class TorchExchange:
         self._side_count += 1
         handle = self.transport.start(array, f"{self._prefix}.side.{self._side_count % 2}")
         return Side(lambda: self.transport.wait(handle))
+
+    def _sound(self) -> None:
+        """See how long a sum takes that nothing else goes along with; what it is of does not matter."""
+        zeros = torch.zeros(self.plan.sounding // 4, device=self._device)
+        with self.meter.sounding():
+            self.transport.wait(self.transport.start(zeros, f"{self._prefix}.sounding"))
 
     def _themselves(self, lane: Lane) -> list[torch.Tensor]:
         """This rank's gradients, for sums in place."""

@@ -1,5 +1,6 @@
 """What Keras promises, on any of its backends (KERAS_BACKEND), on as many ranks as it was started on."""
 
+import itertools
 import os
 
 os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import hvdplus.keras as hvd
+from hvdplus.controller import Controller
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -81,6 +83,22 @@ def test_ranks_stay_identical_in_fit_and_learn(level):
     history = fit(net, hvd.DistributedOptimizer(sgd(), compression=level), epochs=6, callbacks=first)
     assert hvd.identical(net)
     assert history.history["loss"][-1] < history.history["loss"][0]
+
+
+@several
+def test_the_wire_is_sounded_where_the_controller_asks_for_it_and_nothing_else_changes(monkeypatch):
+    seen, sizes = [], itertools.cycle([0, 4096, 0, 8192])
+    monkeypatch.setattr(Controller, "sounding", lambda self: next(sizes))
+    monkeypatch.setattr(Controller, "observe", lambda self, level, observation: seen.append(observation))
+    sounded, silent = model(), model()
+    fit(sounded, hvd.DistributedOptimizer(sgd(), compression="auto"), epochs=3)
+    fit(silent, hvd.DistributedOptimizer(sgd(), compression="none"), epochs=3)
+    assert hvd.identical(sounded) and equal(sounded, silent)
+    assert {each.sounding_bytes for each in seen} == {0, 4096, 8192}
+    for each in seen:
+        assert (each.times.sounding > 0) == (each.sounding_bytes > 0), each
+        assert each.times.sounding < each.times.step, each
+    assert len({str(theirs) for theirs in hvd.allgather_object(seen)}) == 1
 
 
 @several
