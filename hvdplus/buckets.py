@@ -24,10 +24,6 @@ SPARSE = 0.25
 it is better off in a bucket, at the level that all others have."""
 
 
-LEAST = 1 / 16
-"""Of a bucket's limit: less is not worth a sum of its own, which costs the processor as much as one of many bytes."""
-
-
 class Bucket(NamedTuple):
     """Parameters that travel together; the same on every rank."""
 
@@ -58,14 +54,13 @@ def make_buckets(
 ) -> tuple[Bucket, ...]:
     """Cut the parameters (given first to last) into buckets of at most ``bucket_bytes``.
 
-    A larger parameter has a bucket of its own; what is too little for one (a ``LEAST`` of ``bucket_bytes``) goes along
-    with what comes next. All depends on the arguments alone, so every rank cuts alike.
+    A larger parameter has a bucket of its own. All depends on the arguments alone, so every rank cuts alike.
 
     ``tapering``: towards the end buckets get smaller and smaller, as nothing is left to hide the last one behind.
     """
     sizes = [math.prod(shape) * (8 if dtype == DENSE_ONLY else 4) for shape, dtype in zip(shapes, dtypes, strict=True)]
     left = sum(sizes)
-    limit, least = bucket_bytes, int(LEAST * bucket_bytes)
+    limit = bucket_bytes
     buckets: list[Bucket] = []
     open_parameters: dict[str, list[int]] = {}
     open_bytes: dict[str, int] = {}
@@ -79,12 +74,12 @@ def make_buckets(
 
     for i in reversed(range(len(shapes))):
         dtype = DENSE_ONLY if dtypes[i] == DENSE_ONLY else "float32"
-        if dtype in open_parameters and open_bytes[dtype] > least and open_bytes[dtype] + sizes[i] > limit:
+        if dtype in open_parameters and open_bytes[dtype] + sizes[i] > limit:
             close(dtype)
         if dtype not in open_parameters:
             open_bytes[dtype] = 0
             if tapering:
-                limit = min(bucket_bytes, max(least, left // 2))
+                limit = min(bucket_bytes, max(bucket_bytes // 16, left // 2))
         open_bytes[dtype] += sizes[i]
         left -= sizes[i]
         open_parameters.setdefault(dtype, []).append(i)

@@ -284,6 +284,7 @@ class TorchExchange:
                 rows.send()
         self.pilot.row_bytes = sum(rows.sent_bytes for rows in self._rows.values())
         awaited = self._ladder.settles(self.plan) and not self.idle
+        here = awaited or self._now.carrier is not None
         users, healthy = used, True
         if awaited or not used.all():  # whether anybody used it is only of interest to those who did not
             with self.meter.exposed_comm():
@@ -300,7 +301,7 @@ class TorchExchange:
             reduced_rows = {i: rows.receive(self._scale) for i, rows in self._rows.items()}
         with self.meter.codec():
             self._deliver(used, users, reduced_rows)
-        if awaited:
+        if here:
             self.pilot.observe(self.plan, side.total(), healthy)
             self._late = None
         else:
