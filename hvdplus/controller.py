@@ -216,7 +216,7 @@ class Controller:
         if odd or not self.link.beta:
             return 0
         size, step = self._sounding_size(self.link.beta), self._measured(self.level).step
-        if size <= self.costs[self.level].payload_bytes:  # the level itself shows as much
+        if size <= 4 * self.costs[self.level].payload_bytes:  # the level itself shows nearly as much
             return 0
         dear = self.link.beta * size / (self.limits.sounding_share * self.limits.sounding_steps * step)
         return size if rounds % (self._sounding_pause * max(1, math.ceil(dear))) == 0 else 0
