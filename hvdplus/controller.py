@@ -96,6 +96,8 @@ class Limits:
     """Share of a step that a sounding is meant to take."""
     sounding_bytes: int = 128 << 10
     """The least that one sends: links carry some 10 kB at any speed after a rest."""
+    sounding_most: int = 64 << 20
+    """Bytes that it takes no more than, whatever the model."""
     drain_steps: int = 10
     """Dense steps that pay out a residual before a look at dense begins."""
     error_budget: float = 1.0
@@ -146,10 +148,10 @@ class Controller:
     _compare_after: int = 0
     _sounding_pause: int = 1
     """Only every so manieth sounding takes place."""
-    _sounded: float = 0.0
-    """Seconds for a byte as a quick sounding showed them."""
-    _sound_again: int = 0
-    """Steps held when a larger one shall follow; 0: none shall."""
+    _larger: int = 0
+    """Bytes of a sounding that shall follow a quick one; 0: none shall."""
+    _larger_after: int = 0
+    """Steps held when it shall."""
     _errors: list[float] = field(default_factory=list)
     """Of the present level."""
     _norms: list[float] = field(default_factory=list)
@@ -194,7 +196,7 @@ class Controller:
             settle = min(settle, self.limits.dense_steps - 1)
         if self._steps_at_level <= settle:
             return None
-        self._window.append(seen.times)
+        self._window.append(seen.times._replace(step=seen.times.step - seen.times.sounding, sounding=0.0))
         if self.mode is Mode.START:
             return self._after_start() if self._started() else None
         if self.mode is Mode.TRIAL:
@@ -210,12 +212,14 @@ class Controller:
         """Bytes by which the coming step shall sound the link, or 0. It asks for one in every ``sounding_steps``."""
         if self.mode is not Mode.HOLD or not self.level or not self._steps_held:
             return 0
-        if self._steps_held == self._sound_again:
-            return self._sounding_size(self._sounded)
+        if self._larger and self._steps_held == self._larger_after:
+            return self._larger
         rounds, odd = divmod(self._steps_held, self.limits.sounding_steps)
         if odd or not self.link.beta:
             return 0
-        size, step = self._sounding_size(self.link.beta), self._measured(self.level).step
+        step = self._measured(self.level).step
+        wanted = max(self.limits.sounding_length * step / self.link.beta, self.limits.sounding_bytes)
+        size = int(min(wanted, self.costs[0].payload_bytes, self.limits.sounding_most)) // 4 * 4
         if size <= 4 * self.costs[self.level].payload_bytes:  # the level itself shows nearly as much
             return 0
         dear = self.link.beta * size / (self.limits.sounding_share * self.limits.sounding_steps * step)
@@ -274,9 +278,7 @@ class Controller:
             self._samples, self._past, self.link = {**self._samples, **self._past}, {}, self._link_before
             if self._doubt == "need":
                 self._probe_after *= 2
-            elif self._doubt == "sounding":
-                self._sounding_pause = min(2 * self._sounding_pause, 64)
-            else:
+            elif self._doubt != "sounding":
                 self._patience = min(2 * self._patience, 64)
             self._doubt = ""
             self._keep_window()
@@ -347,34 +349,48 @@ class Controller:
                 return self._try(0, f"{self._steps_held} steps at {self.names[self.level]}: is it still needed?")
         return None
 
-    def _sounding_size(self, beta: float) -> int:
-        """Bytes of a sounding where one takes ``beta`` seconds."""
-        wanted = self.limits.sounding_length * self._measured(self.level).step / beta if beta else math.inf
-        return int(min(max(wanted, self.limits.sounding_bytes), self.costs[0].payload_bytes)) // 4 * 4
-
     def _after_sounding(self, seen: Observation) -> Decision | None:
-        """A sum may take longer than its bytes need, but never less: one that is quick shows a link that is faster.
+        """A sum may take longer than its bytes need, but hardly less: one that is quick shows a faster link.
 
-        How much faster, a small one hides behind what every sum takes: larger ones follow, as long as they are quick.
+        Unless it was small: every sum takes a while, and a link that has rested carries some bytes at any speed. So a
+        larger one follows, until it is large enough for the level that is promised.
         """
-        took, known, before = seen.times.sounding, self._samples, self.link
-        now = Link(min(before.alpha, took), max(0.0, took - before.alpha) / seen.sounding_bytes)
-        if 2 * now.beta > before.beta:  # less than that is an uneven link
+        took, size, before, known = seen.times.sounding, seen.sounding_bytes, self.link, self._samples
+        followed, self._larger = size == self._larger, 0
+        now = Link(min(before.alpha, took), max(0.0, took - before.alpha) / size)
+        if not before.beta or 2 * now.beta > before.beta:
+            if followed:
+                self._sound_more_rarely()
             return None
-        self._samples, self.link = {self.level: known[self.level]}, now  # what else was measured is of the old link
-        following, held = self._next(optimism=0.0), self._measured(self.level)
-        if following is None or self.predict(following) > (1 - self.limits.worthwhile) * held.step:
-            self._samples, self.link = known, before
-            if self._sounding_size(now.beta) > 1.5 * seen.sounding_bytes:
-                self._sounded, self._sound_again = now.beta, self._steps_held
+        larger = min(4 * size, self.costs[0].payload_bytes, self.limits.sounding_most) // 4 * 4
+        following = self._promised(now)
+        enough = following is not None and size >= min(self.costs[following].payload_bytes / 8, larger)
+        if not enough and larger > size and self._promised(Link(now.alpha, 0.0)) is not None:
+            self._larger, self._larger_after = larger, self._steps_held
             return None
+        self._sound_more_rarely()  # unless it turns out to be true
+        if following is None:
+            return None
+        expected = before.alpha + before.beta * size
         self._past, self._doubt, self._link_before = known, "sounding", before
-        expected = before.alpha + before.beta * seen.sounding_bytes
+        self._samples, self.link = {self.level: known[self.level]}, now  # what else was measured is of the old link
         return self._try(
             following,
-            f"a sounding of {seen.sounding_bytes / 1e3:.0f} kB took {_ms(took)} instead of {_ms(expected)}: the link "
-            f"is faster; {self._promise(following)}",
+            f"a sounding of {size / 1e3:.0f} kB took {_ms(took)} instead of {_ms(expected)}: the link is faster; "
+            f"{self._promise(following)}",
         )
+
+    def _promised(self, link: Link) -> int | None:
+        """The lesser compression that would be worthwhile on ``link``, if there is one."""
+        known, before = self._samples, self.link
+        self._samples, self.link = {self.level: known[self.level]}, link
+        best = self._next(optimism=0.0)
+        worthwhile = best is not None and self.predict(best) <= (1 - self.limits.worthwhile) * self.predict(self.level)
+        self._samples, self.link = known, before
+        return best if worthwhile and best is not None and best < self.level else None
+
+    def _sound_more_rarely(self) -> None:
+        self._sounding_pause = min(2 * self._sounding_pause, 64)
 
     def _after_critical(self) -> Decision:
         self._keep_window()
@@ -516,7 +532,7 @@ class Controller:
     def _hold(self, level: int, why: str) -> Decision:
         self._past, self._doubt = {}, ""
         if level != self.level or self.mode is not Mode.HOLD:
-            self._steps_held = self._strikes = self._sound_again = 0
+            self._steps_held = self._strikes = self._larger = 0
         return self._enter(Mode.HOLD, level, why)
 
     def _enter(self, mode: Mode, level: int, why: str = "") -> Decision:

@@ -5,7 +5,7 @@ One JSON object a line, written by rank 0, each line handed to the operating sys
     run       who ran: framework, ranks, hosts, transport, ladder, bytes a level sends
     window    medians over a few steps: level, step_ms and its four parts, hidden communication, error, loss
     trace     what the controller saw, step by step, in whole microseconds: [level, step, codec, exposed_comm,
-              input_wait, overlapped_comm, error, gradient_norm, learning_rate]
+              input_wait, overlapped_comm, sounding, error, gradient_norm, learning_rate, sounding_bytes]
     decision  a change of level (or a choice to stay): from, to, reason, evidence
     resize    levels: what they send since buckets were cut anew (sparse gradients)
     forbid    level: it and those above it are out, with the reason

@@ -425,6 +425,23 @@ def test_soundings_cost_little_and_change_nothing_on_a_steady_link(job: Job) -> 
     assert all(course.levels[step] for step, _ in course.soundings), "a dense step shows the link as it is"
 
 
+FAR = Job(compute=180 * ms, messages=1, alpha=1 * ms, rate=1e7, payload_bytes=(1e8, 5e7, 2.6e7, 1e5, 5e4), overlap=0.0)
+"""Dense takes fifty times as long as the best level."""
+
+
+@pytest.mark.parametrize("codec", [5 * ms, 25 * ms])
+@pytest.mark.parametrize("burst", [1e5, 1e6, 1e7])
+def test_what_a_link_carries_for_nothing_costs_little_where_dense_is_far_away(burst: float, codec: float) -> None:
+    """Whether dense on a fast link would pay, or not."""
+    job = replace(FAR, burst=burst, codec=(0.0, *[codec] * 4))
+    course = drive(job, 4000)
+    assert not course.times("the link is faster")
+    assert sum(seconds for _, seconds in course.soundings) <= (LIMITS.sounding_share + 0.005) * course.seconds
+    after = replace(job, rate=1e10)
+    course = drive(lambda step: job if step < 1000 else after, 2000)
+    assert set(course.levels[-10:]) == {NONE} or codec < 25 * ms
+
+
 @pytest.mark.parametrize("burst", [1e5, 1e6, 1e9])
 def test_what_a_link_carries_for_nothing_deceives_ever_more_rarely(burst: float) -> None:
     """Of the least that is sounded, of most, and of all."""
@@ -999,8 +1016,13 @@ def test_what_is_recalled_decides_like_what_remembers(job: Job, seed: int, when:
         if step == when:
             other.recall(json.loads(json.dumps(mine.memory())))
             assert mine == other
-        at = job if step < 150 else replace(job, rate=job.rate / 20)
-        seen = Observation(reduce_times(at.step(mine.level, dice)), 0.3 * mine.level, 1.0, 0.1)
+        at = job if step < 150 else replace(job, rate=job.rate * dice.choice([0.05, 20]))
+        times, size = reduce_times(at.step(mine.level, dice)), mine.sounding()
+        if size:
+            times = times._replace(step=times.step + at.sounding(size), sounding=at.sounding(size))
+        seen = Observation(times, 0.3 * mine.level, 1.0, 0.1, size)
+        if step >= when:
+            assert other.sounding() == size
         decision = mine.observe(mine.level, seen)
         if step >= when:
             assert other.observe(other.level, seen) == decision

@@ -221,6 +221,21 @@ def test_the_slowest_codec_and_input_count() -> None:
     assert job == StepTimes(step=11, codec=2, exposed_comm=3, input_wait=0.5)
 
 
+def test_a_sounding_is_no_computation(clock: Clock) -> None:
+    meter = StepMeter(clock)
+    meter.end_step()
+    for sounds in (True, False):
+        clock.wait(2)
+        with meter.exposed_comm():
+            clock.wait(3)
+        if sounds:
+            with meter.sounding():
+                clock.wait(5)
+        meter.end_step()
+        assert meter.last == StepTimes(step=10 if sounds else 5, exposed_comm=3, sounding=5 if sounds else 0)
+        assert meter.last.compute == 2
+
+
 times = st.builds(StepTimes, *([st.floats(0, 100)] * len(StepTimes._fields)))
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulating import LOSSY, NAMES, NOISES, Job, jobs
+from simulating import LOSSY, NAMES, NOISES, Job, jobs, ms
 
 from hvdplus.adapters.local import Local
 from hvdplus.exchange import Ladder, Plan, SideSlot, side_tensor
@@ -56,6 +56,8 @@ class Run:
             times = [StepTimes()] * RANKS
             if self._ran:
                 times = self.job.step(0 if self._ran.warms else self._ran.level, self.dice)
+                took = self.job.sounding(self._ran.sounding) if self._ran.sounding else 0.0
+                times = [each._replace(step=each.step + took, sounding=took) for each in times]
             slots = [SideSlot(**each._asdict(), learning_rate=rate) for each in times]
             if plan.gauge:
                 gradient = norm * self.dice.uniform(0.7, 1.4)
@@ -122,6 +124,15 @@ changes = st.lists(
     ),
     max_size=4,
 )
+
+
+def test_what_a_sounding_led_to_comes_out_as_in_the_run(tmp_path: Path) -> None:
+    codec = (0.0, *[15 * ms] * 4)
+    run = Run(replace(SLOW, codec=codec, payload_bytes=(8e6, 4e6, 2e6, 1e5, 5e4)), tmp_path / "run.jsonl").go(120)
+    run.job = replace(run.job, rate=1e10)
+    records = run.go(100).end()
+    assert replayed(records) == logged(records)
+    assert any("the link is faster" in reason for _, _, reason, _ in logged(records))
 
 
 @given(jobs, changes, st.sampled_from(sorted(NOISES)), st.integers(0, 1000), st.sampled_from([1, 4, 15]))

@@ -193,7 +193,7 @@ class TensorFlowExchange:
                 tf.stack(ends) if ends else tf.zeros(0, tf.float64),
                 tf.add_n(row_bytes) if row_bytes else 0,
                 sounding,
-                self._sound(sounding, done),
+                self._sound(sounding, [done, side_total]),
             ],
             tf.float64,
         )
@@ -448,11 +448,11 @@ class TensorFlowExchange:
     def _sum(self, array: tf.Tensor, name: str) -> tf.Tensor:
         return self.transport.wait(self.transport.start(array, name))
 
-    def _sound(self, size: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
+    def _sound(self, size: tf.Tensor, done: Sequence[tf.Tensor]) -> tf.Tensor:
         """Seconds that a sum of ``size`` bytes takes once all others are ``done``; 0 where it is of none."""
 
         def run() -> tf.Tensor:
-            with tf.control_dependencies([done]):
+            with tf.control_dependencies(done):
                 zeros, began = _timed(tf.zeros([size // 4]))
             total = self._sum(zeros, f"{self._prefix}.sounding")
             # A sum whose value nobody uses would be optimized away.
@@ -545,8 +545,9 @@ class TensorFlowExchange:
         self._consolidated = False
         self.pilot.row_bytes = int(row_bytes)
         self.pilot.observe(plan, total, healthy)
-        times = self._step_times(plan.level, float(data), float(ready), float(done), float(sounded), begins, ends)
-        self._last_done = float(done) + float(sounded)
+        sounded = max(0.0, float(sounded))  # clocks are set back now and then
+        times = self._step_times(plan.level, float(data), float(ready), float(done), sounded, begins, ends)
+        self._last_done = float(done) + sounded
         following = self.pilot.advance()
         coming = self._ladder.program(following), following.release, following.gauge, following.sounding
         return np.array([*coming, healthy, *times], dtype=np.float64)

@@ -277,8 +277,6 @@ class TorchExchange:
                     lane.total = self.transport.wait(lane.handle)
                 with self.meter.codec():
                     self._decode(lane)
-        if self.plan.sounding:
-            self._sound()
         with self.meter.exposed_comm():
             for rows in self._rows.values():
                 rows.send()
@@ -299,6 +297,8 @@ class TorchExchange:
             self._exchange_newcomers(newcomers)
         with self.meter.exposed_comm():
             reduced_rows = {i: rows.receive(self._scale) for i, rows in self._rows.items()}
+        if self.plan.sounding:
+            self._sound(side)
         with self.meter.codec():
             self._deliver(used, users, reduced_rows)
         if here:
@@ -625,9 +625,11 @@ class TorchExchange:
         handle = self.transport.start(array, f"{self._prefix}.side.{self._side_count % 2}")
         return Side(lambda: self.transport.wait(handle))
 
-    def _sound(self) -> None:
+    def _sound(self, side: Side) -> None:
         """See how long a sum takes that nothing else goes along with; what it is of does not matter."""
         zeros = torch.zeros(self.plan.sounding // 4, device=self._device)
+        with self.meter.exposed_comm():  # with the side tensor ranks have all sent everything
+            side.total()
         with self.meter.sounding():
             self.transport.wait(self.transport.start(zeros, f"{self._prefix}.sounding"))
 
