@@ -93,7 +93,11 @@ def test_the_wire_is_sounded_where_the_controller_asks_for_it_and_nothing_else_c
     sounded, silent = model(), model()
     fit(sounded, hvd.DistributedOptimizer(sgd(), compression="auto"), epochs=3)
     fit(silent, hvd.DistributedOptimizer(sgd(), compression="none"), epochs=3)
-    assert hvd.identical(sounded) and equal(sounded, silent)
+    assert hvd.identical(sounded)
+    if SIZE == 2:  # with more ranks Horovod's fusion decides about the order of a ring's sums
+        assert equal(sounded, silent)
+    for mine, plain in zip(sounded.get_weights(), silent.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, plain, rtol=1e-4, atol=1e-5)
     assert {each.sounding_bytes for each in seen} == {0, 4096, 8192}
     for each in seen:
         assert (each.times.sounding > 0) == (each.sounding_bytes > 0), each
