@@ -118,9 +118,9 @@ class Contestant:
 
     @property
     def level(self) -> str:
-        """That hvdplus runs next; elsewhere empty."""
+        """That hvdplus runs next, or learns for in a dense step; elsewhere empty."""
         pilot = getattr(self.optimizer, "hvdplus", None)
-        return pilot.ladder.names[pilot.plan.level] if pilot else ""
+        return pilot.ladder.names[pilot.plan.warms or pilot.plan.level] if pilot else ""
 
     def evaluate(self) -> float:
         return self._task.evaluate(self.model)

@@ -9,7 +9,9 @@ run log. Every rank runs it on the same figures and so decides the same at the s
 
 What is held is the least compression among the fastest levels *measured*: the model only says what is worth a try.
 Times of levels are compared as lower quartiles of a few steps each, which noise can turn around, so a level that turns
-out slower than another one was measured is compared with it once more, and ever more rarely.
+out slower than another one was measured is compared with it once more, and ever more rarely. A machine has slow and
+fast phases longer than a trial: in a comparison, and in a look at dense, the held level has a turn before the other's
+and one after it, and is left only if it loses both.
 """
 
 from __future__ import annotations
@@ -73,6 +75,10 @@ class Limits:
     """Share of the step that counts as a difference between levels."""
     optimism: float = 0.1
     """Share of the step by which a prediction may be too long: a level that could be the fastest is tried."""
+    mild_optimism: float = 0.25
+    """The same for the least compression, where communication is a bottleneck and nothing that was measured is faster
+    than dense: that a step is no longer than at float16 shall be known, and the model cannot know how far computing
+    and communication are in each other's way."""
     change: float = 0.3
     """Relative change of communication, or of computation as a share of the step, that may change the choice; then a
     level must promise to save ``worthwhile`` of the step to be tried."""
@@ -142,10 +148,15 @@ class Controller:
     _steps: int = 0
     _steps_at_level: int = 0
     _steps_held: int = 0
+    _anchor: list[StepTimes] = field(default_factory=list)
+    """What a step took when the level had been held for a while, at most one: what drifts away from it slowly has
+    changed, too."""
     _strikes: int = 0
     _patience: int = 0
     _probe_after: int = 0
     _compare_after: int = 0
+    _rivals: list[int] = field(default_factory=list)
+    """Levels that are being compared once more, as they take turns: the held one, the other, the held one again."""
     _sounding_pause: int = 1
     """Only every so manieth sounding takes place."""
     _larger: int = 0
@@ -181,6 +192,7 @@ class Controller:
         if self.level >= level:
             self._samples.clear()
             self._past.clear()
+            self._rivals.clear()
             self._doubt = ""
             self._enter(Mode.START, 0)
 
@@ -240,7 +252,7 @@ class Controller:
         wanted = self.limits.dense_steps
         if self._steps_at_level < wanted:
             return False
-        if self._steps_at_level >= 2 * wanted or len(self._norms) < 3:
+        if self._steps_at_level >= 2 * wanted or len(self._norms) < 2:
             return True
         low, high = sorted(self._norms[-2:])
         return high <= self.limits.critical_change * low
@@ -280,7 +292,7 @@ class Controller:
                 self._probe_after *= 2
             elif self._doubt != "sounding":
                 self._patience = min(2 * self._patience, 64)
-            self._doubt = ""
+            self._doubt, self._rivals = "", []
             self._keep_window()
             if not over:
                 return self._hold_best(f"{name} takes {_ms(self._measured(self.level).step)} as before")
@@ -294,6 +306,15 @@ class Controller:
         if over:
             return self._refuse(over)
         return self._go_on(f"{name} takes {_ms(times.step)} a step, {_ms(times.exposed_comm)} of it exposed")
+
+    def _after_comparison(self, rivals: Sequence[int], why: str) -> Decision:
+        """Another turn, or the better one; what was measured long ago at other levels is no rival."""
+        held, among = rivals[0], [level for level in self._known() if level in rivals]
+        if len(rivals) == 2 and self._best(among) != held:
+            self._rivals = [*rivals, held]
+            return self._try(held, f"{why}; {self.names[held]} once more before it is left")
+        following = self._worthwhile(self._measured(self._best(among)).step)  # these figures may be news
+        return self._hold_best(why, among) if following is None else self._try_promising(following, why)
 
     def _nothing_changed(self) -> bool | None:
         """Whether the level that was tried shows that a suspicion was wrong; None: there is none, or it cannot tell."""
@@ -313,6 +334,8 @@ class Controller:
     def _while_holding(self) -> Decision | None:
         now, before = typical_times(self._window), self._measured(self.level)
         what = _changed(now, before, self.limits.change)
+        for anchor in self._anchor if not what else ():
+            what, before = _changed(now, anchor, self.limits.change), anchor
         self._strikes = self._strikes + 1 if what else 0
         if over := self._over_budget(self._errors if len(self._errors) >= 5 else [], self.limits.error_budget):
             return self._refuse(over)
@@ -323,6 +346,8 @@ class Controller:
             return None
         self._keep_window()
         held = self._measured(self.level)
+        if not self._anchor and self._steps_held >= 4 * self.limits.watch_steps:
+            self._anchor = [held]
         if self._critical and self._errors and self._errors[-1] > 0:
             steps = self.limits.drain_steps + self.limits.dense_steps
             cost = steps * max(0.0, self.predict(0) - held.step)
@@ -335,6 +360,7 @@ class Controller:
             times = self._measured(other)
             if self._calm(other) < (1 - self.limits.margin) * held.step:
                 self._compare_after *= 4
+                self._rivals = [self.level, other]
                 return self._try(
                     other,
                     f"{self.names[self.level]} takes {_ms(held.step)} a step over {len(self._samples[self.level])} "
@@ -346,6 +372,7 @@ class Controller:
             if cost <= self.limits.probe_share * self._steps_held * held.step:
                 self._past, self._samples = self._samples, {self.level: self._samples[self.level]}
                 self._doubt, self._link_before = "need", self.link
+                self._rivals = [self.level, 0]
                 return self._try(0, f"{self._steps_held} steps at {self.names[self.level]}: is it still needed?")
         return None
 
@@ -374,20 +401,18 @@ class Controller:
         expected = before.alpha + before.beta * size
         self._past, self._doubt, self._link_before = known, "sounding", before
         self._samples, self.link = {self.level: known[self.level]}, now  # what else was measured is of the old link
-        return self._try(
+        return self._try_promising(
             following,
-            f"a sounding of {size / 1e3:.0f} kB took {_ms(took)} instead of {_ms(expected)}: the link is faster; "
-            f"{self._promise(following)}",
+            f"a sounding of {size / 1e3:.0f} kB took {_ms(took)} instead of {_ms(expected)}: the link is faster",
         )
 
     def _promised(self, link: Link) -> int | None:
         """The lesser compression that would be worthwhile on ``link``, if there is one."""
         known, before = self._samples, self.link
         self._samples, self.link = {self.level: known[self.level]}, link
-        best = self._next(optimism=0.0)
-        worthwhile = best is not None and self.predict(best) <= (1 - self.limits.worthwhile) * self.predict(self.level)
+        best = self._worthwhile(self.predict(self.level))
         self._samples, self.link = known, before
-        return best if worthwhile and best is not None and best < self.level else None
+        return best if best is not None and best < self.level else None
 
     def _sound_more_rarely(self) -> None:
         self._sounding_pause = min(2 * self._sounding_pause, 64)
@@ -410,10 +435,27 @@ class Controller:
 
     def _go_on(self, why: str) -> Decision:
         """Try the next level that is worth it, or hold the best."""
+        rivals, self._rivals = self._rivals, []
+        if rivals and rivals[0] not in self.refused:
+            return self._after_comparison(rivals, why)
         following = self._next(self.limits.optimism)
         if following is None:
-            return self._hold_best(why)
-        return self._try(following, f"{why}; {self._promise(following)}")
+            following = self._mildest()
+        return self._hold_best(why) if following is None else self._try_promising(following, why)
+
+    def _mildest(self) -> int | None:
+        """The least compression, if dense would be held although it could be better."""
+        dense = self._measured(0) if 0 in self._samples else StepTimes()
+        mildest = next((level for level in self._usable() if level), 0)
+        if mildest in self._samples or _share(dense) <= self.limits.bottleneck or self._best(self._known()) != 0:
+            return None
+        could_be = (1 - self.limits.mild_optimism) * self.predict(mildest)
+        return mildest if could_be < (1 - self.limits.margin) * dense.step else None
+
+    def _worthwhile(self, seconds: float) -> int | None:
+        """The untried level that promises a step so much shorter than ``seconds`` that what is held is left for it."""
+        best = self._next(optimism=0.0)
+        return best if best is not None and self.predict(best) <= (1 - self.limits.worthwhile) * seconds else None
 
     def _next(self, optimism: float) -> int | None:
         """The untried level most worth a try: the least compression among the fastest that are predicted."""
@@ -426,11 +468,16 @@ class Controller:
         best = min(promising.values())
         return min(level for level, step in promising.items() if (1 - self.limits.margin) * step <= best)
 
-    def _hold_best(self, why: str) -> Decision:
-        """Hold the least compression that is as good as the fastest."""
-        steps = {level: self._measured(level).step for level in self._known()}
+    def _best(self, among: Iterable[int]) -> int:
+        """The least compression that is as good as the fastest."""
+        steps = {level: self._measured(level).step for level in among}
         fastest = min(steps.values())
-        best = min(level for level, step in steps.items() if (1 - self.limits.margin) * step <= fastest)
+        return min(level for level, step in steps.items() if (1 - self.limits.margin) * step <= fastest)
+
+    def _hold_best(self, why: str, among: Sequence[int] = ()) -> Decision:
+        """Hold the best ``among`` some levels, or of all that are known."""
+        steps = {level: self._measured(level).step for level in among or self._known()}
+        best = self._best(steps)
         tried = ", ".join(f"{self.names[level]} {_ms(step)}" for level, step in sorted(steps.items()))
         if best == 0:
             return self._hold(0, f"{why}; compression does not pay ({tried})")
@@ -445,9 +492,9 @@ class Controller:
         self._past, self._samples = self._samples, {}
         self._doubt, self._link_before = what, self.link
         self._keep_window()
-        following = self._next(optimism=0.0)
-        if following is not None and self.predict(following) < (1 - self.limits.worthwhile) * now.step:
-            return self._try(following, f"{why}; {self._promise(following)}")
+        following = self._worthwhile(now.step)
+        if following is not None:
+            return self._try_promising(following, why)
         stay = self._hold(self.level, f"{why}; nothing else promises to be {self.limits.worthwhile:.0%} faster")
         # What is no news to anybody needs no explanation.
         return stay if abs(now.step - before.step) > self.limits.change * before.step else None
@@ -462,12 +509,13 @@ class Controller:
         return self._enter(Mode.CRITICAL, 0, f"{why}: dense for {self.limits.dense_steps} steps")
 
     def _usable(self) -> list[int]:
-        """Levels that may run, and that send less than every level below them."""
+        """Levels that may run, and that send less than every such level below them."""
         sent = [cost.payload_bytes for cost in self.costs]
         return [
             level
             for level in range(len(self.names))
-            if level not in self.refused and all(sent[level] < sent[below] for below in range(level))
+            if level not in self.refused
+            and all(sent[level] < sent[below] for below in range(level) if below not in self.refused)
         ]
 
     def _known(self) -> list[int]:
@@ -526,11 +574,14 @@ class Controller:
     def _promise(self, level: int) -> str:
         return f"{self.names[level]} promises {_ms(self.predict(level))}"
 
+    def _try_promising(self, level: int, why: str) -> Decision:
+        return self._try(level, f"{why}; {self._promise(level)}")
+
     def _try(self, level: int, why: str) -> Decision:
         return self._enter(Mode.TRIAL, level, why)
 
     def _hold(self, level: int, why: str) -> Decision:
-        self._past, self._doubt = {}, ""
+        self._past, self._doubt, self._anchor = {}, "", []
         if level != self.level or self.mode is not Mode.HOLD:
             self._steps_held = self._strikes = self._larger = 0
         return self._enter(Mode.HOLD, level, why)
@@ -590,6 +641,7 @@ _FROM_PLAIN: dict[str, Callable[[Any], Any]] = {
     "_past": _by_level(_steps),
     "_codec": _by_level(float),
     "_window": _steps,
+    "_anchor": _steps,
 }
 """Field -> what makes its value from the plain one, where that is not the value itself."""
 

@@ -253,7 +253,8 @@ def predict(
 
 
 def best_level(steps: Mapping[str, Step]) -> str:
-    """As the controller chooses: the least compression that is as good as the fastest. ``steps``: least first."""
+    """The least compression that is as good as the fastest. ``steps``: least first. ``auto`` chooses so, too, but stays
+    dense where communication is no bottleneck, and leaves out what it has refused."""
     fastest = min(step.seconds for step in steps.values())
     return next(name for name, step in steps.items() if (1 - MARGIN) * step.seconds <= fastest)
 

@@ -496,7 +496,9 @@ def _rows(spans: Sequence[Span], gradient_bytes: float) -> str:
 def _decision_list(records: Sequence[Record]) -> str:
     decisions = _decisions(records)
     memory = (_run(records).get("limits") or {}).get("memory_steps")
-    rests_on = f", and what each rests on: medians of a level's latest steps, {memory} at most" if memory else ""
+    rests_on = (
+        f", and what each rests on: lower quartiles of a level's latest steps, {memory} at most" if memory else ""
+    )
     lines = [explain(number, decision) for number, decision in enumerate(decisions, start=1)]
     return "\n".join([f"Decisions{rests_on}", *lines]) if lines else ""
 

@@ -88,7 +88,7 @@ def test_the_first_steps_are_dense(dense_steps: int) -> None:
     assert course.levels[dense_steps + 1] == decision.level != NONE
 
 
-@pytest.mark.parametrize("dense_steps", [15, 20, 40])
+@pytest.mark.parametrize("dense_steps", [10, 15, 20, 40])
 @pytest.mark.parametrize("restless", [0, 17, 23, 1000])
 def test_the_start_lasts_while_gradients_change_fast_but_never_twice_as_long(dense_steps: int, restless: int) -> None:
     """``restless``: until this step every norm is three times as large or small as the one before."""
@@ -215,6 +215,18 @@ def test_codecs_that_are_known_to_be_dear_are_not_even_tried() -> None:
     assert set(course.levels) == {NONE} and "compression does not pay (none" in course.last.reason
 
 
+@pytest.mark.parametrize("pays", [True, False])
+def test_the_mildest_level_is_tried_though_the_model_has_doubts(pays: bool) -> None:
+    """The model takes the codec for ten times dearer than it is; or is right."""
+    codec = (0.0, 1.5 * ms if pays else 15 * ms, *[30 * ms] * 3)
+    job = Job(rate=300e6, overlap=0.4, messages=2, codec=codec, told=10.0 if pays else 1.0)
+    dense, fp16 = job.seconds(NONE), job.compute + 15 * ms + job.exposed(FP16)
+    assert (1 - LIMITS.mild_optimism) * fp16 < dense < (1 - LIMITS.optimism) * fp16
+    course = drive(job, 300)
+    assert FP16 in course.levels and len(course.decisions) == 2
+    assert course.levels[-1] == (FP16 if pays else NONE)
+
+
 # -- communication that is none ----------------------------------------------------------------------------------------
 
 
@@ -288,10 +300,11 @@ def steady(kind: str) -> list[tuple[Job, Course]]:
 
 @pytest.mark.parametrize("kind", NOISES)
 def test_noise_makes_nothing_oscillate(kind: str) -> None:
-    """In 500 steady steps no job changes its level more than 6 times, and 9 of 10 spend 95 % of the steps at one level.
-    Where two are as good as each other the choice may change, and costs nothing."""
+    """In 500 steady steps no job changes its level more than 7 times (there and back at three comparisons, one of which
+    may end elsewhere), and 9 of 10 spend 95 % of the steps at one level. Where two are as good as each other the choice
+    may change, and costs nothing."""
     courses = [course for _, course in steady(kind)]
-    assert max(course.changes(SETTLED) for course in courses) <= 6
+    assert max(course.changes(SETTLED) for course in courses) <= 7
     assert sum(course.most(SETTLED)[1] >= 0.95 for course in courses) >= 0.9 * len(courses)
 
 
@@ -351,6 +364,45 @@ def test_a_link_right_at_a_limit_does_not_oscillate_either(threshold: str) -> No
         assert course.changes(SETTLED) <= 6  # there and back at three comparisons
 
 
+NEAR = Job(rate=40e6, codec=(0.0, 1 * ms, 67 * ms, *[200 * ms] * 2), told=0.0, overlap=0.0)
+"""float16 is the fastest, int8 takes a tenth longer."""
+
+
+@pytest.mark.parametrize("lasts", [0, 1])
+def test_phases_of_a_machine_that_change_between_two_trials_deceive_nobody(lasts: int) -> None:
+    """All is slower by a fifth while a level is held, so that another looks better, and fast again as soon as that one
+    is compared: it would win, if the held one had not another turn. What does stay slow, is left."""
+    assert NEAR.seconds(INT8) / NEAR.seconds(FP16) == pytest.approx(1.1, abs=0.01)
+    slow = replace(NEAR, compute=1.2 * NEAR.compute, rate=NEAR.rate / 1.2, codec=tuple(1.2 * c for c in NEAR.codec))
+    stays = replace(NEAR, codec=(0.0, 70 * ms, *NEAR.codec[2:])) if lasts else NEAR
+    phases = [NEAR, slow, stays]
+    phase = 0
+
+    def watch(step: int, controller: Controller) -> None:
+        nonlocal phase
+        holding = controller.mode is Mode.HOLD
+        phase = 2 if phase == 1 and not holding else max(phase, int(holding))
+
+    course = drive(lambda step: phases[phase], 200, events=watch)
+    assert phase == 2 and len(course.times("compared once more")) >= 1 and len(course.times("before it is left")) == 1
+    assert course.levels[-1] == (INT8 if lasts else FP16)
+
+
+@pytest.mark.parametrize(("forbidden", "running"), [(FP16, FP16), (FP16, INT8), (INT8, INT8), (INT8, FP16)])
+def test_a_level_forbidden_while_it_is_compared_is_not_held(forbidden: int, running: int) -> None:
+    slow = replace(NEAR, compute=1.25 * NEAR.compute, rate=NEAR.rate / 1.25, codec=(0.0, 6 * ms, *NEAR.codec[2:]))
+    when = []
+
+    def forbid(step: int, controller: Controller) -> None:
+        if controller._rivals and controller.level == running:
+            controller.forbid(forbidden, "a test")
+            when.append(step)
+
+    course = drive(lambda step: NEAR if step < 60 else slow, 300, events=forbid)
+    assert when and max(course.levels[when[0] :]) < forbidden
+    assert course.modes[-1] is Mode.HOLD
+
+
 # -- links that change -------------------------------------------------------------------------------------------------
 
 
@@ -385,6 +437,20 @@ def test_a_link_that_turns_slow_is_noticed_at_once() -> None:
     assert set(course.levels[280:]) == {LOWRANK_8}
 
 
+@pytest.mark.parametrize(("rate", "times"), [(800e6, 5), (800e6, 20), (2e9, 20)])
+@pytest.mark.parametrize("kind", [None, "jitter"])
+def test_a_link_that_becomes_slower_little_by_little_is_noticed(kind: str | None, rate: float, times: float) -> None:
+    """No look differs from the one before by much."""
+    job = Job(rate=rate, messages=20, noise=NOISES[kind] if kind else Noise())
+
+    def drifting(step: int) -> Job:
+        return replace(job, rate=job.rate / times ** min(1.0, max(0, step - 150) / 500))
+
+    course, end = drive(drifting, 900), drifting(900)
+    assert course.levels[149] in (NONE, FP16) and share(job, NONE) < 0.2 < share(end, NONE)
+    assert end.seconds(course.levels[-1]) <= WORTHWHILE * end.best()
+
+
 def test_a_link_that_turns_fast_behind_compression_is_noticed_in_a_look_at_dense() -> None:
     """The wire takes next to nothing of a compressed step, before and after, and nobody sounds it."""
     before = Job(rate=250e6, alpha=0.0, payload_bytes=(8e6, 4e6, 2e6, 1e5, 5e4), codec=(0.0, *[8 * ms] * 4))
@@ -393,7 +459,10 @@ def test_a_link_that_turns_fast_behind_compression_is_noticed_in_a_look_at_dense
     course = drive(lambda step: before if step < 200 else after, 800, limits=replace(LIMITS, sounding_steps=10**6))
     (look,) = course.times("is it still needed")
     assert set(course.levels[SETTLED : look + 1]) == {LOWRANK_16}
-    assert set(course.levels[look + 1 :]) == {NONE}
+    (once_more,) = course.times("before it is left")
+    turn = LIMITS.settle_steps + LIMITS.trial_steps
+    assert look < once_more <= look + LIMITS.drain_steps + turn + 1
+    assert set(course.levels[once_more + WARM_STEPS + turn + 2 :]) == {NONE}
     assert look <= SETTLED + LIMITS.probe_steps + LIMITS.watch_steps
 
 

@@ -33,6 +33,14 @@ class Exchange(TensorFlowExchange):
     ) -> None:
         shapes, dtypes = [tuple(v.shape) for v in variables], [str(v.dtype) for v in variables]
         super().__init__(shapes, dtypes, transport, settings, **keywords)
+        self._accumulates = accumulates
+
+    def hear(self, loss: tf.Tensor) -> None:
+        """As TensorFlow's; where a step is of several batches, no input is the step's."""
+        if self._accumulates:
+            self._heard = loss, None
+        else:
+            super().hear(loss)
 
     def reduce(
         self, grads: Sequence[Any], learning_rate: Any = None, loss_scale: Any = None, applied: Sequence[bool] = ()

@@ -5,6 +5,7 @@ Names, arguments and results are Horovod's. What is not here needs Horovod, and 
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,6 +16,8 @@ from hvdplus.transport import Transport, TransportError, World
 
 Average = "Average"
 Sum = "Sum"
+PART_BYTES = 1 << 28
+"""What one message of a long broadcast holds."""
 
 
 class Collectives:
@@ -55,7 +58,11 @@ class Collectives:
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise TransportError("Without Horovod, in-place reductions need a contiguous tensor on the CPU.")
         # Made at once: there is no negotiation that could order it among gradients in flight.
-        self._transport.sum_now(tensor.detach())  # type: ignore[attr-defined]
+        with torch.no_grad():
+            sums = tensor.float() if tensor.dtype == torch.bfloat16 else tensor.detach()  # which NumPy does not know
+            self._transport.sum_now(sums)  # type: ignore[attr-defined]
+            if sums.dtype != tensor.dtype:
+                tensor.copy_(sums)
         return tensor, (op or (Sum if average is False else Average)) == Average
 
     def synchronize(self, handle: Any) -> Any:
@@ -81,13 +88,14 @@ class Collectives:
     def allreduce(
         self, tensor: torch.Tensor, average: Any = None, name: Any = None, compression: Any = None, op: Any = None
     ) -> Any:
-        """Mean (or sum) over ranks, as a new tensor."""
+        """Mean (or sum) over ranks, as a new tensor. As in Horovod, its gradient is reduced alike."""
+        if tensor.requires_grad:
+            return _AllReduce.apply(tensor, self, average, op)  # type: ignore[no-untyped-call]
         return self.synchronize(self.allreduce_async(tensor, average, name, op))
 
     def allgather(self, tensor: torch.Tensor, name: Any = None) -> torch.Tensor:
         """All ranks' tensors, joined along the first dimension."""
-        parts = self._transport.gather_objects(tensor.detach().cpu().numpy())
-        return torch.cat([torch.from_numpy(part) for part in parts]).to(tensor.device)
+        return torch.cat(self._transport.gather_objects(tensor.detach().cpu().clone())).to(tensor.device)
 
     def allgather_object(self, obj: Any, name: Any = None) -> list[Any]:
         return self._transport.gather_objects(obj)
@@ -127,12 +135,32 @@ class Collectives:
         mine, file = self.rank() == root_rank, io.BytesIO()
         if mine:
             torch.save(optimizer.state_dict(), file)
-        arrived = io.BytesIO(self.broadcast_object(file.getvalue(), root_rank))
+        arrived = io.BytesIO(self._broadcast_bytes(file.getbuffer(), root_rank))
         # Tensors of a device would arrive on the root's, which may be another rank's.
         state = torch.load(arrived, map_location="cpu", weights_only=False)
         if not mine or "hvdplus" in state:  # where exchanges go on, all of them do so together
             optimizer.load_state_dict(state)
 
+    def _broadcast_bytes(self, mine: memoryview, root_rank: int) -> bytes:
+        """In parts, as Horovod and MPI count bytes with 31 bits."""
+        length = self.broadcast_object(len(mine), root_rank)
+        parts = [bytes(mine[at : at + PART_BYTES]) for at in range(0, length, PART_BYTES)]
+        return b"".join(self.broadcast_object(part, root_rank) for part in parts)
+
     def _check_root(self, root_rank: int) -> None:
         if not 0 <= root_rank < self.size():
             raise ValueError(f"root_rank must be from 0 to {self.size() - 1}. Received: {root_rank}")
+
+
+class _AllReduce(torch.autograd.Function):
+    """For losses that hang on a reduced tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, collectives: Collectives, average: Any, op: Any) -> torch.Tensor:
+        ctx.reduce = functools.partial(collectives.allreduce, average=average, op=op)
+        reduced: torch.Tensor = ctx.reduce(tensor.detach())
+        return reduced
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return ctx.reduce(grad), None, None, None

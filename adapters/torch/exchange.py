@@ -19,7 +19,7 @@ from hvdplus import saved
 from hvdplus.adapters.torch.lanes import Cut, Lane, Side
 from hvdplus.adapters.torch.memory import alone_in_memory
 from hvdplus.adapters.torch.ops import make_ops
-from hvdplus.adapters.torch.rows import SharedRows, as_sparse, rows_used
+from hvdplus.adapters.torch.rows import SharedRows, rows_in_use, rows_used
 from hvdplus.adapters.torch.tensors import all_true, like, norm, norm_of_all, real_view, takes, type_name
 from hvdplus.buckets import DENSE_ONLY, SPARSE, Bucket, compressor_for, make_buckets
 from hvdplus.calibration import codec_seconds
@@ -263,7 +263,9 @@ class TorchExchange:
         if self._device.type == "cuda" and not self.idle:  # what the device still computes is no waiting for sums
             torch.cuda.current_stream(self._device).synchronize()
         slot = self._slot(learning_rate)._replace(newcomers=len(newcomers), absent=absent)
-        side = self._start_side(torch.from_numpy(side_tensor(self.transport.rank, self.transport.size, slot, used)))
+        turned, mark = self._turned_sparse(), self.transport.size + 1
+        told = np.where(turned, mark, used)
+        side = self._start_side(torch.from_numpy(side_tensor(self.transport.rank, self.transport.size, slot, told)))
         if self._late:  # begun one step ago, read while there is something else to wait for
             plan, late = self._late
             self.pilot.observe(plan, late.total())
@@ -286,7 +288,8 @@ class TorchExchange:
         users, healthy = used, True
         if awaited or not used.all():  # whether anybody used it is only of interest to those who did not
             with self.meter.exposed_comm():
-                slots, users = read_side(side.total(), self.transport.size)
+                slots, told = read_side(side.total(), self.transport.size)
+            turned, users = told >= mark, told > 0
             if awaited:
                 with self.meter.codec():
                     # Finite payloads can still have a sum beyond float32; it is the same on every rank.
@@ -299,6 +302,7 @@ class TorchExchange:
             reduced_rows = {i: rows.receive(self._scale) for i, rows in self._rows.items()}
         if self.plan.sounding:
             self._sound(side)
+        self._sparse.update(np.flatnonzero(turned).tolist())
         with self.meter.codec():
             self._deliver(used, users, reduced_rows)
         if here:
@@ -322,7 +326,8 @@ class TorchExchange:
 
     def _exchange_newcomers(self, newcomers: Sequence[torch.nn.Parameter]) -> None:
         """As ``_deliver``, but one by one; as newcomers are rare, ranks just tell each other who has gradients."""
-        used = np.any(self.transport.gather_objects([p.grad is not None for p in newcomers]), axis=0)
+        forms = [(p.grad is not None, p.grad is not None and p.grad.is_sparse) for p in newcomers]
+        used, sparse = np.any(self.transport.gather_objects(forms), axis=0).T
         handles = []
         for number, parameter in enumerate(newcomers):
             grad = real_view(
@@ -331,9 +336,11 @@ class TorchExchange:
             wide = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True).contiguous().view(-1)
             handles.append(self.transport.start(wide, f"{self._prefix}.new.{number}", self._scale))
         with torch.no_grad():
-            for parameter, handle, anybody in zip(newcomers, handles, used, strict=True):
+            for parameter, handle, anybody, rows_only in zip(newcomers, handles, used, sparse, strict=True):
                 mean = like(self.transport.wait(handle).view(real_view(parameter).shape), parameter)
-                if parameter.grad is None or parameter.grad.is_sparse or parameter.is_complex():
+                if rows_only:
+                    parameter.grad = rows_in_use(mean)
+                elif parameter.grad is None or parameter.grad.is_sparse or parameter.is_complex():
                     parameter.grad = mean if anybody else None
                 else:
                     parameter.grad.copy_(mean)
@@ -452,7 +459,7 @@ class TorchExchange:
         if self._agreed or self.idle:
             return
         self._agreed = True
-        rows = {} if self._sparse_as_dense else {i: rows_used(p) for i, p in enumerate(self.parameters)}
+        rows = {i: rows_used(p) for i, p in enumerate(self.parameters)}
         counts = {i: count for i, count in rows.items() if count is not None}
         told = self.transport.gather_objects((counts, self._resumed, self._ready))
         saved.check_same([digest for _, digest, _ in told])
@@ -463,13 +470,20 @@ class TorchExchange:
         # A script may have gone back over its first steps: what was ready twice counts as it first was.
         before, self._order, self._ready = self._order, list(dict.fromkeys([*ready, *self._order])), []
         self._sparse = set().union(*used)
-        for i in sorted(self._sparse):
+        for i in sorted(self._sparse) if not self._sparse_as_dense else ():
             parameter = self.parameters[i]
             if sum(theirs.get(i, 0) for theirs in used) <= SPARSE * len(parameter):
                 self._rows[i] = self._shared_rows(i)
         if self._rows or self._order != before:
             self._cut_anew()
             self._follow(self.plan)
+
+    def _turned_sparse(self) -> np.ndarray:
+        """Which gradients are sparse here and were not in the first step."""
+        if self.idle:
+            return np.zeros(len(self.parameters), bool)
+        grads = [parameter.grad for parameter in self.parameters]
+        return np.array([g is not None and g.is_sparse and i not in self._sparse for i, g in enumerate(grads)], bool)
 
     def _cut_anew(self) -> None:
         """Buckets without the parameters whose rows are shared."""
@@ -817,10 +831,7 @@ class TorchExchange:
                 if grad is None or grad.is_sparse or grad.is_complex() or i in self._sparse:
                     reduced = like(mean, parameter)
                     # One form on all ranks: optimizers tell them apart.
-                    if i in self._sparse:
-                        every = torch.arange(len(reduced), device=reduced.device)
-                        reduced = as_sparse(every, reduced, reduced.shape)
-                    parameter.grad = reduced
+                    parameter.grad = rows_in_use(reduced) if i in self._sparse else reduced
                 elif grad.data_ptr() == mean.data_ptr():
                     pass  # was summed where it is
                 elif lane.bucket.number in free and takes(grad, mean):

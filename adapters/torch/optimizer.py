@@ -192,7 +192,7 @@ class Distributed(torch.optim.Optimizer):
     # Tells PyTorch that hooks of steps run already: in the user's class, after the exchange.
     step.hooked = True  # type: ignore[attr-defined]
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, *arguments: Any, **keywords: Any) -> None:
         """As in PyTorch; refused between ``backward`` and ``step``, where gradients are on their way."""
         if self._exchange.in_flight:
             raise AssertionError(
@@ -200,7 +200,7 @@ class Distributed(torch.optim.Optimizer):
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition."
             )
         self._synchronized = False  # the script skipped a step
-        super().zero_grad(set_to_none=set_to_none)
+        super().zero_grad(*arguments, **keywords)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Exchange after ``passes`` backward passes from now on; call it between two steps."""
@@ -226,6 +226,7 @@ class Distributed(torch.optim.Optimizer):
             RuntimeError: gradients are on their way.
         """
         if STATE_KEY in state_dict:
+            self._admit_saved(state_dict[STATE_KEY]["shapes"])
             self._exchange.load(state_dict[STATE_KEY])
         elif not self._exchange.idle and self._exchange.transport.rank == 0:
             note = "the checkpoint has no state of hvdplus, whose compressors and controller go on as they are."
@@ -268,7 +269,8 @@ class Distributed(torch.optim.Optimizer):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are of the user's optimizer, to be wrapped anew: an exchange belongs to its job."""
-        users_own = type(self).__mro__[2]  # after ours and this
+        ancestors = type(self).__mro__
+        users_own = ancestors[ancestors.index(Distributed) + 1]
         return _restored, (users_own, super().__getstate__())
 
     def record(self, loss: float | torch.Tensor) -> None:
@@ -298,6 +300,16 @@ class Distributed(torch.optim.Optimizer):
             self._exchange.admit(parameters)
             self._known, self._newcomers = members, []
 
+    def _admit_saved(self, shapes: list[list[int]]) -> None:
+        """Parameters that were unfrozen or added since the last step, or will be, join at once where a state of such
+        ``shapes`` has them."""
+        known, everything = self._known, [p for group in self.param_groups for p in group["params"]]
+        for members in ([p for p in everything if p.requires_grad or id(p) in known], everything):
+            if len(members) > len(self._known) and [list(p.shape) for p in members] == shapes:
+                check_types([f"parameter {i}" for i in range(len(members))], list(map(type_name, members)), TYPES)
+                self._exchange.admit(members)
+                self._known = frozenset(map(id, members))
+
     def _learning_rate(self) -> float:
         """The first group's, which schedulers change with all others; 0: it has none."""
         return float(self.param_groups[0].get("lr", 0.0))
@@ -307,6 +319,10 @@ class Distributed(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
             self._finish()
+            # LBFGS decides by losses how far it goes and when it stops: all ranks have to see the same.
+            if isinstance(self, torch.optim.LBFGS) and not self._exchange.idle:
+                losses = self._world.transport.gather_objects(float(loss))
+                return torch.tensor(sum(losses) / len(losses))
             return loss
 
         return exchanged
@@ -345,7 +361,32 @@ class Distributed(torch.optim.Optimizer):
 
         if self._input_hook is not None:
             self._input_hook.remove()  # no module ran since the last step
+            self._input_hook = None
+        # A hook on all modules breaks graphs that are compiled, and `torch.compile` warns of it.
+        compiling = sys.modules.get("torch._dynamo.utils")
+        if compiling is not None and compiling.counters["frames"]:
+            return
         handle = self._input_hook = register_module_forward_pre_hook(began)
+
+
+def check_groups(groups: Any) -> None:
+    """Horovod's rules for ``groups``, which hvdplus makes no use of.
+
+    Raises:
+        ValueError: with Horovod's words.
+    """
+    if groups is None:
+        return
+    if not (isinstance(groups, list) or groups > 0):
+        raise ValueError(
+            f"groups should be a non-negative integer or a list of list of torch.Tensor. Received: {groups}"
+        )
+    members = [member for group in groups for member in group] if isinstance(groups, list) else []
+    odd = next((member for member in members if not isinstance(member, torch.Tensor)), None)
+    if odd is not None:
+        raise ValueError(f"groups must consist of torch.Tensor. Received: {type(odd).__name__}")
+    if len({id(member) for member in members}) < len(members):
+        raise ValueError("A parameter can only appear once in groups.")
 
 
 def _check_devices(parameters: list[torch.nn.Parameter], world: World) -> None:

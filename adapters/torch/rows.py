@@ -83,10 +83,14 @@ def _rows(parameter: torch.nn.Parameter) -> torch.Tensor:
         nothing = torch.zeros(0, dtype=torch.int64, device=parameter.device)
         return as_sparse(nothing, parameter.detach()[:0], parameter.shape)
     if not grad.is_sparse or grad.sparse_dim() != 1:
-        grad = grad.to_dense()
-        used = grad.flatten(1).ne(0).any(1).nonzero()[:, 0]
-        return as_sparse(used, grad[used], parameter.shape)
+        return rows_in_use(grad.to_dense())
     return grad.detach().coalesce()
+
+
+def rows_in_use(dense: torch.Tensor) -> torch.Tensor:
+    """A sparse tensor of the rows that are not zero: those of others are none of an optimizer's business."""
+    used = dense.flatten(1).ne(0).any(1).nonzero()[:, 0]
+    return as_sparse(used, dense[used], dense.shape)
 
 
 def as_sparse(rows: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:

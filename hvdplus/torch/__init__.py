@@ -6,7 +6,9 @@ job over mpi4py, the essentials are here too, and the rest says that it needs Ho
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,7 +19,7 @@ from hvdplus import report as _report
 from hvdplus.adapters.connect import INSTALL_HOROVOD, Cpu, connect, wants_horovod
 from hvdplus.adapters.torch import cpu
 from hvdplus.adapters.torch.collectives import Collectives
-from hvdplus.adapters.torch.optimizer import identical_on_all_ranks, refuse_join, wrap
+from hvdplus.adapters.torch.optimizer import check_groups, identical_on_all_ranks, refuse_join, wrap
 from hvdplus.launch import Compression as WithoutHorovods
 from hvdplus.transport import NeedsHorovod, TransportError, World
 
@@ -82,9 +84,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         op: ``Average`` (default) or ``Sum``; ``Adasum`` runs on Horovod's own optimizer, uncompressed.
         gradient_predivide_factor: accepted; hvdplus divides before the cast where a narrow type could overflow.
         num_groups, groups: accepted; hvdplus makes its own groups (buckets).
-        sparse_as_dense: sparse gradients are exchanged, and come back, dense. Otherwise those that use few rows have
-            these rows exchanged, exact and uncompressed, and the others are exchanged dense; they come back sparse.
-            The first step decides which parameters have sparse gradients.
+        sparse_as_dense: sparse gradients are exchanged dense. Otherwise those that use few rows in the first step have
+            these rows exchanged, exact and uncompressed, and the others are exchanged dense. All come back sparse.
         process_set: other than the global one runs on Horovod's own optimizer, uncompressed.
         settings: name -> value, over ``HVDPLUS_*`` and over the file that ``HVDPLUS_CONFIG`` names, e.g.
             ``{"dense_steps": 20, "ladder": ["none", "fp16"]}``; ``hvdplus doctor`` lists them.
@@ -99,6 +100,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     world = _require_world()
     average, sum_ = __getattr__("Average"), __getattr__("Sum")
     op = average if op is None else op
+    if num_groups:
+        warnings.warn("Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    check_groups(groups)
     own_set = process_set is not None and getattr(process_set, "process_set_id", 0) != 0
     if own_set or op not in (average, sum_):
         return _horovods_own(
@@ -127,8 +132,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     )
 
 
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
-    """Load rank ``root_rank``'s optimizer state on every rank.
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0, model: Any = None) -> None:
+    """Load rank ``root_rank``'s optimizer state on every rank. ``model``: accepted, as no step has to be taken for it.
 
     Horovod's own function takes steps with optimizers that have no state yet, which would exchange gradients.
     """
@@ -178,6 +183,23 @@ def _horovods_own(optimizer: Any, named_parameters: Any, what: str, **keywords: 
     return horovod.torch.DistributedOptimizer(optimizer, named_parameters, **given)
 
 
+def _ours(name: str) -> Any:
+    """A function that works without Horovod; what it does not know of Horovod's arguments needs Horovod."""
+    function = getattr(_collectives, name)
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            signature.bind(*arguments, **keywords)
+        except TypeError as error:
+            has = f"Without Horovod it has {signature}, the rest needs Horovod"
+            raise NeedsHorovod(f"hvd.{name}: {error}. {has}. {INSTALL_HOROVOD}.") from None
+        return function(*arguments, **keywords)
+
+    return call
+
+
 def _with_horovod() -> bool:
     return _world.transport.name.startswith("horovod") if _world else wants_horovod(_BINDING)
 
@@ -208,5 +230,5 @@ def __getattr__(name: str) -> Any:
         return WithoutHorovods
     if hasattr(Collectives, name):
         _require_world()
-        return getattr(_collectives, name)
+        return _ours(name)
     raise NeedsHorovod(f"hvd.{name} needs Horovod, and this job runs without it. {INSTALL_HOROVOD}.")

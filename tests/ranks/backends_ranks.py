@@ -147,6 +147,15 @@ def test_accumulated_steps_are_exchanged_once():
     assert optimizer.hvdplus.steps <= 2
 
 
+def test_what_is_computed_before_the_last_batch_of_a_step_is_no_waiting_for_input():
+    net = model()
+    optimizer = hvd.DistributedOptimizer(sgd(gradient_accumulation_steps=4), compression="none")
+    fit(net, optimizer, epochs=12)
+    hvd.report(optimizer)
+    windows = [record for record in optimizer.hvdplus.log.records if record["kind"] == "window"]
+    assert windows and all(w["input_wait_ms"] == 0 < w["compute_ms"] for w in windows)
+
+
 @pytest.mark.skipif(not TORCH, reason="hooks that send in backward() are PyTorch's")
 def test_accumulation_in_fit_agrees_with_one_large_batch():
     """Hooks must not send what Keras is still accumulating."""

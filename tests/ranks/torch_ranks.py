@@ -809,15 +809,82 @@ def test_sparse_gradients_in_their_odder_forms():
     torch.testing.assert_close(table.weight.detach(), expected, rtol=0, atol=1e-12)
 
 
-def test_sparse_as_dense_is_dense():
+def test_sparse_as_dense_travels_dense_and_comes_back_sparse():
+    """As in Horovod."""
     table = torch.nn.Embedding(300, 4, sparse=True)
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(table.parameters(), lr=1.0, momentum=0.9), compression="fp16", sparse_as_dense=True
+        torch.optim.SGD(table.parameters(), lr=1.0), compression="fp16", sparse_as_dense=True
     )
     table(torch.tensor([RANK])).sum().backward()
     optimizer.synchronize()
     grad = table.weight.grad
-    assert not grad.is_sparse and grad[:SIZE].sum() == 4 and grad[SIZE:].abs().sum() == 0
+    assert not optimizer._exchange._rows
+    assert grad.is_sparse and sorted(grad.coalesce().indices()[0].tolist()) == list(range(SIZE))
+    assert torch.equal(grad.to_dense()[:SIZE], torch.full((SIZE, 4), 1 / SIZE).half().float())
+
+
+@pytest.mark.parametrize("as_dense", [False, True])
+@pytest.mark.parametrize("begins", [0, 2], ids=["used at once", "used later"])
+@pytest.mark.parametrize("height", [12, 400])
+def test_sparse_adam(height, begins, as_dense):
+    """It wants sparse gradients on every rank, also where this one had none, and leaves alone what nobody used."""
+    torch.manual_seed(0)
+    ours = torch.nn.ModuleList(torch.nn.Embedding(height, 3, sparse=True) for _ in range(3))
+    theirs = copy.deepcopy(ours)
+    bare = torch.optim.SparseAdam(theirs.parameters(), lr=0.1)
+    optimizer = torch.optim.SparseAdam([*ours[0].parameters(), *ours[1].parameters()], lr=0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, compression="none", sparse_as_dense=as_dense)
+
+    def loss(tables, step, rank):
+        used = tables[: 1 if step < begins else 2 if step < 3 else 3]
+        parts = [t(torch.tensor([(5 * rank + step + n) % height, 7])).pow(2).sum() for n, t in enumerate(used)]
+        return sum(parts[:1] if rank == 1 and step != begins else parts)
+
+    for step in range(6):
+        if step == 3:
+            optimizer.add_param_group({"params": list(ours[2].parameters())})
+        bare.zero_grad()
+        sum(loss(theirs, step, rank) for rank in range(SIZE)).div(SIZE).backward()
+        bare.step()
+        optimizer.zero_grad()
+        loss(ours, step, RANK).backward()
+        optimizer.step()
+    assert hvd.identical(ours)
+    for a, b in zip(theirs.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_lbfgs_decides_alike_on_all_ranks(search):
+    """By everybody's loss: by its own, each rank would search along the line as far as suits itself."""
+    theirs, ours = model(), model()
+    data = [batch(0, rank) for rank in range(SIZE)]
+
+    def loss(net, rank):
+        return torch.nn.functional.cross_entropy(net(data[rank][0]), data[rank][1])
+
+    bare = torch.optim.LBFGS(theirs.parameters(), lr=0.5, max_iter=6, line_search_fn=search)
+    optimizer = torch.optim.LBFGS(ours.parameters(), lr=0.5, max_iter=6, line_search_fn=search)
+    optimizer = hvd.DistributedOptimizer(optimizer, compression="none")
+
+    def everybodys():
+        bare.zero_grad()
+        mean = sum(loss(theirs, rank) for rank in range(SIZE)) / SIZE
+        mean.backward()
+        return mean
+
+    def own():
+        optimizer.zero_grad()
+        mine = loss(ours, RANK)
+        mine.backward()
+        return mine
+
+    for _ in range(3):
+        expected, got = bare.step(everybodys), optimizer.step(own)
+        torch.testing.assert_close(torch.as_tensor(got), torch.as_tensor(expected), rtol=1e-2, atol=1e-3)
+    assert hvd.identical(ours)
+    for a, b in zip(theirs.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
 
 
 def test_narrow_and_wide_types():
@@ -953,7 +1020,7 @@ OPTIMIZERS = [
     for name in dir(torch.optim)
     if isinstance(kind := getattr(torch.optim, name), type)
     and issubclass(kind, torch.optim.Optimizer)
-    and name not in ("Optimizer", "LBFGS", "SparseAdam")  # for those with closures and sparse gradients see below
+    and name not in ("Optimizer", "LBFGS", "SparseAdam")  # those with closures and sparse gradients have their own
 ]
 
 
@@ -990,6 +1057,77 @@ def test_compiled_models(level):
     assert hvd.identical(compiled)
     for a, b in zip(plainly.parameters(), compiled.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 if level == "none" else 1e-2)
+
+
+def test_compiling_sees_nothing_of_us():
+    """A hook on all modules would bring a warning, and break a graph that has to be whole."""
+    net = model()
+    optimizer = wrapped(net)
+    whole = torch.compile(net, backend="aot_eager", fullgraph=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step, size in enumerate((8, 8, 5, 3)):
+            x, y = batch(step)
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(whole(x[:size]), y[:size]).backward()
+            optimizer.step()
+    assert hvd.identical(net)
+
+
+class NoArguments(torch.optim.SGD):
+    """As scripts write them."""
+
+    def zero_grad(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
+
+def test_optimizers_that_users_derive():
+    net = model()
+    optimizer = hvd.DistributedOptimizer(NoArguments(net.parameters(), lr=0.1), compression="int8")
+    kind = type(optimizer)
+
+    class Derived(kind):
+        pass
+
+    optimizer.__class__ = Derived
+    train(net, optimizer, 2)
+    assert hvd.identical(net)
+    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert type(twin) is NoArguments
+
+
+@pytest.mark.ranks(2)
+def test_a_state_with_parameters_that_were_added_later_is_resumed():
+    """In the order that a script has: wrap, add, load; and frozen ones may be unfrozen after that."""
+
+    def begin():
+        params = parameters()
+        params[1].requires_grad_(False)
+        optimizer = plain(params[:4], "lowrank:2")
+        optimizer.add_param_group({"params": params[4:]})
+        return params, optimizer
+
+    def go_on(params, optimizer, first, last):
+        params[1].requires_grad_(True)
+        for step in range(first, last):
+            optimizer.zero_grad()
+            backward(params, gradients(step, RANK))
+            optimizer.step()
+
+    params, optimizer = begin()
+    go_on(params, optimizer, 0, 6)
+    state = copy.deepcopy(optimizer.state_dict())
+    twins, another = begin()
+    with torch.no_grad():
+        for twin, p in zip(twins, params, strict=True):
+            twin.copy_(p)
+    another.load_state_dict(state)
+    for each, its in ((params, optimizer), (twins, another)):
+        go_on(each, its, 6, 10)
+    assert hvd.identical(twins)
+    assert all(torch.equal(twin, p) for twin, p in zip(twins, params, strict=True))
 
 
 def test_tied_weights_are_exchanged_once():
@@ -1182,6 +1320,87 @@ def test_everything_that_horovod_exports_is_here():
     del optimizer
 
 
+def test_arguments_are_checked_with_horovods_own_rules():
+    import hvdplus.torch as front
+
+    p = torch.nn.Parameter(torch.zeros(3))
+    for groups, words in ((0, "non-negative"), ([[1]], "consist of torch.Tensor"), ([[p], [p]], "only appear once")):
+        with pytest.raises(ValueError, match=words):
+            plain([p], "none", groups=groups)
+    with pytest.warns(DeprecationWarning, match="num_groups"):
+        plain([p], "none", num_groups=2)
+    plain([p], "none", groups=[[p]])
+    with pytest.raises(ValueError, match="gradient_predivide_factor"):
+        plain([p], "none", op=hvd.Sum, gradient_predivide_factor=2.0)
+    assert list(inspect.signature(front.broadcast_optimizer_state).parameters) == ["optimizer", "root_rank", "model"]
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0, 0.5])
+def test_dividing_beforehand_changes_no_mean(factor):
+    params = parameters()
+    optimizer = plain(params, "fp16", gradient_predivide_factor=factor)
+    backward(params, gradients(0, RANK))
+    optimizer.step()
+    for i, p in enumerate(params):
+        mean = np.mean([gradients(0, rank)[i].astype(np.float64) for rank in range(SIZE)], axis=0)
+        np.testing.assert_allclose(-p.detach().numpy(), mean, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("level", ["none", "lowrank:2"])
+def test_the_number_of_passes_may_change_between_steps(level):
+    params = parameters()
+    optimizer = plain(params, level, backward_passes_per_step=2)
+    total = [np.zeros(p.shape) for p in params]
+    step = 0
+    for passes in (2, 2, 1, 3, 3):
+        optimizer.set_backward_passes_per_step(passes)
+        for _ in range(passes):
+            backward(params, gradients(step, RANK))
+            total = [sum_ + grad for sum_, grad in zip(total, gradients(step, RANK), strict=True)]
+            step += 1
+        optimizer.step()
+        optimizer.zero_grad()
+    everybodys = hvd.allgather_object(total)
+    assert hvd.identical(params)
+    left = held_back(optimizer, params)
+    for i, p in enumerate(params):
+        whole = sum(theirs[i] for theirs in everybodys)
+        np.testing.assert_allclose(-p.detach().double().numpy() * SIZE + left[i], whole, atol=1e-2 * SIZE)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.skipif(not HOROVOD, reason="Horovod's own optimizer")
+def test_adasum_trains():
+    if not hvd.mpi_enabled():
+        pytest.skip("Horovod has Adasum over MPI only")
+    net = model()
+    with pytest.warns(UserWarning, match="does not compress"):
+        optimizer = wrapped(net, op=hvd.Adasum)
+    before = copy.deepcopy(net)
+    train(net, optimizer, 3)
+    assert hvd.identical(net) and not equal(net, before)
+
+
+@pytest.mark.skipif(HOROVOD, reason="about a job without Horovod")
+@pytest.mark.skipif(SIZE == 1, reason="one rank has nothing to add up")
+def test_reductions_without_horovod():
+    assert torch.equal(
+        hvd.allreduce(torch.ones(3, dtype=torch.bfloat16), op=hvd.Sum), torch.full((3,), SIZE).bfloat16()
+    )
+    assert torch.equal(hvd.allgather(torch.ones(1, dtype=torch.bfloat16)), torch.ones(SIZE).bfloat16())
+    assert hvd.allgather(torch.arange(RANK + 1)).tolist() == [i for rank in range(SIZE) for i in range(rank + 1)]
+    y = torch.full((2,), float(RANK), requires_grad=True)
+    hvd.allreduce(y).pow(2).sum().backward()
+    assert torch.equal(y.grad, torch.full((2,), float(SIZE - 1)))
+    handle = hvd.allreduce_async(torch.ones(2))
+    assert hvd.poll(handle) and torch.equal(hvd.synchronize(handle), torch.ones(2))
+    with pytest.raises(RuntimeError, match="prescale_factor.*needs Horovod"):
+        hvd.allreduce(torch.ones(2), prescale_factor=0.5)
+    with pytest.raises(RuntimeError, match="process_set.*needs Horovod"):
+        hvd.barrier(process_set=1)
+
+
 @pytest.mark.skipif(HOROVOD, reason="about a job without Horovod")
 def test_what_needs_horovod_says_so():
     if SIZE > 1:
@@ -1190,7 +1409,7 @@ def test_what_needs_horovod_says_so():
     assert not hasattr(hvd, "alltoall")
 
 
-def test_collectives():
+def test_collectives(monkeypatch):
     assert torch.equal(
         hvd.allreduce(torch.full((3,), float(RANK)), op=hvd.Sum), torch.full((3,), SIZE * (SIZE - 1) / 2)
     )
@@ -1203,7 +1422,8 @@ def test_collectives():
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1 * (RANK + 1), momentum=0.9)
     train(net, optimizer, 1)
     hvd.broadcast_parameters(net.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    monkeypatch.setattr("hvdplus.adapters.torch.collectives.PART_BYTES", 1000)  # of which it takes several
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0, model=net)
     assert hvd.identical(net)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
     assert hvd.identical(state["momentum_buffer"] for state in optimizer.state.values())
