@@ -8,6 +8,7 @@ algorithms. The thread works on a communicator of its own, so that calls from th
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -17,6 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 from hvdplus.compression import Array
+from hvdplus.launch import several
 
 
 class Mpi4py:
@@ -44,7 +46,8 @@ class Mpi4py:
         _end_job_on_exception(self._main)
 
     def start(self, array: Array, name: str, scale: float = 1.0) -> Future[Array]:
-        return self._thread.submit(self._sum, array, self._sums, scale)
+        # Within an exchange the order is agreed; that of several depends on the script.
+        return self._thread.submit(self._sum, array, self._sums, scale, name if several() else "")
 
     def done(self, handle: Future[Array]) -> bool:
         return handle.done()
@@ -65,7 +68,18 @@ class Mpi4py:
     def shutdown(self) -> None:
         self._thread.shutdown()
 
-    def _sum(self, array: Array, comm: MPI.Comm, scale: float = 1.0) -> Array:
+    def _sum(self, array: Array, comm: MPI.Comm, scale: float = 1.0, name: str = "") -> Array:
+        """``name``: what the sum is of, where ranks might disagree; RuntimeError on all of them if they do."""
+        if name:
+            mine = zlib.crc32(name.encode())
+            extremes = np.array([mine, -mine])
+            comm.Allreduce(MPI.IN_PLACE, extremes, MPI.MAX)
+            if extremes[0] != -extremes[1]:
+                raise RuntimeError(
+                    f"The gradients of several optimizers became ready in another order on another rank: here {name} "
+                    "is next. Over mpi4py every rank has to compute them in the same order. Use Horovod, or call "
+                    "synchronize() on one optimizer before the next one's backward()."
+                )
         buffer = np.asarray(array)
         if buffer.dtype == np.float16:  # MPI knows no half precision: sum raw pairs of bytes with our own operation
             comm.Allreduce(MPI.IN_PLACE, [buffer.view(np.uint16), MPI.UINT16_T], self._half_sum)

@@ -153,7 +153,8 @@ class Compressor(ABC):
         """
 
     def encode_parts(self, ops: Ops, ctx: Context, parts: Sequence[Array]) -> Array | None:
-        """``encode`` of the bucket whose tensors ``parts`` are (1-D, in order), for those who can save joining them.
+        """``encode`` of the bucket whose tensors ``parts`` are (1-D, in order, float32 or the narrower type that their
+        gradients have), for those who can save joining them.
 
         The payload is memory of its own. None: join them first.
         """

@@ -126,7 +126,8 @@ class Ops(Protocol):
         """Largest magnitude of each matrix of a batch: (b, n, r) -> (b, 1, 1)."""
 
     def half(self, parts: Sequence[Array], factor: float, saturate: bool = False) -> Array:
-        """All ``parts``, end to end, rounded to float16 (to nearest even), times ``factor``, a power of two.
+        """All ``parts`` (float32 or narrower), end to end, rounded to float16 (to nearest even), times ``factor``, a
+        power of two.
 
         Values beyond 65504 become infinite; with ``saturate``, finite ones beyond ``HALF_LIMIT`` stop there, and
         infinite ones become NaN. Products below 6e-5 are rounded again. A cast and then a product in place is much

@@ -23,7 +23,7 @@ NO_JOIN = (
     "hvd.join() lets other ranks go on alone, but ranks compress and decide together in every step. Give all ranks the "
     "same number of steps (DistributedSampler and drop_last=True do), or run with compression='none' in PyTorch."
 )
-_instances = itertools.count()
+_instances = 0
 
 HOROVODS_NAMES = {"NoneCompressor": "none", "FP16Compressor": "fp16"}
 """Horovod spells its two compressors as classes."""
@@ -192,7 +192,14 @@ def check_same_settings(settings: Settings, ladder: Ladder, world: World, **argu
 
 def next_instance() -> int:
     """A number for an optimizer or tape, from 0; the same on all ranks, as all make them in the same order."""
-    return next(_instances)
+    global _instances
+    _instances += 1
+    return _instances - 1
+
+
+def several() -> bool:
+    """Whether more than one was made, on this rank and so on all."""
+    return _instances > 1
 
 
 def open_log(settings: Settings, world: World, instance: int, rejoined: int = 0) -> RunLog:

@@ -34,6 +34,7 @@ GAUGE_STEPS = 5
 TIMES = ("step_ms", "compute_ms", "codec_ms", "exposed_comm_ms", "overlapped_comm_ms", "input_wait_ms")
 """Of a window in the run log."""
 LOSS_SCALING = "loss scaling would mix the units of residual and gradient"
+ALONE = "one rank has nobody to send to"
 TRACE_STEPS = 50
 """Steps of what the controller saw in one line of the run log."""
 
@@ -131,6 +132,8 @@ class Pilot:
         """A residual came from elsewhere: if the level keeps none, send it over the coming steps."""
         if not self.ladder.compressors[self._level].keeps_residual:
             self._drain_left = self._drain_steps
+        if self._controller and self.ranks == 1 and len(self.ladder.names) > 1:
+            self._forbid(1, ALONE)
         self.advance()
 
     def observe(self, plan: Plan, total: np.ndarray, healthy: bool = True) -> None:
@@ -234,13 +237,17 @@ class Pilot:
             )
         if self._controller.refused.get(lossy[0]) == LOSS_SCALING:
             return False
-        self._write_trace()
-        self.log.write("forbid", step=self.steps, level=self.ladder.names[lossy[0]], reason=LOSS_SCALING)
-        self._controller.forbid(lossy[0], LOSS_SCALING)
+        self._forbid(lossy[0], LOSS_SCALING)
         if self._level < lossy[0]:
             return False
         self.set_level(0)
         return True
+
+    def _forbid(self, level: int, reason: str) -> None:
+        assert self._controller is not None
+        self._write_trace()
+        self.log.write("forbid", step=self.steps, level=self.ladder.names[level], reason=reason)
+        self._controller.forbid(level, reason)
 
     def finish(self, **facts: Any) -> dict[str, Any]:
         """Close the run log with ``facts`` of the user's (accuracy, ...); returns what the run came to.

@@ -34,7 +34,7 @@ class Claim(NamedTuple):
     same_ranks: bool
     """It is of as many ranks as there are, so that contexts and decisions hold."""
     mine: bool
-    """Its residuals are this rank's, or everybody's."""
+    """Its residuals are this rank's to pay out."""
     share: float
     """By which they are multiplied: what reaches the weights stays the same, the mean or the sum, whichever is made."""
 
@@ -53,17 +53,29 @@ def check(state: Mapping[str, Any], shapes: Sequence[Sequence[int]]) -> None:
 
 
 def claim(state: Mapping[str, Any], transport: Transport, *, average: bool) -> Claim:
-    """What this rank may take over; says so where something is lost."""
-    rank, ranks = state["rank"], state["ranks"]
-    same_ranks = ranks == transport.size
-    mine = rank is None or rank == OWN or (same_ranks and rank == transport.rank)
-    if state["residuals"] and not mine and rank != ANOTHERS:
-        say(
-            f"Rank {transport.rank} of {transport.size} loads what rank {rank} of {ranks} saved, without what others "
-            "held back: that is lost. Let all ranks call optimizer.consolidate_state_dict() before one of them saves, "
-            "or let each save and load its own."
-        )
-    return Claim(same_ranks, mine, 1.0 if average or rank in (OWN, ANOTHERS) else ranks / transport.size)
+    """What this rank may take over; says so where something is lost.
+
+    A rank's own residual goes to the rank of the same number, however many there are now; all other ranks leave it.
+    """
+    rank, ranks, size = state["rank"], state["ranks"], transport.size
+    mine = rank in (None, OWN, transport.rank)
+    if state["residuals"] and rank not in (None, OWN, ANOTHERS):
+        forgotten = [] if mine or transport.rank >= ranks else [transport.rank]
+        forgotten += range(size, ranks) if transport.rank == 0 else ()
+        if forgotten:
+            say(
+                f"Rank {transport.rank} of {size} loads what rank {rank} of {ranks} saved, and what rank(s) "
+                f"{', '.join(map(str, forgotten))} held back is lost. Let all ranks call "
+                "optimizer.consolidate_state_dict() before one of them saves, or let each save and load its own."
+            )
+    if rank is None:  # a mean is made of means, a sum of as many as there are
+        return Claim(ranks == size, mine, 1.0 if average else ranks / size)
+    return Claim(ranks == size, mine, size / ranks if average else 1.0)
+
+
+def holds_back(state: Mapping[str, Any]) -> bool:
+    """Whether there is anything to pay out."""
+    return any(bool((residual != 0).any()) for residual in state["residuals"].values())
 
 
 def say(line: str) -> None:

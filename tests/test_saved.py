@@ -74,18 +74,43 @@ def state(rank: Any, ranks: int) -> dict[str, Any]:
         (None, 4, True, saved.Claim(True, True, 1.0)),  # consolidated
         (None, 2, True, saved.Claim(False, True, 1.0)),  # ... on fewer ranks: the mean stays the mean
         (None, 2, False, saved.Claim(False, True, 0.5)),  # ... and the sum the sum
-        (1, 2, True, saved.Claim(False, False, 1.0)),  # rank 1 of another job is not rank 1 of this
+        (1, 2, True, saved.Claim(False, True, 2.0)),  # of two, one of which came along twice: the mean stays the mean
+        (1, 2, False, saved.Claim(False, True, 1.0)),
+        (1, 8, True, saved.Claim(False, True, 0.5)),
+        (0, 1, True, saved.Claim(False, False, 4.0)),  # rank 0 pays it out, and nobody else
         (saved.OWN, 2, False, saved.Claim(False, True, 1.0)),  # stays on its rank when others come or go
-        (saved.ANOTHERS, 2, False, saved.Claim(False, False, 1.0)),
+        (saved.OWN, 2, True, saved.Claim(False, True, 2.0)),
+        (saved.ANOTHERS, 4, False, saved.Claim(True, False, 1.0)),
     ],
 )
-def test_what_a_rank_may_take_over(
-    rank: Any, ranks: int, average: bool, expected: saved.Claim, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_rank_may_take_over(rank: Any, ranks: int, average: bool, expected: saved.Claim) -> None:
     here: Transport = At(1, 4)
     assert saved.claim(state(rank, ranks), here, average=average) == expected
-    told = "consolidate_state_dict" in capsys.readouterr().err
-    assert told == (not expected.mine and rank != saved.ANOTHERS), "what is lost is said"
+
+
+@pytest.mark.parametrize(
+    ("here", "size", "rank", "ranks", "lost"),
+    [
+        (1, 4, 0, 4, "1"),  # everybody loads one rank's
+        (1, 4, 1, 4, ""),
+        (1, 4, 0, 2, "1"),
+        (3, 4, 0, 2, ""),  # there was no rank 3
+        (1, 2, 1, 4, ""),  # rank 0 says it
+        (0, 2, 0, 4, "2, 3"),
+        (0, 2, 1, 4, "0, 2, 3"),
+        (0, 2, None, 4, ""),
+        (0, 2, saved.OWN, 4, ""),
+        (0, 2, saved.ANOTHERS, 4, ""),
+    ],
+)
+def test_what_is_lost_is_said(
+    here: int, size: int, rank: Any, ranks: int, lost: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved.claim(state(rank, ranks), At(here, size), average=True)
+    said = capsys.readouterr().err
+    assert (f"what rank(s) {lost} held back is lost" in said) if lost else not said
+    saved.claim({**state(rank, ranks), "residuals": {}}, At(here, size), average=True)
+    assert not capsys.readouterr().err
 
 
 def test_other_models_and_other_formats_are_refused() -> None:

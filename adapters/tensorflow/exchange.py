@@ -236,13 +236,21 @@ class TensorFlowExchange:
                 }
                 for lane in self._lanes
             ],
-            "residuals": {
-                i: lane.residual.numpy()[slice(*lane.bucket.offsets[place : place + 2])]
-                for lane in self._lanes
-                if lane.residual is not None
-                for place, i in enumerate(lane.bucket.parameters)
-            },
+            "residuals": self._residuals(),
         }
+
+    def _residuals(self) -> dict[int, np.ndarray]:
+        """Variable -> what is held back of it."""
+        return {
+            i: lane.residual.numpy()[slice(*lane.bucket.offsets[place : place + 2])]
+            for lane in self._lanes
+            if lane.residual is not None
+            for place, i in enumerate(lane.bucket.parameters)
+        }
+
+    def _hold_back(self, lane: _Lane, residuals: Mapping[int, np.ndarray], share: float = 1.0) -> None:
+        if lane.residual is not None:
+            lane.residual.assign(share * np.concatenate([residuals[i].ravel() for i in lane.bucket.parameters]))
 
     def consolidate(self) -> None:
         """Give every rank the mean of all ranks' residuals, which changes nothing in what they come to."""
@@ -256,33 +264,33 @@ class TensorFlowExchange:
     def load(self, state: Mapping[str, Any]) -> str:
         """Go on where the exchange was that gave ``state``; returns what has to be the same on all ranks.
 
-        From a job with other levels, or another number of ranks, come the residuals alone, so that nothing that was
-        held back is lost; with another number of ranks, only if they were consolidated.
+        From a job with other levels, or another number of ranks, come the residuals alone, so that what was held
+        back is not lost, but for that of ranks that are gone.
 
         Raises:
             ValueError: the state is of another model, or of another version of hvdplus.
         """
         saved.check(state, self._shapes)
-        if self.idle:
-            if state["residuals"]:
-                saved.say("On one rank nothing is exchanged: what was held back is lost.")
-            return ""
         same_ranks, mine, share = saved.claim(state, self.transport, average=self._average)
+        if self.idle:
+            if not (mine and saved.holds_back(state)):
+                return ""
+            self.idle, self._loses = False, True  # what was held back is paid out on one rank, too
+            self._make_lanes([])
         if state["residuals"] and not self._loses:  # what another level held back is paid out
             self._loses = True
             self._make_lanes([])
         own = state.get("framework") == FRAMEWORK
         if own and self._sparse is None and state["sparse"] is not None:
             self._set_apart(list(state["sparse"]))
-        self._consolidated = state["rank"] is None and same_ranks
+        self._consolidated = state["rank"] is None
         resumed = own and same_ranks and self.pilot.load(state["pilot"])
         contexts = {tuple(each["parameters"]): each["levels"] for each in state["contexts"]} if resumed else {}
         for lane in self._lanes:
             for name, array in contexts.get(lane.bucket.parameters, {}).items():
                 lane.states[self._ladder.names.index(name)].assign(array)
-            if lane.residual is not None and mine and state["residuals"]:
-                parts = [state["residuals"][i].ravel() for i in lane.bucket.parameters]
-                lane.residual.assign(share * np.concatenate(parts))
+            if mine and state["residuals"]:
+                self._hold_back(lane, state["residuals"], share)
         if state["residuals"] and not resumed:
             self.pilot.pay_out()
         plan = self.pilot.plan
@@ -310,7 +318,10 @@ class TensorFlowExchange:
             share = sum(bucket.spec.size for bucket in dense) / sum(bucket.spec.size for bucket in self.buckets)
             self._codec_seconds = tuple(share * seconds for seconds in self._codec_seconds)
             self.pilot.resize(self._costs(dense))
+            residuals = self._residuals()  # of a state of another framework
             self._make_lanes(sparse)
+            for lane in self._lanes if residuals else ():
+                self._hold_back(lane, residuals)
 
     def _costs(self, buckets: Sequence[Bucket]) -> tuple[LevelCost, ...]:
         with tf.init_scope():  # a class of Horovod's is asked by compressing zeros

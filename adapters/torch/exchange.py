@@ -72,8 +72,10 @@ class TorchExchange:
         self._ladder = ladder
         self._average = average
         self._scale = 1.0 / transport.size if average else 1.0
-        self.idle = transport.size == 1 and (auto or ladder.names == ("none",))
-        """Alone there is nobody to exchange with: gradients stay untouched unless a level is asked for by name."""
+        self._alone = transport.size == 1 and (auto or ladder.names == ("none",))
+        self.idle = self._alone
+        """Alone there is nobody to exchange with: gradients stay untouched unless a level is asked for by name, or a
+        checkpoint of more ranks brings what is still to be paid out."""
         self._device = self.parameters[0].device if self.parameters else torch.device("cpu")
         self.ops = make_ops(self._device)
         self._settings = settings
@@ -178,6 +180,7 @@ class TorchExchange:
                 else None
             ),
             "pilot": self.pilot.state(),
+            "unpaid": self._unpaid,
             "contexts": contexts,
             "residuals": self._residuals(),
         }
@@ -197,8 +200,8 @@ class TorchExchange:
         """Go on where the exchange was that gave ``state``; returns what has to be the same on all ranks, of which the
         next step makes sure.
 
-        From a job with other levels, or another number of ranks, come the residuals alone, so that nothing that was
-        held back is lost; with another number of ranks, only if they were consolidated.
+        From a job with other levels, or another number of ranks, come the residuals alone, so that what was held
+        back is not lost, but for that of ranks that are gone.
 
         Raises:
             ValueError: the state is of another model, or of another version of hvdplus.
@@ -209,11 +212,11 @@ class TorchExchange:
                 "load_state_dict() was called between backward() and step(), with gradients on their way."
             )
         saved.check(state, [list(parameter.shape) for parameter in self.parameters])
-        if self.idle:
-            if state["residuals"]:
-                saved.say("On one rank nothing is exchanged: what was held back is lost.")
-            return ""
         same_ranks, mine, share = saved.claim(state, self.transport, average=self._average)
+        if self.idle:
+            if not (mine and saved.holds_back(state)):
+                return ""
+            self.idle = False  # until all is paid out; without hooks, as nobody waits for this rank
         everybodys = state["rank"] is None
         own = state.get("framework", FRAMEWORK) == FRAMEWORK
         shown = (own and state["first_step"]) or {
@@ -227,9 +230,10 @@ class TorchExchange:
         self._cut_anew()
         if self._late:
             self._late[1].total()
-        self._late, self._unpaid, self._norms, self._ready = None, False, [], []
-        self._consolidated = everybodys and same_ranks
+        self._late, self._norms, self._ready = None, [], []
+        self._consolidated = everybodys
         resumed = own and same_ranks and self.pilot.load(state["pilot"])
+        self._unpaid = resumed and state.get("unpaid", False)
         contexts = {tuple(each["parameters"]): each["levels"] for each in state["contexts"]} if resumed else {}
         for lane in self._joined.lanes:
             for name, arrays in contexts.get(lane.bucket.parameters, {}).items():
@@ -241,7 +245,7 @@ class TorchExchange:
             self.pilot.pay_out()
         self._follow(self.pilot.plan)
         arrays = [array.cpu().numpy() for levels in contexts.values() for those in levels.values() for array in those]
-        plain = state["ranks"], everybodys, resumed, state["pilot"], self._sorted and state["first_step"]
+        plain = state["ranks"], everybodys, resumed, state["pilot"], self._sorted and state["first_step"], self._unpaid
         self._agreed, self._resumed = False, saved.digest(*plain, arrays=arrays)
         return self._resumed
 
@@ -260,7 +264,9 @@ class TorchExchange:
         with self.meter.codec():
             for rows in self._rows.values():
                 rows.start()
-        if self._device.type == "cuda" and not self.idle:  # what the device still computes is no waiting for sums
+        if self._device.type == "cuda" and not self.idle:
+            # All gradients are on their way, and the host has nothing left to do but to look at the device for the side
+            # tensor. What the device still computes is neither that nor waiting for sums, which wait for it, too.
             torch.cuda.current_stream(self._device).synchronize()
         slot = self._slot(learning_rate)._replace(newcomers=len(newcomers), absent=absent)
         turned, mark = self._turned_sparse(), self.transport.size + 1
@@ -279,6 +285,8 @@ class TorchExchange:
                     lane.total = self.transport.wait(lane.handle)
                 with self.meter.codec():
                     self._decode(lane)
+            with self.meter.codec():
+                self._send_overflowed_again()
         with self.meter.exposed_comm():
             for rows in self._rows.values():
                 rows.send()
@@ -419,6 +427,10 @@ class TorchExchange:
                 # Neither released nor waiting in the coming plan: this step has paid out the last of it.
                 outstanding = self.plan.release or self.plan.warms
                 lane.residual, lane.pending = (lane.pending if outstanding else None), None
+        if self._alone and not self.idle and all(lane.residual is None for lane in self._joined.lanes):
+            self.idle = True
+            self._make_lanes()
+            self._follow(self.plan)
         self.meter.end_step()
 
     def _make_buckets(self, *, plain: bool = False) -> tuple[Bucket, ...]:
@@ -470,12 +482,15 @@ class TorchExchange:
         # A script may have gone back over its first steps: what was ready twice counts as it first was.
         before, self._order, self._ready = self._order, list(dict.fromkeys([*ready, *self._order])), []
         self._sparse = set().union(*used)
-        for i in sorted(self._sparse) if not self._sparse_as_dense else ():
+        residuals = self._residuals()  # of a state that knew nothing of a first step
+        for i in sorted(self._sparse - residuals.keys()) if not self._sparse_as_dense else ():
             parameter = self.parameters[i]
             if sum(theirs.get(i, 0) for theirs in used) <= SPARSE * len(parameter):
                 self._rows[i] = self._shared_rows(i)
         if self._rows or self._order != before:
             self._cut_anew()
+            for i, residual in residuals.items():
+                self._hold_back(i, residual)
             self._follow(self.plan)
 
     def _turned_sparse(self) -> np.ndarray:
@@ -519,7 +534,7 @@ class TorchExchange:
                     lane.contexts[self.plan.level] = new.inherit(self.ops, fresh, self._context(lane, before))
 
     def _listen(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        if not self.idle:
+        if not self._alone:
             # One that is frozen now takes part without a hook.
             listening = [p for p in parameters if p.requires_grad]
             self._hooks += [p.register_post_accumulate_grad_hook(self._make_hook()) for p in listening]  # type: ignore[no-untyped-call]
@@ -679,7 +694,7 @@ class TorchExchange:
         return self._encode(lane)
 
     def _parts(self, lane: Lane) -> list[torch.Tensor]:
-        """This rank's gradients, in the bucket's order and type, one-dimensional; zeros where there is none."""
+        """This rank's gradients, in the bucket's order, one-dimensional; zeros where there is none."""
         parts = []
         for i, shape in zip(lane.bucket.parameters, lane.bucket.shapes, strict=True):
             grad = self.parameters[i].grad
@@ -687,7 +702,7 @@ class TorchExchange:
                 parts.append(lane.flat.new_zeros(math.prod(shape)))
             else:
                 dense = real_view(grad.detach().to_dense() if grad.is_sparse else grad.detach())
-                parts.append(dense.to(lane.flat.dtype).reshape(-1))
+                parts.append(dense.reshape(-1))
         return parts
 
     def _encode(self, lane: Lane) -> Array:
@@ -766,14 +781,19 @@ class TorchExchange:
     def _decode(self, lane: Lane) -> None:
         """Sum of payloads -> mean of gradients, in ``lane.reduced``."""
         compressor = self._compressor(lane)
-        if compressor.narrow and not bool(self.ops.all_finite(lane.total)):
-            # Every rank holds this same sum, so every rank sends the bucket again, in full width.
+        lane.sum_finite = self.ops.all_finite(lane.total) if compressor.narrow else None
+        lane.reduced = compressor.mean(self.ops, self._context(lane), lane.total, self._scale * self._sent_scale)
+
+    def _send_overflowed_again(self) -> None:
+        """Every rank holds the same sums, so every rank sends the same buckets again, in full width."""
+        narrow = [(lane, lane.sum_finite) for lane in self._now.lanes if lane.sum_finite is not None]
+        if all_true([finite for _, finite in narrow]):
+            return
+        for lane in (lane for lane, finite in narrow if not finite):
             name = self._ladder.tensor_name(self._now.prefix, lane.bucket.number, self.plan) + ".again"
-            flat = torch.cat(self._parts(lane)) if self._together else lane.flat
+            flat = torch.cat(self._parts(lane)).to(lane.flat.dtype) if self._together else lane.flat
             handle = self.transport.start(flat, name, self._scale)
             lane.total = lane.reduced = self.transport.wait(handle)
-            return
-        lane.reduced = compressor.mean(self.ops, self._context(lane), lane.total, self._scale * self._sent_scale)
 
     def _sums_are_finite(self) -> bool:
         return all_true(

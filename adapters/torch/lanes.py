@@ -49,6 +49,8 @@ class Lane:
     """Sum of all ranks' payloads."""
     reduced: Any = None
     """Mean of all ranks' gradients, or their sum where that is asked for, decoded."""
+    sum_finite: Any = None
+    """0-d boolean tensor: so is the sum of narrow payloads; None: payloads are not narrow."""
     sound: Any = None
     """0-d boolean tensor: what was sent is finite; None: nobody asks."""
 

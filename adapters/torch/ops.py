@@ -206,7 +206,7 @@ class TorchOps:
                 halves.copy_(values)
                 continue
             for a, b in self._chunks(len(values)):
-                stopped = torch.clamp(values[a:b], -HALF_LIMIT, HALF_LIMIT, out=scratch[: b - a])
+                stopped = scratch[: b - a].copy_(values[a:b]).clamp_(-HALF_LIMIT, HALF_LIMIT)
                 halves[a:b].copy_(stopped.add_(values[a:b], alpha=0.0))
         return out if factor == 1 else out.mul_(factor)
 

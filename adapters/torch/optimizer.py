@@ -202,6 +202,11 @@ class Distributed(torch.optim.Optimizer):
         self._synchronized = False  # the script skipped a step
         super().zero_grad(*arguments, **keywords)
 
+    @property
+    def backward_passes_per_step(self) -> int:
+        """Backward passes that accumulate locally before one exchange."""
+        return self._exchange.passes
+
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Exchange after ``passes`` backward passes from now on; call it between two steps."""
         if passes < 1:

@@ -119,7 +119,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         )
     if gradient_predivide_factor != 1.0 and op != average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
-    return wrap(
+    wrapped: Any = wrap(
         optimizer,
         named_parameters,
         world,
@@ -130,6 +130,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense=sparse_as_dense,
         grad_scaler=grad_scaler,
     )
+    # Scripts read these from Horovod's.
+    wrapped.op, wrapped.gradient_predivide_factor = op, gradient_predivide_factor
+    wrapped.sparse_as_dense = sparse_as_dense
+    wrapped.process_set = __getattr__("global_process_set") if process_set is None and _with_horovod() else process_set
+    return wrapped
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0, model: Any = None) -> None:
