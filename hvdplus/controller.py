@@ -502,6 +502,7 @@ class Controller:
     def _refuse(self, why: str) -> Decision:
         """The present level is out."""
         self.refused[self.level] = why
+        self._compare_after = 4 * self.limits.watch_steps  # what takes its place has not been compared with anything
         return self._go_on(why)
 
     def _go_critical(self) -> Decision:

@@ -787,6 +787,32 @@ def test_what_takes_the_place_of_a_refused_level_is_not_looked_for_in_dense_step
     assert NONE not in course.levels[300:] and course.levels[-1] == LOWRANK_16
 
 
+def test_what_takes_the_place_of_a_refused_level_is_soon_compared() -> None:
+    """However rare comparisons have become: what they told was told of the level that is out."""
+    controller, dice, reasons = Controller(NAMES, SLOW.costs), random.Random(0), []
+
+    def go(error: float) -> None:
+        seen = Observation(reduce_times(SLOW.step(controller.level, dice)), error, 1.0)
+        if decision := controller.observe(controller.level, seen):
+            reasons.append(decision.reason)
+
+    while controller.mode is not Mode.HOLD:
+        go(0.0)
+    assert controller.level == LOWRANK_8
+    controller._compare_after = 10_000
+    while controller.level == LOWRANK_8:
+        go(2.0)
+    while controller.mode is not Mode.HOLD:
+        go(0.0)
+    held, reasons[:] = controller.level, []
+    other = next(level for level in controller._samples if level not in (held, LOWRANK_8))
+    took = [times._replace(step=0.9 * times.step) for times in controller._samples[held]]  # in a fast phase
+    controller._samples[other] = took
+    for _ in range(5 * LIMITS.watch_steps):
+        go(0.0)
+    assert "compared once more" in reasons[0]
+
+
 # -- critical phases ---------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -14,7 +15,17 @@ from hvdplus.adapters.numpy import NumpyOps
 from hvdplus.compression import TABLE, Ops, Spec, parse
 from hvdplus.settings import Settings
 
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_figures_are_those_of_the_benchmark() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "adaptive-2-hosts.json").read_text())
+    found = {(cell["model"], cell["rate"]): cell["against_dense"][0] for cell in results["cells"]}
+    rates = {"50 Mb/s": "50mbit", "200 Mb/s": "200mbit", "1 Gb/s": "1gbit", "5 Gb/s": "5gbit", "unshaped": "unshaped"}
+    for link, rate in rates.items():
+        row = [f"{found[model, rate]:.2f}" for model in ("mlp", "text", "cnn")]
+        assert f"| {link} | {' | '.join(row)} |" in README
 
 
 @pytest.fixture
