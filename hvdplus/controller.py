@@ -524,10 +524,11 @@ class Controller:
         return [level for level in sorted(self._samples) if level not in self.refused]
 
     def _calm(self, level: int) -> float:
-        """Seconds of a step whose computation takes what it takes at best: it is the same at every level, and what made
-        it longer is no fault of the level's."""
+        """Seconds of a step as it might be now: where its computation took longer than at best, the machine was slow,
+        which is no fault of the level's, and slows whatever a processor has to do with."""
         times = self._measured(level)
-        return times.step - times.compute + min(self._measured(each).compute for each in self._samples)
+        best = min(self._measured(each).compute for each in self._samples)
+        return times.step * best / times.compute if times.compute else times.step
 
     def _measured(self, level: int) -> StepTimes:
         return typical_times(self._samples[level])

@@ -388,6 +388,26 @@ def test_phases_of_a_machine_that_change_between_two_trials_deceive_nobody(lasts
     assert course.levels[-1] == (INT8 if lasts else FP16)
 
 
+@pytest.mark.parametrize("slower", [1.2, 1.5])
+def test_a_level_that_was_tried_in_a_slow_phase_is_compared_with_what_it_would_take_now(slower: float) -> None:
+    """All that a processor does is slower in it, sending as well; computation tells by how much."""
+    job = replace(NEAR, codec=(0.0, 1 * ms, *NEAR.codec[2:]))
+    slow = replace(
+        job,
+        compute=slower * job.compute,
+        rate=job.rate / slower,
+        alpha=slower * job.alpha,
+        codec=tuple(slower * seconds for seconds in job.codec),
+    )
+    assert least(job) == FP16
+    undisturbed = drive(job, 200)
+    trial = undisturbed.levels.index(FP16)
+    ends = next(step for step, _ in undisturbed.decisions if step >= trial)
+    course = drive(lambda step: slow if trial <= step <= ends else job, 300)
+    assert set(course.levels[ends + 1 : ends + 15]).isdisjoint({FP16}), "it seemed slower"
+    assert set(course.levels[150:]) == {FP16}
+
+
 @pytest.mark.parametrize(("forbidden", "running"), [(FP16, FP16), (FP16, INT8), (INT8, INT8), (INT8, FP16)])
 def test_a_level_forbidden_while_it_is_compared_is_not_held(forbidden: int, running: int) -> None:
     slow = replace(NEAR, compute=1.25 * NEAR.compute, rate=NEAR.rate / 1.25, codec=(0.0, 6 * ms, *NEAR.codec[2:]))
