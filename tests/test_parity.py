@@ -34,7 +34,7 @@ HOOKS = [
     ("loss in the run log", "optimizer.record", "every train step"),
     ("figures in the training log", "optimizer.hvdplus.figures", "hvd.callbacks.ExchangeLogsCallback"),
     ("table, picture, summary", "hvd.report", "hvd.report"),
-    ("level and times right now", "optimizer.hvdplus.status", "optimizer.hvdplus.status"),
+    ("level and times of late", "optimizer.hvdplus.status", "optimizer.hvdplus.status"),
 ]
 SCRIPT = """
 import inspect, json, sys

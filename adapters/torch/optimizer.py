@@ -326,8 +326,9 @@ class Distributed(torch.optim.Optimizer):
             self._finish()
             # LBFGS decides by losses how far it goes and when it stops: all ranks have to see the same.
             if isinstance(self, torch.optim.LBFGS) and not self._exchange.idle:
-                losses = self._world.transport.gather_objects(float(loss))
-                return torch.tensor(sum(losses) / len(losses))
+                mine = torch.as_tensor(loss).detach()
+                losses = self._world.transport.gather_objects(mine.item())
+                return torch.full_like(mine, sum(losses) / len(losses))
             return loss
 
         return exchanged

@@ -81,12 +81,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             them), Horovod's ``Compression.none`` / ``Compression.fp16``, another class with Horovod's ``compress`` and
             ``decompress``, or an ``hvdplus.compression.Compressor`` object.
         backward_passes_per_step: backward passes that accumulate locally before one exchange.
-        op: ``Average`` (default) or ``Sum``; ``Adasum`` runs on Horovod's own optimizer, uncompressed.
+        op: ``Average`` (default) or ``Sum``; ``Adasum`` runs on Horovod's own optimizer, with Horovod's compression.
         gradient_predivide_factor: accepted; hvdplus divides before the cast where a narrow type could overflow.
         num_groups, groups: accepted; hvdplus makes its own groups (buckets).
         sparse_as_dense: sparse gradients are exchanged dense. Otherwise those that use few rows in the first step have
             these rows exchanged, exact and uncompressed, and the others are exchanged dense. All come back sparse.
-        process_set: other than the global one runs on Horovod's own optimizer, uncompressed.
+        process_set: other than the global one runs on Horovod's own optimizer, with Horovod's compression.
         settings: name -> value, over ``HVDPLUS_*`` and over the file that ``HVDPLUS_CONFIG`` names, e.g.
             ``{"dense_steps": 20, "ladder": ["none", "fp16"]}``; ``hvdplus doctor`` lists them.
         grad_scaler: the script's ``torch.amp.GradScaler``. Levels with a residual need to know how losses are scaled;
@@ -110,6 +110,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             optimizer,
             named_parameters,
             "a process set" if own_set else "this op",
+            compression=compression if inspect.isclass(compression) else None,
             backward_passes_per_step=backward_passes_per_step,
             op=op,
             gradient_predivide_factor=gradient_predivide_factor,
@@ -178,12 +179,19 @@ def _require_world() -> World:
 
 
 def _horovods_own(optimizer: Any, named_parameters: Any, what: str, **keywords: Any) -> Any:
-    """What does not add up in a ring of all ranks is Horovod's business, uncompressed."""
+    """What does not add up in a ring of all ranks is Horovod's business."""
     if not _with_horovod():
         raise NeedsHorovod(f"Process sets and ops other than Average and Sum need Horovod. {INSTALL_HOROVOD}.")
     import horovod.torch
 
-    warnings.warn(f"hvdplus does not compress with {what}: Horovod's own DistributedOptimizer is used.", stacklevel=3)
+    ops = [getattr(horovod.torch, name) for name in ("Average", "Sum", "Adasum")]
+    if keywords["op"] not in ops:
+        raise ValueError(f"op is one of hvd.Average, hvd.Sum and hvd.Adasum. Received: {keywords['op']!r}")
+    warnings.warn(
+        f"hvdplus does not compress with {what}: Horovod's own DistributedOptimizer is used, with Horovod's own "
+        "compression, and without what hvdplus adds (settings, reports, `optimizer.record`, ...).",
+        stacklevel=3,
+    )
     given = {name: value for name, value in keywords.items() if value is not None}
     return horovod.torch.DistributedOptimizer(optimizer, named_parameters, **given)
 

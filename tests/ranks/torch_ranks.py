@@ -866,6 +866,23 @@ def test_sparse_as_dense_travels_dense_and_comes_back_sparse():
     assert torch.equal(grad.to_dense()[:SIZE], torch.full((SIZE, 4), 1 / SIZE).half().float())
 
 
+def test_lbfgs_loses_no_digit_of_the_loss():
+    x = torch.nn.Parameter(torch.tensor([1.0 + 1e-12 * RANK], dtype=torch.float64))
+    optimizer = hvd.DistributedOptimizer(torch.optim.LBFGS([x], max_iter=1), compression="fp16")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = x.sum()
+        loss.backward()
+        return loss
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss = optimizer.step(closure)
+    assert loss.dtype == torch.float64 and not loss.requires_grad
+    assert loss.item() == pytest.approx(1.0 + 1e-12 * (SIZE - 1) / 2, abs=1e-15)
+
+
 @pytest.mark.parametrize("as_dense", [False, True])
 @pytest.mark.parametrize("begins", [0, 2], ids=["used at once", "used later"])
 @pytest.mark.parametrize("height", [12, 400])
@@ -1477,7 +1494,10 @@ def test_adasum_trains():
         pytest.skip("Horovod has Adasum over MPI only")
     net = model()
     with pytest.warns(UserWarning, match="does not compress"):
-        optimizer = wrapped(net, op=hvd.Adasum)
+        optimizer = wrapped(net, hvd.Compression.fp16, op=hvd.Adasum)
+    assert optimizer._compression is hvd.Compression.fp16
+    with pytest.raises(ValueError, match="op is one of .* Received: 'mean'"):
+        wrapped(net, op="mean")
     before = copy.deepcopy(net)
     train(net, optimizer, 3)
     assert hvd.identical(net) and not equal(net, before)
