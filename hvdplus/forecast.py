@@ -168,22 +168,25 @@ def _costs_as_tried(records: Sequence[Record]) -> dict[str, LevelCost]:
 
 
 def _levels_as_seen(records: Sequence[Record], costs: Mapping[str, LevelCost]) -> dict[str, Seen]:
-    """Levels of ``costs`` that ran, in their order; the first window after a change counts only where it is alone.
+    """Levels of ``costs`` that ran, in their order, with medians over steps; the first window after a change counts
+    only where no more steps came after it.
 
     Draining and warming are no levels, and so are left out.
     """
-    windows: dict[str, list[Seen]] = {}
+    later: dict[str, list[Seen]] = {}
     first: dict[str, list[Seen]] = {}
     for level, group in groupby((r for r in records if r["kind"] == "window"), key=lambda window: str(window["level"])):
-        stretch = [_seen(window) for window in group]
-        first.setdefault(level, []).extend(stretch[:1])
-        windows.setdefault(level, []).extend(stretch[1:])
-    usable = {
-        name: [window for window in windows[name] or first[name] if not any(map(math.isnan, window))]
-        for name in costs
-        if name in windows
-    }
-    return {name: Seen(*map(median, zip(*some, strict=True))) for name, some in usable.items() if some}
+        for place, window in enumerate(group):
+            seen, steps = _seen(window), window.get("steps")
+            if not any(map(math.isnan, seen)):
+                count = steps if isinstance(steps, int) else 1
+                (later if place else first).setdefault(level, []).extend([seen] * count)
+    found = {}
+    for name in costs:
+        head, rest = first.get(name, []), later.get(name, [])
+        if some := rest if len(rest) >= len(head) else head + rest:
+            found[name] = Seen(*map(median, zip(*some, strict=True)))
+    return found
 
 
 def _seen(window: Mapping[str, Any]) -> Seen:
