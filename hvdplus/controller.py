@@ -438,10 +438,13 @@ class Controller:
         rivals, self._rivals = self._rivals, []
         if rivals and rivals[0] not in self.refused:
             return self._after_comparison(rivals, why)
-        following = self._next(self.limits.optimism)
-        if following is None:
-            following = self._mildest()
-        return self._hold_best(why) if following is None else self._try_promising(following, why)
+        following, mildest = self._next(self.limits.optimism), self._mildest()
+        if following is not None:
+            return self._try_promising(following, why)
+        if mildest is not None:
+            doubts = f"tried as the mildest level, though {_ms(self.predict(mildest))} are expected"
+            return self._try(mildest, f"{why}; {self.names[mildest]} is {doubts}")
+        return self._hold_best(why)
 
     def _mildest(self) -> int | None:
         """The least compression, if dense would be held although it could be better."""

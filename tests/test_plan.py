@@ -149,7 +149,6 @@ def test_a_stretch_of_few_steps_says_less_than_one_of_many() -> None:
     assert seen["none"].step == window("none")["step_ms"] / 1e3
 
 
-
 def test_draining_and_warming_are_no_levels() -> None:
     odd = [{**window("none", **SLOW), "level": name} for name in ("draining", "warming") for _ in range(5)]
     assert what_the_run_showed([*records(), *odd]) == what_the_run_showed(records())
