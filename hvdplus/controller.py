@@ -62,7 +62,7 @@ class Mode(Enum):
 class Limits:
     """The numbers that decisions hang on."""
 
-    dense_steps: int = 15
+    dense_steps: int = 10
     """Steps at level 0 before anything else is tried, and in a critical phase; twice as many at the start while
     gradients change fast."""
     trial_steps: int = 8

@@ -98,7 +98,7 @@ class Settings:
         _words,
         "levels that auto may choose from, least compression first",
     )
-    dense_steps: int = _setting(15, _at_least(1), "steps without compression at the start of training")
+    dense_steps: int = _setting(10, _at_least(1), "steps without compression at the start of training")
     warm_steps: int = _setting(2, _at_least(1), "dense steps from which a level learns before it begins")
     drain_steps: int = _setting(10, _at_least(1), "steps over which a residual is paid out on the way back to dense")
     error_budget: float = _setting(

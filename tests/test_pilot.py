@@ -619,7 +619,7 @@ def test_the_log_opens_with_what_the_job_is_and_closes_with_what_it_came_to(tmp_
         name: {"payload_bytes": SENT[name], "last_bytes": SENT[name] // 40, "messages": 4, "codec_ms": 0.0}
         for name in LADDER
     }
-    assert first["limits"] == dataclasses.asdict(Limits(dense_steps=15, drain_steps=10, error_budget=1.0))
+    assert first["limits"] == dataclasses.asdict(Limits(dense_steps=10, drain_steps=10, error_budget=1.0))
     assert (first["parameters"], first["gradient_bytes"]) == (1000, 4000)
     assert (last["kind"], last["steps"], last["accuracy"]) == ("end", 120, 0.97)
     assert last["wall_seconds"] >= 0
@@ -895,10 +895,10 @@ def test_a_trace_that_is_not_full_is_written_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     pilot = make(auto=True, log=RunLog(path))
     run = Run(pilot, milliseconds=FAST)
-    run.steps(12)
+    run.steps(8)
     assert not any(record["kind"] == "trace" for record in read(path))
     pilot.finish()
-    assert [len(record["steps"]) for record in read(path) if record["kind"] == "trace"] == [11]
+    assert [len(record["steps"]) for record in read(path) if record["kind"] == "trace"] == [7]
 
 
 def test_buckets_that_are_cut_anew_send_something_else(tmp_path: Path) -> None:
@@ -937,7 +937,7 @@ def test_what_is_forbidden_is_in_the_log_where_it_happened(tmp_path: Path) -> No
     at = next(i for i, record in enumerate(records) if record["kind"] == "forbid")
     assert (records[at]["step"], records[at]["level"]) == (40, "lowrank:4")
     shown = [row[0] for record in records[:at] if record["kind"] == "trace" for row in record["steps"]]
-    assert shown.count(LOWRANK) == 39 - 18, "all that was seen before"
+    assert shown.count(LOWRANK) == 39 - 13, "all that was seen before"
     assert {plan.level for plan in run.plans[42:]} == {NONE, FP16}
     # Once is enough, where nothing is left that keeps a residual, too.
     other = make("none", "fp16", auto=True)

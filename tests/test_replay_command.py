@@ -146,7 +146,7 @@ def test_the_jobs_own_limits_hold_unless_others_are_named(tmp_path: Path, capsys
 
 
 def test_a_run_without_decisions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert replayed(capsys, str(write(tmp_path / "run.jsonl", steps=10))) == (
+    assert replayed(capsys, str(write(tmp_path / "run.jsonl", steps=8))) == (
         0, "All 0 decisions are the run's, figure for figure."
     )  # fmt: skip
 
