@@ -18,7 +18,8 @@ start; 80 steps after it, blocks of its steps are measured in turns with blocks 
 
 A round has one block of everybody, in changing order, of few steps; a block's figure is the mean of its steps, a
 round's ratio that of two blocks, a cell's ratio the rounds' geometric mean, with a 95 % bound from the rounds' spread
-(Student's t). Rounds go on, for a while, until these bounds are narrow.
+(Student's t). Rounds go on, for a while, until these bounds are narrow. Before each block links rest until they have
+their bursts again: after a dense block, a small payload would wait where in a training of its own it never does.
 A line about cells fails (``FAIL``) where that bound is beyond the limit; the other lines judge the figures they print.
 Ratios below 1 are in favour of ``auto``. In races ``auto`` pays for every second of its steps and for its preparations,
 the others for their median step.
@@ -184,7 +185,7 @@ def in_turns(
     deadline = math.inf
     while len(seconds[people[0]]) < rounds or (time.monotonic() < deadline and not enough(seconds)):
         turns = [(who, lengths[who]) for who in order.sample(list(people), len(people))]
-        for (who, _), took in zip(turns, ranks.blocks(turns=turns), strict=True):
+        for (who, _), took in zip(turns, ranks.blocks(turns=turns, rest_seconds=ranks.lab.burst_seconds), strict=True):
             seconds[who].append(took)
         if len(seconds[people[0]]) == max(1, rounds):
             deadline = time.monotonic() + more_seconds

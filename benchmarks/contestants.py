@@ -184,9 +184,16 @@ class Job:
             seconds.append(contestant.step())
         return {"seconds": seconds, "levels": levels, "began": began}
 
-    def blocks(self, turns: list[tuple[str, int]]) -> list[float]:
-        """Mean seconds a step of everybody's block of so many steps; a mean, as some have more to do in every fifth."""
-        return [statistics.mean(self.steps(who, count)["seconds"]) for who, count in turns]
+    def blocks(self, turns: list[tuple[str, int]], rest_seconds: float) -> list[float]:
+        """Mean seconds a step of everybody's block of so many steps; a mean, as some have more to do in every fifth.
+
+        Links rest for ``rest_seconds`` before each, so that nobody pays for the bytes of whoever was before.
+        """
+        seconds = []
+        for who, count in turns:
+            time.sleep(rest_seconds)
+            seconds.append(statistics.mean(self.steps(who, count)["seconds"]))
+        return seconds
 
     def dense_start(self, who: str) -> int:
         """Steps that ``who`` takes over plain DDP before it compresses."""

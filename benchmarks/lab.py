@@ -286,6 +286,8 @@ class Lab:
         segment_bytes = 65536 if bits > 1e9 else 32768
         burst_bytes, limit_bytes = 65536 * max(1.0, bits / 1e9), max(1e6, 0.020 * bits / 8)
         bucket = f"tbf rate {bits:.0f}bit burst {burst_bytes:.0f} limit {limit_bytes:.0f}"
+        self.burst_seconds = 0.0 if rate == UNSHAPED else 8 * burst_bytes / bits
+        """That a link has to rest to have its burst again; of the links that were shaped last."""
         verb, what = ("delete", "") if rate == UNSHAPED else ("replace", bucket)
         for name in changed:
             # Connections keep the size of a segment until they look up their route again.

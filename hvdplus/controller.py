@@ -76,9 +76,8 @@ class Limits:
     optimism: float = 0.1
     """Share of the step by which a prediction may be too long: a level that could be the fastest is tried."""
     mild_optimism: float = 0.25
-    """The same for the least compression, where communication is a bottleneck and nothing that was measured is faster
-    than dense: that a step is no longer than at float16 shall be known, and the model cannot know how far computing
-    and communication are in each other's way."""
+    """The same for the least compression, where communication is a bottleneck of dense: that a step is no longer than at
+    float16 shall be known, and the model cannot know how far computing and communication are in each other's way."""
     change: float = 0.3
     """Relative change of communication, or of computation as a share of the step, that may change the choice; then a
     level must promise to save ``worthwhile`` of the step to be tried."""
@@ -382,7 +381,11 @@ class Controller:
         Unless it was small: every sum takes a while, and a link that has rested carries some bytes at any speed. So a
         larger one follows, until it is large enough for the level that is promised.
         """
-        took, size, before, known = seen.times.sounding, seen.sounding_bytes, self.link, self._samples
+        took, size, known = seen.times.sounding, seen.sounding_bytes, self._samples
+        # Few bytes have hardly a say in what the link is thought to be, unless they have become quick: the level that
+        # sends most says what it was.
+        heaviest = min(known)
+        before = self.link.changed(self.costs[heaviest], self._measured(heaviest).comm)
         followed, self._larger = size == self._larger, 0
         now = Link(min(before.alpha, took), max(0.0, took - before.alpha) / size)
         if not before.beta or 2 * now.beta > before.beta:
@@ -447,13 +450,14 @@ class Controller:
         return self._hold_best(why)
 
     def _mildest(self) -> int | None:
-        """The least compression, if dense would be held although it could be better."""
+        """The least compression, if it could be better than what would be held."""
         dense = self._measured(0) if 0 in self._samples else StepTimes()
         mildest = next((level for level in self._usable() if level), 0)
-        if mildest in self._samples or _share(dense) <= self.limits.bottleneck or self._best(self._known()) != 0:
+        if mildest in self._samples or _share(dense) <= self.limits.bottleneck:
             return None
+        fastest = min(self._measured(level).step for level in self._known())
         could_be = (1 - self.limits.mild_optimism) * self.predict(mildest)
-        return mildest if could_be < (1 - self.limits.margin) * dense.step else None
+        return mildest if could_be < (1 - self.limits.margin) * fastest else None
 
     def _worthwhile(self, seconds: float) -> int | None:
         """The untried level that promises a step so much shorter than ``seconds`` that what is held is left for it."""

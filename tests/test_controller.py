@@ -227,6 +227,24 @@ def test_the_mildest_level_is_tried_though_the_model_has_doubts(pays: bool) -> N
     assert course.levels[-1] == (FP16 if pays else NONE)
 
 
+def test_the_mildest_level_is_tried_though_more_compression_was_measured_faster_than_dense() -> None:
+    class Doubted(Job):
+        """The model takes the codec of float16 for much dearer than it is."""
+
+        @property
+        def costs(self) -> tuple[LevelCost, ...]:
+            none, fp16, *others = super().costs
+            return none, fp16._replace(codec=19 * ms), *others
+
+    job = Doubted(rate=300e6, overlap=0.4, messages=2, codec=(0.0, 0.5 * ms, *[9 * ms] * 3))
+    fp16, lowrank = job.compute + 19 * ms + job.exposed(FP16), min(map(job.seconds, (LOWRANK_16, LOWRANK_8)))
+    assert (1 - LIMITS.mild_optimism) * fp16 < (1 - LIMITS.margin) * lowrank < lowrank < (1 - LIMITS.optimism) * fp16
+    assert job.seconds(FP16) < (1 - LIMITS.margin) * lowrank
+    assert lowrank < (1 - LIMITS.margin) * job.seconds(NONE)
+    course = drive(job, 300)
+    assert course.times("tried as the mildest level") and course.levels[-1] == FP16
+
+
 # -- communication that is none ----------------------------------------------------------------------------------------
 
 
