@@ -76,8 +76,8 @@ class Limits:
     optimism: float = 0.1
     """Share of the step by which a prediction may be too long: a level that could be the fastest is tried."""
     mild_optimism: float = 0.25
-    """The same for the least compression, where communication is a bottleneck of dense: that a step is no longer than at
-    float16 shall be known, and the model cannot know how far computing and communication are in each other's way."""
+    """The same for the least compression, where communication is a bottleneck at dense: that a step is no longer than
+    at float16 shall be known, and the model cannot know how far computing and communication are in each other's way."""
     change: float = 0.3
     """Relative change of communication, or of computation as a share of the step, that may change the choice; then a
     level must promise to save ``worthwhile`` of the step to be tried."""
