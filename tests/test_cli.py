@@ -213,6 +213,17 @@ def test_without_a_rate_there_is_no_time(capsys: pytest.CaptureFixture[str]) -> 
     assert "Gbit/s" not in text and "latency" not in text
 
 
+def test_auto_stands_for_the_levels_of_its_ladder(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HVDPLUS_LADDER", "none,int8,lowrank:2+fp16")
+    rows = cells(printed(capsys, "plan", "--shape", "1000x1000", "auto", "fp16"))
+    levels = ["none", "int8", "lowrank:2+fp16", "fp16"]
+    assert [row for row in rows if row in levels] == levels and "int4" not in rows
+    assert "lowrank:2+fp16" in cells(printed(capsys, "plan", "--shape", "1000x1000"))
+    assert "auto chooses from none, int8, lowrank:2+fp16" in printed(capsys, "compressors")
+
+
 def test_one_rank_sends_nothing_over_the_link(capsys: pytest.CaptureFixture[str]) -> None:
     assert cells(printed(capsys, "plan", "--shape", "1000x1000", "--ranks", "1", "--gbit", "1"))["none"][-1] == "0.00"
 
@@ -272,7 +283,6 @@ def test_a_wrong_value_is_named_in_one_line(
         (("plan", "--shape", "10", "fp17"), "'fp17'"),
         (("plan", "--shape", "10", "lowrank:x"), "'x'"),
         (("plan", "--shape", "10", "none", "topk:0.05+int99"), "'topk:0.05+int99', at 'int99'"),
-        (("plan", "--shape", "10", "auto"), "auto chooses between compressors while it trains"),
         (("compressors", "--ranks", "none"), "--ranks wants a whole number of at least 1. Received: 'none'"),
     ],
 )

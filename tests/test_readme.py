@@ -13,7 +13,7 @@ import pytest
 
 from hvdplus.adapters.numpy import NumpyOps
 from hvdplus.compression import TABLE, Ops, Spec, parse
-from hvdplus.settings import Settings
+from hvdplus.settings import SETTINGS, Settings, variable
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -81,6 +81,12 @@ def test_it_gives_up_what_the_readme_says_it_gives_up(vote: Any) -> None:
 def test_wrong_parameters_are_a_clear_error(vote: Any) -> None:
     with pytest.raises(ValueError, match="vote:3"):
         parse("vote:3")
+
+
+def test_all_settings_are_in_the_table_with_their_defaults() -> None:
+    for name, default in ((name, getattr(Settings(), name)) for name in SETTINGS):
+        (row,) = [line for line in README.splitlines() if line.startswith(f"| `{variable(name)}` |")]
+        assert not isinstance(default, int | float) or f"({default})" in row
 
 
 def test_the_settings_file_is_one(tmp_path: Path) -> None:

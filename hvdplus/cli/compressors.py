@@ -16,6 +16,7 @@ from itertools import zip_longest
 from hvdplus.buckets import Bucket, bytes_per_step, make_buckets
 from hvdplus.compression import TABLE, Compressor, NoCompression, known, parse
 from hvdplus.compression.registry import ENTRY_POINTS
+from hvdplus.settings import Settings
 
 EXAMPLE = ((4096, 1024), (4096,), (1024,))
 """Shapes in the bucket that ratios are given for."""
@@ -37,10 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the list.
 
-    Returns 0, or 2 with a message for a wrong number of ranks. A compressor that fails is a row with its error.
+    Returns 0, or 2 with a message for a wrong number of ranks or a wrong setting. A compressor that fails is a row with
+    its error.
     """
     try:
-        ranks = whole("--ranks", args.ranks)
+        ranks, ladder = whole("--ranks", args.ranks), Settings.load().ladder
     except ValueError as error:
         print(f"hvdplus compressors: {error}", file=sys.stderr)
         return 2
@@ -52,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     print(columns([*HEAD, *rows], FIGURES))
     chains = "; ".join(_chain(spelling, buckets) for spelling in CHAINS)
     print("\n" + _note(f"Chains: randomk, topk or lowrank, and fp16 or intB on what they leave: {chains}."))
+    print(_note(f"auto chooses from {', '.join(ladder)} (HVDPLUS_LADDER)."))
     print(_note(
         'Your own: subclass hvdplus.compression.Compressor and call hvdplus.compression.register("name", build), or '
         f"name build as an entry point of your package, in the group {ENTRY_POINTS}."

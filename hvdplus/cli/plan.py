@@ -36,10 +36,7 @@ from hvdplus.forecast import (
 from hvdplus.runlog import read
 from hvdplus.settings import Settings
 
-USUAL = (
-    "none", "fp16", "int8", "int4", "signsgd", "randomk:0.01", "topk:0.01", "topk:0.05+int8", "lowrank:4",
-    "lowrank:4+fp16",
-)  # fmt: skip
+USUAL = ("auto", "int4", "signsgd", "randomk:0.01", "topk:0.01", "topk:0.05+int8", "lowrank:4")
 """What is compared unless the user names something."""
 UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9}
 """What may stand behind a number of parameters."""
@@ -67,7 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the arguments of ``hvdplus plan``."""
     parser.add_argument(
         "what", nargs="*", metavar="RUNLOG|COMPRESSOR",
-        help="run log of a job (HVDPLUS_RUN_LOG), or compressors such as int8 (default: a choice of them)",
+        help="run log of a job (HVDPLUS_RUN_LOG), or compressors such as int8, and auto for its ladder "
+        "(default: that, and a choice of others)",
     )  # fmt: skip
     parser.add_argument(
         "--shape", action="append", metavar="AxB", help="shape of a tensor, such as 4096x1024 or 1024; once for each"
@@ -112,7 +110,7 @@ def _from_shapes(args: argparse.Namespace) -> str:
             raise ValueError(f"{option} goes with a run log. Received: {option} {value}, and no run log")
     model, ranks = _model(args.shape, args.parameters), whole("--ranks", "2" if args.ranks is None else args.ranks)
     gbit = None if args.gbit is None else _rate(args.gbit)
-    compressors = {spelling: _compressor(spelling) for spelling in args.what or USUAL}
+    compressors = {spelling: _compressor(spelling) for spelling in _spellings(args.what or USUAL)}
     buckets = _buckets(model, ranks)
     rows = [_row(spelling, compressor, buckets, gbit) for spelling, compressor in compressors.items()]
     heads = _heads(gbit)
@@ -162,10 +160,13 @@ def _above_zero(option: str, wanted: str, text: str) -> float:
     return number
 
 
+def _spellings(names: Sequence[str]) -> list[str]:
+    """The names, with the levels of its ladder for ``auto``, which chooses between them."""
+    return [spelling for name in names for spelling in (Settings.load().ladder if name == "auto" else [name])]
+
+
 def _compressor(spelling: str) -> Compressor:
     """What is spelled, or a ValueError, whatever goes wrong in another package's code."""
-    if spelling == "auto":
-        raise ValueError("auto chooses between compressors while it trains: name those. Received: 'auto'")
     try:
         return parse(spelling)
     except Exception as error:
