@@ -54,7 +54,7 @@ CLONE_NEWNET = 0x40000000
 WIRE_BYTES_PER_PAYLOAD_BYTE = 1514 / 1448
 """Ethernet, IP and TCP headers at an MTU of 1500, as the token bucket counts them."""
 TOLERANCE = 0.07
-TRIES = 4
+TRIES = 6
 
 # What runs a command on a host, in place of ssh: for `mpirun`, for `horovodrun` and for us.
 SSH = """#!/bin/sh
@@ -303,8 +303,8 @@ class Lab:
         """See that bytes over rate come out right: one TCP stream over every shaped link in each direction, in turn.
 
         Args:
-            seconds: how long a stream takes at the nominal rate. On a busy machine up to four are tried, with pauses
-                of 10, 20 and 30 times that between them.
+            seconds: how long a stream takes at the nominal rate. On a busy machine up to six are tried, with pauses
+                of 10, 20, … times that between them.
 
         Raises:
             LabError: a rate is off by more than 7 %, with what was expected and received.
@@ -323,7 +323,8 @@ class Lab:
                 raise LabError(
                     f"The link from {sender} to {receiver} is not what it should be. Expected: {slower}, that is "
                     f"{expected / 1e6:.1f} Mbit/s within {TOLERANCE:.0%}; received: {received} Mbit/s in {len(tries)} "
-                    "tries. This machine may be too busy or too slow for that rate."
+                    f"tries. This machine may be too busy (load average {os.getloadavg()[0]:.1f}) or too slow for that "
+                    "rate."
                 )
 
     def measure(self, sender: str, receiver: str, payload_bytes: int, timeout_seconds: float) -> float:

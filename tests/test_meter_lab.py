@@ -1,4 +1,4 @@
-"""The meter against ground truth: two hosts, links of 200 Mb/s, what was sent over how fast it can go."""
+"""The meter against ground truth: two hosts, links of 100 Mb/s, what was sent over how fast it can go."""
 
 import sys
 
@@ -6,9 +6,10 @@ import pytest
 from lab import WIRE_BYTES_PER_PAYLOAD_BYTE, Lab, bits_per_second, unavailable
 from launching import TESTS
 
-RATE = "200mbit"
-TRIES = 3
-"""What else runs on the machine slows links and ranks down: figures that are right once are right."""
+RATE = "100mbit"
+TRIES = 5
+"""What else runs on the machine slows links and ranks down: figures that are right once are right. (No ``lab.check()``:
+the ranks find out themselves how near a busy machine comes to the rate.)"""
 WHY_NOT = unavailable()
 
 
@@ -18,7 +19,6 @@ def test_communication_is_measured_within_a_tenth(framework):
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:warnings", "-q", "--color=no", "-s"]
     bytes_per_second = bits_per_second(RATE) / 8 / WIRE_BYTES_PER_PAYLOAD_BYTE
     with Lab(hosts=2, rate=RATE) as lab:
-        lab.check()
         for _ in range(TRIES):
             result = lab.run(
                 [*command, "meter_ranks.py"],
