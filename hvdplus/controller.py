@@ -9,9 +9,9 @@ run log. Every rank runs it on the same figures and so decides the same at the s
 
 What is held is the least compression among the fastest levels *measured*: the model only says what is worth a try.
 Times of levels are compared as lower quartiles of a few steps each, which noise can turn around, so a level that turns
-out slower than another one was measured is compared with it once more, and ever more rarely. A machine has slow and
-fast phases longer than a trial: in a comparison, and in a look at dense, the held level has a turn before the other's
-and one after it, and is left only if it loses both.
+out slower than another one was measured is compared with it once more, and ever more rarely; what loses by a tenth is
+not compared again at this link. A machine has slow and fast phases longer than a trial: in a comparison, and in a look
+at dense, the held level has a turn before the other's and one after it, and is left only if it loses both.
 """
 
 from __future__ import annotations
@@ -156,6 +156,8 @@ class Controller:
     _compare_after: int = 0
     _rivals: list[int] = field(default_factory=list)
     """Levels that are being compared once more, as they take turns: the held one, the other, the held one again."""
+    _beaten: list[int] = field(default_factory=list)
+    """Levels that were slower in a comparison by more than ``worthwhile``."""
     _sounding_pause: int = 1
     """Only every so manieth sounding takes place."""
     _larger: int = 0
@@ -173,6 +175,8 @@ class Controller:
     """Level that the last critical phase broke off; 0: there has been none."""
 
     def __post_init__(self) -> None:
+        self._typical: dict[int, tuple[list[StepTimes], StepTimes]] = {}
+        """Level -> samples, and what is typical of them: it is asked for many times a step."""
         self._become_watchful()
 
     def memory(self) -> dict[str, Any]:
@@ -312,6 +316,9 @@ class Controller:
         if len(rivals) == 2 and self._best(among) != held:
             self._rivals = [*rivals, held]
             return self._try(held, f"{why}; {self.names[held]} once more before it is left")
+        latest = {level: typical_times(self._samples[level][-self.limits.trial_steps :]).step for level in among}
+        limit = min(latest.values()) / (1 - self.limits.worthwhile)
+        self._beaten += [level for level, step in latest.items() if step > limit]
         following = self._worthwhile(self._measured(self._best(among)).step)  # these figures may be news
         return self._hold_best(why, among) if following is None else self._try_promising(following, why)
 
@@ -353,7 +360,7 @@ class Controller:
             if cost <= self.limits.critical_share * self._steps_held * held.step:
                 return self._go_critical()
         self._critical = ""
-        others = [level for level in self._known() if level != self.level]
+        others = [level for level in self._known() if level != self.level and level not in self._beaten]
         if others and self._steps_held >= self._compare_after:
             other = min(others, key=self._calm)
             times = self._measured(other)
@@ -435,6 +442,7 @@ class Controller:
         self._probe_after = self.limits.probe_steps
         self._compare_after = 4 * self.limits.watch_steps
         self._sounding_pause = 1
+        self._beaten = []
 
     def _go_on(self, why: str) -> Decision:
         """Try the next level that is worth it, or hold the best."""
@@ -510,6 +518,7 @@ class Controller:
         """The present level is out."""
         self.refused[self.level] = why
         self._compare_after = 4 * self.limits.watch_steps  # what takes its place has not been compared with anything
+        self._beaten = []
         return self._go_on(why)
 
     def _go_critical(self) -> Decision:
@@ -538,7 +547,12 @@ class Controller:
         return times.step * best / times.compute if times.compute else times.step
 
     def _measured(self, level: int) -> StepTimes:
-        return typical_times(self._samples[level])
+        steps = self._samples[level]  # lists of samples are replaced, never changed
+        known, typical = self._typical.get(level, (None, StepTimes()))
+        if known is not steps:
+            typical = typical_times(steps)
+            self._typical[level] = steps, typical
+        return typical
 
     def _keep_window(self) -> None:
         """The window's steps are the present level's latest; the link is fitted to all that is known."""

@@ -369,6 +369,21 @@ def test_comparisons_become_rarer() -> None:
     assert all(later > 3 * earlier for earlier, later in zip(gaps, gaps[1:], strict=False))
 
 
+def test_what_loses_a_comparison_by_a_tenth_is_not_compared_again() -> None:
+    """A level that makes the computation itself slower looks as if it had only been tried in a slow phase."""
+    present = 0
+
+    def watch(step: int, controller: Controller) -> None:
+        nonlocal present
+        present = controller.level
+
+    slow = replace(NEAR, compute=1.25 * NEAR.compute)
+    course = drive(lambda step: slow if present == INT8 else NEAR, 2000, events=watch)
+    assert slow.seconds(INT8) * NEAR.compute / slow.compute < (1 - LIMITS.margin) * NEAR.seconds(FP16)
+    assert len(course.times("compared once more")) == 1
+    assert course.most(SETTLED)[0] == FP16
+
+
 @pytest.mark.parametrize("threshold", ["bottleneck", "margin"])
 def test_a_link_right_at_a_limit_does_not_oscillate_either(threshold: str) -> None:
     if threshold == "bottleneck":  # float16 and all others are dearer than what they save
