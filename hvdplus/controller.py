@@ -9,9 +9,10 @@ run log. Every rank runs it on the same figures and so decides the same at the s
 
 What is held is the least compression among the fastest levels *measured*: the model only says what is worth a try.
 Times of levels are compared as lower quartiles of a few steps each, which noise can turn around, so a level that turns
-out slower than another one was measured is compared with it once more, and ever more rarely; what loses by a tenth is
-not compared again at this link. A machine has slow and fast phases longer than a trial: in a comparison, and in a look
-at dense, the held level has a turn before the other's and one after it, and is left only if it loses both.
+out slower than another one might be now is compared with it once more, and ever more rarely. A machine has slow and
+fast phases longer than a trial: what was measured in another one than the present is taken for what it would be now,
+unless that was shown to be wrong; and in a comparison, and in a look at dense, the held level has a turn before the
+other's and one after it, and is left only if it loses both.
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ class Limits:
     """Relative change of communication, or of computation as a share of the step, that may change the choice; then a
     level must promise to save ``worthwhile`` of the step to be tried."""
     worthwhile: float = 0.1
+    """Also by how much a level has to lose a comparison so that its own figure counts from then on, whatever phase the
+    machine was in."""
     watch_steps: int = 5
     """Steps in a look at the held level; ``patience`` looks in a row must agree on a change."""
     patience: int = 2
@@ -157,7 +160,7 @@ class Controller:
     _rivals: list[int] = field(default_factory=list)
     """Levels that are being compared once more, as they take turns: the held one, the other, the held one again."""
     _beaten: list[int] = field(default_factory=list)
-    """Levels that were slower in a comparison by more than ``worthwhile``."""
+    """Levels that lost a comparison by more than ``worthwhile``: no slow phase of the machine excuses them."""
     _sounding_pause: int = 1
     """Only every so manieth sounding takes place."""
     _larger: int = 0
@@ -197,6 +200,7 @@ class Controller:
             self._past.clear()
             self._rivals.clear()
             self._doubt = ""
+            self._become_watchful()
             self._enter(Mode.START, 0)
 
     def observe(self, level: int, seen: Observation) -> Decision | None:
@@ -360,17 +364,17 @@ class Controller:
             if cost <= self.limits.critical_share * self._steps_held * held.step:
                 return self._go_critical()
         self._critical = ""
-        others = [level for level in self._known() if level != self.level and level not in self._beaten]
+        others = {level: self._as_now(level) for level in self._known() if level != self.level}
         if others and self._steps_held >= self._compare_after:
-            other = min(others, key=self._calm)
-            times = self._measured(other)
-            if self._calm(other) < (1 - self.limits.margin) * held.step:
+            other = min(others, key=others.__getitem__)
+            if others[other] < (1 - self.limits.margin) * held.step:
                 self._compare_after *= 4
                 self._rivals = [self.level, other]
                 return self._try(
                     other,
                     f"{self.names[self.level]} takes {_ms(held.step)} a step over {len(self._samples[self.level])} "
-                    f"steps, {self.names[other]} took {_ms(times.step)}: compared once more",
+                    f"steps, {self.names[other]} took {_ms(self._measured(other).step)} and might take "
+                    f"{others[other] / held.step:.0%} of that now: compared once more",
                 )
         if self.level and self._steps_held >= self._probe_after:
             look = self.limits.drain_steps + self.limits.settle_steps + self.limits.trial_steps
@@ -437,7 +441,7 @@ class Controller:
     # -- what they share
 
     def _become_watchful(self) -> None:
-        """What was learned about how seldom things change is of another link."""
+        """What was learned about how seldom things change, and about who is slower than whom, is of another link."""
         self._patience = self.limits.patience
         self._probe_after = self.limits.probe_steps
         self._compare_after = 4 * self.limits.watch_steps
@@ -504,7 +508,7 @@ class Controller:
         was, is_now = (before.comm, now.comm) if what == "communication" else (before.compute, now.compute)
         why = f"{what} takes {_ms(is_now)} a step instead of {_ms(was)}"
         self._strikes = 0
-        self._past, self._samples = self._samples, {}
+        self._past, self._samples, self._beaten = self._samples, {}, []
         self._doubt, self._link_before = what, self.link
         self._keep_window()
         following = self._worthwhile(now.step)
@@ -539,20 +543,18 @@ class Controller:
         """Levels that have been measured and may run, whatever they send since."""
         return [level for level in sorted(self._samples) if level not in self.refused]
 
-    def _calm(self, level: int) -> float:
-        """Seconds of a step as it might be now: where its computation took longer than at best, the machine was slow,
-        which is no fault of the level's, and slows whatever a processor has to do with."""
-        times = self._measured(level)
-        best = min(self._measured(each).compute for each in self._samples)
-        return times.step * best / times.compute if times.compute else times.step
+    def _as_now(self, level: int) -> float:
+        """Seconds of a step as it might be now: where its computation took longer (or less long) than the present
+        level's does, so was the machine, which is no fault of the level's, and tells in all that a processor does."""
+        step = self._measured(level).step
+        then, now = (typical(map(_busy, self._samples[each])) for each in (level, self.level))
+        return step * now / then if then and now and level not in self._beaten else step
 
     def _measured(self, level: int) -> StepTimes:
         steps = self._samples[level]  # lists of samples are replaced, never changed
-        known, typical = self._typical.get(level, (None, StepTimes()))
-        if known is not steps:
-            typical = typical_times(steps)
-            self._typical[level] = steps, typical
-        return typical
+        if level not in self._typical or self._typical[level][0] is not steps:
+            self._typical[level] = steps, typical_times(steps)
+        return self._typical[level][1]
 
     def _keep_window(self) -> None:
         """The window's steps are the present level's latest; the link is fitted to all that is known."""
@@ -669,17 +671,28 @@ _FROM_PLAIN: dict[str, Callable[[Any], Any]] = {
 """Field -> what makes its value from the plain one, where that is not the value itself."""
 
 
+def typical(seconds: Iterable[float]) -> float:
+    """The lower quartile: what else a machine is busy with makes steps longer, never shorter."""
+    ordered = sorted(seconds)
+    return ordered[(len(ordered) - 1) // 4]
+
+
 def typical_times(steps: Sequence[StepTimes]) -> StepTimes:
-    """Lower quartiles, figure by figure: what else a machine is busy with makes steps longer, never shorter."""
-    return StepTimes(*(sorted(figure)[(len(steps) - 1) // 4] for figure in zip(*steps, strict=True)))
+    """What is typical, figure by figure."""
+    return StepTimes(*map(typical, zip(*steps, strict=True)))
 
 
 def _changed(now: StepTimes, before: StepTimes, limit: float) -> str:
     """What changed by more than ``limit``: ``communication``, ``computation``, or nothing."""
     if abs(now.comm - before.comm) > max(limit * before.comm, 0.02 * before.step):
         return "communication"
-    busy = (now.compute + now.input_wait) - (before.compute + before.input_wait)
-    return "computation" if abs(busy) > limit * before.step else ""
+    return "computation" if abs(_busy(now) - _busy(before)) > limit * before.step else ""
+
+
+def _busy(times: StepTimes) -> float:
+    """Seconds that are neither codec nor communication. Ranks' figures are reduced one by one, so that a wait for input
+    on one of them is taken from the computation of all: only together do they say how fast the machine is."""
+    return times.compute + times.input_wait
 
 
 def _share(times: StepTimes) -> float:

@@ -133,12 +133,14 @@ class SideSlot(NamedTuple):
 SLOT_FLOATS = len(SideSlot._fields)
 
 
-def side_tensor(rank: int, ranks: int, slot: SideSlot, used: np.ndarray) -> np.ndarray:
+def side_tensor(rank: int, ranks: int, slot: SideSlot, used: Sequence[float] | np.ndarray) -> np.ndarray:
     """This rank's side tensor: float32, ``ranks * SLOT_FLOATS`` floats of slots, then ``used`` (one a parameter)."""
-    slots = np.zeros((ranks, SLOT_FLOATS), np.float32)
+    slots = ranks * SLOT_FLOATS
+    mine = np.zeros(slots + len(used), np.float32)
     with np.errstate(over="ignore"):  # a loss beyond float32 arrives as infinity
-        slots[rank] = slot
-    return np.concatenate([slots.ravel(), used.astype(np.float32)])
+        mine[rank * SLOT_FLOATS : (rank + 1) * SLOT_FLOATS] = slot
+    mine[slots:] = used
+    return mine
 
 
 def read_side(total: np.ndarray, ranks: int) -> tuple[list[SideSlot], np.ndarray]:

@@ -12,7 +12,7 @@ TRIES = 5
 """What else runs on the machine slows links and ranks down: figures that are right once are right. (No ``lab.check()``:
 the ranks find out themselves how near a busy machine comes to the rate.)"""
 PAUSE_SECONDS = 15
-"""After a try: phases in which a machine is busy last longer than it takes."""
+"""Before the second try, twice as long before the third, ...: a busy machine is so for longer than a try takes."""
 WHY_NOT = unavailable()
 
 

@@ -270,7 +270,7 @@ class TorchExchange:
             torch.cuda.current_stream(self._device).synchronize()
         slot = self._slot(learning_rate)._replace(newcomers=len(newcomers), absent=absent)
         turned, mark = self._turned_sparse(), self.transport.size + 1
-        told = np.where(turned, mark, used)
+        told = [mark if turns else has for has, turns in zip(used, turned, strict=True)]
         side = self._start_side(torch.from_numpy(side_tensor(self.transport.rank, self.transport.size, slot, told)))
         if self._late:  # begun one step ago, read while there is something else to wait for
             plan, late = self._late
@@ -294,10 +294,10 @@ class TorchExchange:
         awaited = self._ladder.settles(self.plan) and not self.idle
         here = awaited or self._now.carrier is not None
         users, healthy = used, True
-        if awaited or not used.all():  # whether anybody used it is only of interest to those who did not
+        if here or not all(used):  # whether anybody used it is only of interest to those who did not
             with self.meter.exposed_comm():
-                slots, told = read_side(side.total(), self.transport.size)
-            turned, users = told >= mark, told > 0
+                slots, counts = read_side(side.total(), self.transport.size)
+            turned, users = (counts >= mark).tolist(), (counts > 0).tolist()
             if awaited:
                 with self.meter.codec():
                     # Finite payloads can still have a sum beyond float32; it is the same on every rank.
@@ -310,9 +310,9 @@ class TorchExchange:
             reduced_rows = {i: rows.receive(self._scale) for i, rows in self._rows.items()}
         if self.plan.sounding:
             self._sound(side)
-        self._sparse.update(np.flatnonzero(turned).tolist())
+        self._sparse.update(i for i, turns in enumerate(turned) if turns)
         with self.meter.codec():
-            self._deliver(used, users, reduced_rows)
+            self._deliver(users, reduced_rows)
         if here:
             self.pilot.observe(self.plan, side.total(), healthy)
             self._late = None
@@ -493,12 +493,12 @@ class TorchExchange:
                 self._hold_back(i, residual)
             self._follow(self.plan)
 
-    def _turned_sparse(self) -> np.ndarray:
+    def _turned_sparse(self) -> list[bool]:
         """Which gradients are sparse here and were not in the first step."""
         if self.idle:
-            return np.zeros(len(self.parameters), bool)
+            return [False] * len(self.parameters)
         grads = [parameter.grad for parameter in self.parameters]
-        return np.array([g is not None and g.is_sparse and i not in self._sparse for i, g in enumerate(grads)], bool)
+        return [g is not None and g.is_sparse and i not in self._sparse for i, g in enumerate(grads)]
 
     def _cut_anew(self) -> None:
         """Buckets without the parameters whose rows are shared."""
@@ -719,11 +719,11 @@ class TorchExchange:
             lane.pending = unreleased(lane.residual, self.plan.release)
         return payload
 
-    def _send_rest(self) -> np.ndarray:
+    def _send_rest(self) -> list[bool]:
         """Fill in what the backward pass did not deliver, and send; returns which parameters have a gradient here."""
-        used = np.array([parameter.grad is not None for parameter in self.parameters])
         if self.idle:
-            return np.ones_like(used)
+            return [True] * len(self.parameters)
+        used = [parameter.grad is not None for parameter in self.parameters]
         for i, version in self._versions.items():
             grad = self.parameters[i].grad
             if grad is None or grad._version != version:
@@ -820,7 +820,7 @@ class TorchExchange:
                 if compressor.settles:  # a plain all-reduce would have delivered it: so does this
                     lane.reduced = torch.full_like(lane.reduced, math.nan)
 
-    def _deliver(self, used: np.ndarray, users: np.ndarray, reduced_rows: dict[int, torch.Tensor]) -> None:
+    def _deliver(self, users: Sequence[bool], reduced_rows: dict[int, torch.Tensor]) -> None:
         """Write means to ``.grad``; a parameter that nobody used keeps ``grad=None``.
 
         As in Horovod, a gradient keeps its identity and gets the mean's memory, where neither is anybody else's.

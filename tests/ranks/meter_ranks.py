@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from hvdplus.controller import typical
 from hvdplus.exchange import read_side
 from hvdplus.meter import StepTimes, reduce_times
 
@@ -62,7 +63,7 @@ def sleep(seconds: float) -> None:
 
 
 def alone(job: Job) -> float:
-    """Median seconds of the same sums with nothing else beside them."""
+    """Seconds of the same sums with nothing else beside them, as typical as what is measured."""
     transport, framework = hvd._require_world().transport, torch if FRAMEWORK == "torch" else tf
 
     def sums() -> list[object]:
@@ -78,7 +79,7 @@ def alone(job: Job) -> float:
         for total in sums():
             total.numpy()
         seconds.append(time.perf_counter() - began)
-    return float(np.median(seconds[4:]))
+    return typical(seconds[4:])
 
 
 def torch_step(job: Job) -> tuple[object, Callable[[], None]]:
