@@ -56,7 +56,7 @@ from hvdplus.settings import Settings
 
 HERE = Path(__file__).parent
 DENSE_STEPS = Limits().dense_steps
-MORE_SECONDS = {True: 15.0, False: 45.0}
+MORE_SECONDS = {True: 15.0, False: 25.0}
 """What a cell of the quick and of the full run gets for rounds beyond its number, until its bounds are narrow."""
 REACHED_WITHIN = 80
 """Steps after the dense start, or after a change of the link."""

@@ -14,7 +14,7 @@ import pytest
 
 from hvdplus.controller import typical
 from hvdplus.exchange import read_side
-from hvdplus.meter import StepTimes, reduce_times
+from hvdplus.meter import StepTimes, median_times, reduce_times
 
 FRAMEWORK = os.environ.get("FRAMEWORK", "torch")
 if "LINK_BYTES_PER_SECOND" not in os.environ:
@@ -150,11 +150,12 @@ def measured(job: Job) -> StepTimes:
     return trained(job)[0]
 
 
-def trained(job: Job) -> tuple[StepTimes, int]:
+def trained(job: Job, share: float = 0.5) -> tuple[StepTimes, int]:
     """The same, and before how many sums the wire has rested.
 
-    Of all steps it is the one at the lower quartile of communication: what else the machine is busy with makes sums
-    longer, never shorter, and a busy machine is so for seconds.
+    Figures are medians over this share of the steps, those with least communication. What else the machine is busy with
+    makes sums longer, never shorter, and a busy machine is so for seconds: half of them, where sums are waited for. The
+    end of a sum that nobody waits for is known to half the time between two looks, and errs to both sides: there all.
     """
     os.environ["HVDPLUS_BUCKET_BYTES"] = str(4 * job.part_elements * PARTS)
     optimizer, step = (torch_step if FRAMEWORK == "torch" else keras_step)(job)
@@ -169,7 +170,7 @@ def trained(job: Job) -> tuple[StepTimes, int]:
     for _ in range(STEPS):
         step()
     steps = sorted(heard[4:], key=lambda times: times.comm)  # the first: traced, negotiated, full buckets of tokens
-    times = steps[len(steps) // 4]
+    times = median_times(steps[: int(share * len(steps))])
     if RANK == 0:
         figures = ", ".join(f"{name} {getattr(times, name) * 1e3:.1f}" for name in (*times._fields, "comm", "compute"))
         print(f"{FRAMEWORK}, {job}: wire {job.wire_seconds * 1e3:.1f} ms; measured {figures}", flush=True)
@@ -200,7 +201,7 @@ def test_nothing_to_hide_behind(near):
 
 
 def test_all_but_the_last_bucket_behind_a_long_backward_pass(near):
-    times, rested = trained(BIG._replace(bucket_seconds=2 * BIG.wire_seconds / BUCKETS))
+    times, rested = trained(BIG._replace(bucket_seconds=2 * BIG.wire_seconds / BUCKETS), share=1.0)
     assert near(times.comm + rested * BURST_SECONDS, 1)
     if FRAMEWORK == "torch":  # which sends every large gradient as soon as it is there: little is left in the end
         assert times.exposed_comm <= 0.1 * BIG.wire_seconds
