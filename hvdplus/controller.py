@@ -81,7 +81,8 @@ class Limits:
     at float16 shall be known, and the model cannot know how far computing and communication are in each other's way."""
     change: float = 0.3
     """Relative change of communication, or of computation as a share of the step, that may change the choice; then a
-    level must promise to save ``worthwhile`` of the step to be tried."""
+    level must promise to save ``worthwhile`` of the step to be tried. Communication has to change by so much of a step
+    as well, or to fall by ``margin`` of it."""
     worthwhile: float = 0.1
     """Also by how much a level has to lose a comparison so that its own figure counts from then on, whatever phase the
     machine was in."""
@@ -332,7 +333,7 @@ class Controller:
             return None
         seen, known = typical_times(self._window), self._past.get(self.level)
         if self._doubt not in ("communication", "sounding"):
-            return None if known is None else not _changed(seen, typical_times(known), self.limits.change)
+            return None if known is None else not _changed(seen, typical_times(known), self.limits)
         cost = self.costs[self.level]
         before = typical_times(known).comm if known else self._link_before.seconds(cost)
         after = self.link.seconds(cost)
@@ -343,9 +344,9 @@ class Controller:
 
     def _while_holding(self) -> Decision | None:
         now, before = typical_times(self._window), self._measured(self.level)
-        what = _changed(now, before, self.limits.change)
+        what = _changed(now, before, self.limits)
         for anchor in self._anchor if not what else ():
-            what, before = _changed(now, anchor, self.limits.change), anchor
+            what, before = _changed(now, anchor, self.limits), anchor
         self._strikes = self._strikes + 1 if what else 0
         if over := self._over_budget(self._errors if len(self._errors) >= 5 else [], self.limits.error_budget):
             return self._refuse(over)
@@ -373,8 +374,8 @@ class Controller:
                 return self._try(
                     other,
                     f"{self.names[self.level]} takes {_ms(held.step)} a step over {len(self._samples[self.level])} "
-                    f"steps, {self.names[other]} took {_ms(self._measured(other).step)} and might take "
-                    f"{others[other] / held.step:.0%} of that now: compared once more",
+                    f"steps, {self.names[other]} took {_ms(self._measured(other).step)} and might be "
+                    f"{1 - others[other] / held.step:.0%} faster at the machine's present pace: compared once more",
                 )
         if self.level and self._steps_held >= self._probe_after:
             look = self.limits.drain_steps + self.limits.settle_steps + self.limits.trial_steps
@@ -682,11 +683,17 @@ def typical_times(steps: Sequence[StepTimes]) -> StepTimes:
     return StepTimes(*map(typical, zip(*steps, strict=True)))
 
 
-def _changed(now: StepTimes, before: StepTimes, limit: float) -> str:
-    """What changed by more than ``limit``: ``communication``, ``computation``, or nothing."""
-    if abs(now.comm - before.comm) > max(limit * before.comm, 0.02 * before.step):
+def _changed(now: StepTimes, before: StepTimes, limits: Limits) -> str:
+    """What changed: ``communication``, ``computation``, or nothing.
+
+    Communication that makes a step a little longer makes no other level worthwhile. Less of it tells more: a level that
+    sends more gains more.
+    """
+    more = now.comm - before.comm
+    least = limits.worthwhile if more > 0 else limits.margin
+    if abs(more) > max(limits.change * before.comm, least * before.step):
         return "communication"
-    return "computation" if abs(_busy(now) - _busy(before)) > limit * before.step else ""
+    return "computation" if abs(_busy(now) - _busy(before)) > limits.change * before.step else ""
 
 
 def _busy(times: StepTimes) -> float:
