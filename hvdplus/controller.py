@@ -365,8 +365,9 @@ class Controller:
             if cost <= self.limits.critical_share * self._steps_held * held.step:
                 return self._go_critical()
         self._critical = ""
-        others = {level: self._as_now(level) for level in self._known() if level != self.level}
-        if others and self._steps_held >= self._compare_after:
+        rivals = self._known() if self._steps_held >= self._compare_after else []
+        others = {level: self._as_now(level) for level in rivals if level != self.level}
+        if others:
             other = min(others, key=others.__getitem__)
             if others[other] < (1 - self.limits.margin) * held.step:
                 self._compare_after *= 4

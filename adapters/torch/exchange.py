@@ -297,7 +297,8 @@ class TorchExchange:
         if here or not all(used):  # whether anybody used it is only of interest to those who did not
             with self.meter.exposed_comm():
                 slots, counts = read_side(side.total(), self.transport.size)
-            turned, users = (counts >= mark).tolist(), (counts > 0).tolist()
+            # More than all ranks' ones: a rank's mark is among them, whatever scaling there and back has rounded.
+            turned, users = (counts > mark - 0.5).tolist(), (counts > 0).tolist()
             if awaited:
                 with self.meter.codec():
                     # Finite payloads can still have a sum beyond float32; it is the same on every rank.
