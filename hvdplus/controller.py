@@ -8,11 +8,11 @@ run log. Every rank runs it on the same figures and so decides the same at the s
                         └──────── the wire or the computation has changed ─────────────┘
 
 What is held is the least compression among the fastest levels *measured*: the model only says what is worth a try.
-Times of levels are compared as lower quartiles of a few steps each, which noise can turn around, so a level that turns
-out slower than another one might be now is compared with it once more, and ever more rarely. A machine has slow and
-fast phases longer than a trial: what was measured in another one than the present is taken for what it would be now,
-unless that was shown to be wrong; and in a comparison, and in a look at dense, the held level has a turn before the
-other's and one after it, and is left only if it loses both.
+Times of levels are compared as lower quartiles of a few pairs of steps each, which noise can turn around, so a level
+that turns out slower than another one might be now is compared with it once more, and ever more rarely. A machine has
+slow and fast phases longer than a trial: what was measured in another one than the present is taken for what it would
+be now, unless that was shown to be wrong; and in a comparison, and in a look at dense, the held level has a turn before
+the other's and one after it, and is left only if it loses both.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -680,8 +681,12 @@ def typical(seconds: Iterable[float]) -> float:
 
 
 def typical_times(steps: Sequence[StepTimes]) -> StepTimes:
-    """What is typical, figure by figure."""
-    return StepTimes(*map(typical, zip(*steps, strict=True)))
+    """What is typical, figure by figure, of two steps in a row: a level of two phases sends more in one than in the
+    other, and its lower quartile alone would be the lighter phase's."""
+    if len(steps) == 1:
+        return steps[0]
+    columns = zip(*steps, strict=True)
+    return StepTimes(*(typical([a + b for a, b in pairwise(column)]) / 2 for column in columns))
 
 
 def _changed(now: StepTimes, before: StepTimes, limits: Limits) -> str:

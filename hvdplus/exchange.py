@@ -133,20 +133,22 @@ class SideSlot(NamedTuple):
 SLOT_FLOATS = len(SideSlot._fields)
 
 
-def side_tensor(rank: int, ranks: int, slot: SideSlot, used: Sequence[float] | np.ndarray) -> np.ndarray:
+def side_tensor(rank: int, ranks: int, slot: SideSlot, used: Sequence[float]) -> np.ndarray:
     """This rank's side tensor: float32, ``ranks * SLOT_FLOATS`` floats of slots, then ``used`` (one a parameter)."""
-    slots = ranks * SLOT_FLOATS
-    mine = np.zeros(slots + len(used), np.float32)
+    # Made and read as lists: where a sum has just come through the caches, every other function called costs
+    # microseconds, and NumPy's are many.
+    mine = [0.0] * (ranks * SLOT_FLOATS)
+    mine[rank * SLOT_FLOATS : (rank + 1) * SLOT_FLOATS] = slot
     with np.errstate(over="ignore"):  # a loss beyond float32 arrives as infinity
-        mine[rank * SLOT_FLOATS : (rank + 1) * SLOT_FLOATS] = slot
-    mine[slots:] = used
-    return mine
+        return np.array([*mine, *used], np.float32)
 
 
-def read_side(total: np.ndarray, ranks: int) -> tuple[list[SideSlot], np.ndarray]:
+def read_side(total: Sequence[float] | np.ndarray, ranks: int) -> tuple[list[SideSlot], list[float]]:
     """All ranks' slots and, for every parameter, how many ranks used it, from the sum of the side tensors."""
-    slots = total[: ranks * SLOT_FLOATS].reshape(ranks, SLOT_FLOATS)
-    return [SideSlot(*slot) for slot in slots.tolist()], total[ranks * SLOT_FLOATS :]
+    values = total.tolist() if isinstance(total, np.ndarray) else total
+    behind = ranks * SLOT_FLOATS
+    slots = [SideSlot(*values[start : start + SLOT_FLOATS]) for start in range(0, behind, SLOT_FLOATS)]
+    return slots, list(values[behind:])
 
 
 def check_newcomers(slots: Sequence[SideSlot]) -> None:

@@ -179,7 +179,7 @@ def test_a_sum_of_side_tensors_is_a_gather(told: list[SideSlot], parameters: int
     for order in (tensors, tensors[::-1]):  # a ring adds in any order
         heard, users = read_side(np.sum(order, axis=0, dtype=np.float32), ranks)
         assert np.array_equal(np.array(heard), np.array(told), equal_nan=True)
-        assert users.tolist() == used.sum(axis=0).tolist()
+        assert users == used.sum(axis=0).tolist()
 
 
 def test_one_ranks_nan_leaves_the_others_alone() -> None:

@@ -298,7 +298,7 @@ class TorchExchange:
             with self.meter.exposed_comm():
                 slots, counts = read_side(side.total(), self.transport.size)
             # More than all ranks' ones: a rank's mark is among them, whatever scaling there and back has rounded.
-            turned, users = (counts > mark - 0.5).tolist(), (counts > 0).tolist()
+            turned, users = [count > mark - 0.5 for count in counts], [count > 0 for count in counts]
             if awaited:
                 with self.meter.codec():
                     # Finite payloads can still have a sum beyond float32; it is the same on every rank.
@@ -649,11 +649,12 @@ class TorchExchange:
         if carrier is not None:
             with self.meter.codec():
                 self._start_all(carrier, [*carrier.payload, array])
-            return Side(lambda: array.numpy() / np.float32(self._scale))  # in place: here when the carrier's sums are
+            # In place: here when the carrier's sums are.
+            return Side(lambda: [value / self._scale for value in array.tolist()])
         # Two names alternate: the last one may still be in flight where it was not awaited.
         self._side_count += 1
         handle = self.transport.start(array, f"{self._prefix}.side.{self._side_count % 2}")
-        return Side(lambda: self.transport.wait(handle))
+        return Side(lambda: self.transport.wait(handle).tolist())
 
     def _sound(self, side: Side) -> None:
         """See how long a sum takes that nothing else goes along with; what it is of does not matter."""

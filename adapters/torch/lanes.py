@@ -6,24 +6,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from hvdplus.buckets import Bucket
-from hvdplus.compression import Array, Context
+from hvdplus.compression import Context
 
 
 class Side:
     """A side tensor under way; ``total`` waits for it once."""
 
-    def __init__(self, wait: Callable[[], Array]) -> None:
+    def __init__(self, wait: Callable[[], list[float]]) -> None:
         self._wait = wait
-        self._total: np.ndarray | None = None
+        self._total: list[float] | None = None
 
-    def total(self) -> np.ndarray:
+    def total(self) -> list[float]:
         """The sum over all ranks, on the host."""
         if self._total is None:
-            self._total = np.asarray(self._wait())
+            self._total = self._wait()
         return self._total
 
 
