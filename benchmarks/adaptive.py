@@ -18,8 +18,9 @@ start; 80 steps after it, blocks of its steps are measured in turns with blocks 
 
 A round has one block of everybody, in changing order, of few steps; a block's figure is the mean of its steps, a
 round's ratio that of two blocks, a cell's ratio the rounds' geometric mean, with a 95 % bound from the rounds' spread
-(Student's t). Rounds go on, for a while, until these bounds are narrow. Before each block links rest until they have
-their bursts again: after a dense block, a small payload would wait where in a training of its own it never does.
+(Student's t). Rounds go on, for a while, until these bounds are narrow; those about whom no doubt is left drop out, so
+that slow links leave time for the others. Before each block links rest until they have their bursts again: after a
+dense block, a small payload would wait where in a training of its own it never does.
 A line about cells fails (``FAIL``) where that bound is beyond the limit; the other lines judge the figures they print.
 Ratios below 1 are in favour of ``auto``. In races everybody pays for preparations, and ``auto`` for every second of its
 steps; the others' steps are measured all along its training.
@@ -61,9 +62,10 @@ MORE_SECONDS = {True: 8.0, False: 25.0}
 REACHED_WITHIN = 80
 """Steps after the dense start, or after a change of the link."""
 ORACLE_LIMIT, DENSE_LIMIT = 1.05, 1.02
-BLOCK_SECONDS, BLOCK_STEPS = 0.03, (1, 40)
-"""A block takes so long, but has no fewer and no more steps. Machines change their speed within tenths of a second:
-many short blocks in turns tell more than a few long ones."""
+BLOCK_SECONDS, BLOCK_STEPS = 0.04, (1, 40)
+"""A block takes so long, but has no fewer and no more steps; an even number, as low-rank levels send more in every
+second one. Machines change their speed within tenths of a second: many short blocks in turns tell more than a few long
+ones."""
 RATES = ("50mbit", "200mbit", "1gbit", "5gbit", UNSHAPED)
 MODELS = ("mlp", "text", "cnn")
 
@@ -176,27 +178,35 @@ def running(hosts: int, rates: Iterable[str]) -> Iterator[Ranks]:
 def block_steps(seconds: float) -> int:
     """How many steps of ``seconds`` make a block."""
     least, most = BLOCK_STEPS
-    return min(most, max(least, round(BLOCK_SECONDS / seconds)))
+    return min(most, max(least, 2 * round(BLOCK_SECONDS / seconds / 2)))
+
+
+Seconds = dict[str, list[float]]
+"""Who -> mean seconds a step, one a block: of the first rounds, of as many as each took part in."""
 
 
 def in_turns(
     ranks: Ranks,
     people: Sequence[str],
     rounds: int,
-    enough: Callable[[dict[str, list[float]]], bool] = lambda seconds: False,
-    more_seconds: float = 0.0,
-) -> dict[str, list[float]]:
-    """Blocks of everybody, round after round; up to ``more_seconds`` more of them, until there are ``enough``."""
+    wanted: Callable[[Seconds], Sequence[str]],
+    more_seconds: float,
+) -> Seconds:
+    """Blocks of everybody, round after round; then up to ``more_seconds`` more of those who are ``wanted`` still."""
     order = random.Random(0)
     lengths = {who: block_steps(statistics.median(ranks.steps(who=who, count=3)["seconds"])) for who in people}
-    seconds: dict[str, list[float]] = {who: [] for who in people}
-    deadline = math.inf
-    while len(seconds[people[0]]) < rounds or (time.monotonic() < deadline and not enough(seconds)):
+    seconds: Seconds = {who: [] for who in people}
+    deadline, done = math.inf, 0
+    while people and time.monotonic() < deadline:
         turns = [(who, lengths[who]) for who in order.sample(list(people), len(people))]
         for (who, _), took in zip(turns, ranks.blocks(turns=turns, rest_seconds=ranks.lab.burst_seconds), strict=True):
             seconds[who].append(took)
-        if len(seconds[people[0]]) == max(1, rounds):
+        done += 1
+        if done == rounds:
             deadline = time.monotonic() + more_seconds
+        if done >= rounds:
+            likely = wanted(seconds)
+            people = [who for who in people if who in likely]
     return seconds
 
 
@@ -233,8 +243,9 @@ class Cell(NamedTuple):
         return f"{self.hosts} hosts, {self.model}, {self.rate}"
 
 
-TRY_SECONDS = 6.0
-"""What trying all levels gets beyond its rounds, to find those that are near the fastest."""
+TRY_SECONDS, HOPELESS = 6.0, 1.5
+"""What trying all levels gets beyond its rounds, to find those that are near the fastest; and what is so many times as
+slow as that one is not tried any longer."""
 
 
 def best_level(ranks: Ranks, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
@@ -244,7 +255,12 @@ def best_level(ranks: Ranks, rounds: int) -> tuple[dict[str, float], dict[str, f
         ranks.forget(who=who)
         if parse(who.removeprefix("level ")).keeps_residual:  # errors grow with age
             ranks.steps(who=who, count=DENSE_STEPS + REACHED_WITHIN)
-    seconds = in_turns(ranks, people, rounds, more_seconds=TRY_SECONDS)
+
+    def promising(seconds: Seconds) -> list[str]:
+        medians = {who: statistics.median(blocks) for who, blocks in seconds.items()}
+        return [who for who in people if medians[who] <= HOPELESS * min(medians.values())]
+
+    seconds = in_turns(ranks, people, rounds, promising, TRY_SECONDS)
     levels, over = {}, refused(ranks)
     for who in people:
         level = who.removeprefix("level ")
@@ -276,26 +292,30 @@ def windows(ranks: Ranks, who: str) -> list[dict[str, Any]]:
     return [record for record in ranks.records(who=who) if record["kind"] == "window"]
 
 
-def fastest(seconds: dict[str, list[float]], people: Iterable[str]) -> str:
+def fastest(seconds: Seconds, people: Iterable[str]) -> str:
     """By the median of the blocks."""
     return min(people, key=lambda who: statistics.median(seconds[who]))
+
+
+def against(seconds: Seconds, rival: str) -> Ratio:
+    """``auto``'s blocks over the rival's, in the rounds that it took part in."""
+    return ratio(seconds["auto"][: len(seconds[rival])], seconds[rival])
 
 
 def compare(ranks: Ranks, hosts: int, model: str, rate: str, rounds: int, more_seconds: float) -> Cell:
     """``auto``, which has had its time, against the oracle and against dense."""
     near: list[str] = []
 
-    def enough(seconds: dict[str, list[float]]) -> bool:
-        rivals = {
-            fastest(seconds, (who for who in seconds if who.startswith("level "))): ORACLE_LIMIT,
-            fastest(seconds, DENSE): DENSE_LIMIT,
-        }
-        found = [(ratio(seconds["auto"], seconds[rival]), limit) for rival, limit in rivals.items()]
-        # Not as soon as a bound is within its limit: whoever looks often enough sees that once.
-        return all(
-            (width := each.high / each.middle) <= NARROW or width**3 <= max(limit / each.middle, each.middle / limit)
-            for each, limit in found
-        )
+    def undecided(seconds: Seconds) -> list[str]:
+        levels = [who for who in seconds if who.startswith("level ")]
+        rivals: list[str] = []
+        for those, limit in ((levels, ORACLE_LIMIT), (DENSE, DENSE_LIMIT)):
+            found = against(seconds, fastest(seconds, those))
+            # Not as soon as a bound is within its limit: whoever looks often enough sees that once.
+            width = found.high / found.middle
+            if width > NARROW and width**3 > max(limit / found.middle, found.middle / limit):
+                rivals += those
+        return ["auto", *rivals] if rivals else []
 
     while not near:  # what goes over the budget while it is measured is no oracle
         before = len(decisions(ranks))
@@ -304,7 +324,7 @@ def compare(ranks: Ranks, hosts: int, model: str, rate: str, rounds: int, more_s
         mine = ranks.steps(who="auto", count=1)["levels"][0]
         near += [mine] * (mine not in near)  # whatever a training of its own says of its error: `auto` runs it
         people = ["auto", *(f"level {level}" for level in near), *DENSE]
-        seconds = in_turns(ranks, people, rounds, enough, more_seconds)
+        seconds = in_turns(ranks, people, rounds, undecided, more_seconds)
         near = [level for level in near if level not in refused(ranks)]
     oracle = fastest(seconds, (f"level {level}" for level in near)).removeprefix("level ")
     dense = fastest(seconds, DENSE)
@@ -318,8 +338,8 @@ def compare(ranks: Ranks, hosts: int, model: str, rate: str, rounds: int, more_s
         auto,
         oracle,
         dense,
-        ratio(seconds["auto"], seconds[f"level {oracle}"]),
-        ratio(seconds["auto"], seconds[dense]),
+        against(seconds, f"level {oracle}"),
+        against(seconds, dense),
         statistics.median(seconds[f"level {oracle}"]) * 1e3,
         levels,
         over,
