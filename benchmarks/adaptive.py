@@ -16,7 +16,7 @@ start; 80 steps after it, blocks of its steps are measured in turns with blocks 
              nearly the fastest are measured beside ``auto``, and the fastest then is the oracle
     dense    the faster of stock Horovod in fp32 and in fp16
 
-A round has one block of everybody, in changing order, of few steps; a block's figure is the mean of its steps, a
+A round has one block of each, in changing order, of few steps; a block's figure is the mean of its steps, a
 round's ratio that of two blocks, a cell's ratio the rounds' geometric mean, with a 95 % bound from the rounds' spread
 (Student's t). Rounds go on, for a while, until these bounds are narrow; those about whom no doubt is left drop out, so
 that slow links leave time for the others. Before each block links rest until they have their bursts again: after a
@@ -62,10 +62,10 @@ MORE_SECONDS = {True: 8.0, False: 25.0}
 REACHED_WITHIN = 80
 """Steps after the dense start, or after a change of the link."""
 ORACLE_LIMIT, DENSE_LIMIT = 1.05, 1.02
-BLOCK_SECONDS, BLOCK_STEPS = 0.04, (1, 40)
+BLOCK_SECONDS, BLOCK_STEPS, LONG_SECONDS = 0.04, (2, 40), 0.2
 """A block takes so long, but has no fewer and no more steps; an even number, as low-rank levels send more in every
-second one. Machines change their speed within tenths of a second: many short blocks in turns tell more than a few long
-ones."""
+second one. Steps that take longer than the last figure, which those of such levels never do, are blocks of their own.
+Machines change their speed within tenths of a second: many short blocks in turns tell more than a few long ones."""
 RATES = ("50mbit", "200mbit", "1gbit", "5gbit", UNSHAPED)
 MODELS = ("mlp", "text", "cnn")
 
@@ -178,6 +178,8 @@ def running(hosts: int, rates: Iterable[str]) -> Iterator[Ranks]:
 def block_steps(seconds: float) -> int:
     """How many steps of ``seconds`` make a block."""
     least, most = BLOCK_STEPS
+    if seconds > LONG_SECONDS:
+        return 1
     return min(most, max(least, 2 * round(BLOCK_SECONDS / seconds / 2)))
 
 
@@ -202,7 +204,7 @@ def in_turns(
         for (who, _), took in zip(turns, ranks.blocks(turns=turns, rest_seconds=ranks.lab.burst_seconds), strict=True):
             seconds[who].append(took)
         done += 1
-        if done == rounds:
+        if done == max(1, rounds):
             deadline = time.monotonic() + more_seconds
         if done >= rounds:
             likely = wanted(seconds)
@@ -250,27 +252,24 @@ slow as that one is not tried any longer."""
 
 def best_level(ranks: Ranks, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
     """Milliseconds of all levels within the error budget, and the errors of those beyond it."""
-    people = [f"level {level}" for level in Settings().ladder]
-    for who in people:
+    over = refused(ranks)
+    for level in Settings().ladder:
+        who = f"level {level}"
         ranks.forget(who=who)
-        if parse(who.removeprefix("level ")).keeps_residual:  # errors grow with age
+        if parse(level).keeps_residual:  # errors grow with age
             ranks.steps(who=who, count=DENSE_STEPS + REACHED_WITHIN)
+            errors = [window["error"] for window in windows(ranks, who)[-5:] if window["error"] is not None]
+            error = statistics.median(errors) if errors else 0.0
+            if error > Settings().error_budget:
+                over.setdefault(level, error)
+    people = [f"level {level}" for level in Settings().ladder if level not in over]
 
     def promising(seconds: Seconds) -> list[str]:
         medians = {who: statistics.median(blocks) for who, blocks in seconds.items()}
         return [who for who in people if medians[who] <= HOPELESS * min(medians.values())]
 
     seconds = in_turns(ranks, people, rounds, promising, TRY_SECONDS)
-    levels, over = {}, refused(ranks)
-    for who in people:
-        level = who.removeprefix("level ")
-        errors = [window["error"] for window in windows(ranks, who)[-5:] if window["error"] is not None]
-        error = statistics.median(errors) if errors else 0.0
-        if error > Settings().error_budget:
-            over.setdefault(level, error)
-        if level not in over:
-            levels[level] = statistics.median(seconds[who]) * 1e3
-    return levels, over
+    return {who.removeprefix("level "): statistics.median(seconds[who]) * 1e3 for who in people}, over
 
 
 def refused(ranks: Ranks) -> dict[str, float]:

@@ -87,7 +87,7 @@ class Limits:
     worthwhile: float = 0.1
     """Also by how much a level has to lose a comparison so that its own figure counts from then on, whatever phase the
     machine was in."""
-    watch_steps: int = 5
+    watch_steps: int = 6
     """Steps in a look at the held level; ``patience`` looks in a row must agree on a change."""
     patience: int = 2
     memory_steps: int = 40
@@ -681,8 +681,8 @@ def typical(seconds: Iterable[float]) -> float:
 
 
 def typical_times(steps: Sequence[StepTimes]) -> StepTimes:
-    """What is typical, figure by figure, of two steps in a row: a level of two phases sends more in one than in the
-    other, and its lower quartile alone would be the lighter phase's."""
+    """What is typical, figure by figure, of two steps in a row (of those that were kept): a level of two phases sends
+    more in one than in the other, and its lower quartile alone would be the lighter phase's."""
     if len(steps) == 1:
         return steps[0]
     columns = zip(*steps, strict=True)

@@ -497,7 +497,9 @@ def _decision_list(records: Sequence[Record]) -> str:
     decisions = _decisions(records)
     memory = (_run(records).get("limits") or {}).get("memory_steps")
     rests_on = (
-        f", and what each rests on: lower quartiles of a level's latest steps, {memory} at most" if memory else ""
+        f", and what each rests on: lower quartiles of pairs of a level's latest steps, {memory} at most"
+        if memory
+        else ""
     )
     lines = [explain(number, decision) for number, decision in enumerate(decisions, start=1)]
     return "\n".join([f"Decisions{rests_on}", *lines]) if lines else ""

@@ -650,7 +650,7 @@ class TorchExchange:
             with self.meter.codec():
                 self._start_all(carrier, [*carrier.payload, array])
             # In place: here when the carrier's sums are.
-            return Side(lambda: [value / self._scale for value in array.tolist()])
+            return Side(lambda: (array / self._scale).tolist())
         # Two names alternate: the last one may still be in flight where it was not awaited.
         self._side_count += 1
         handle = self.transport.start(array, f"{self._prefix}.side.{self._side_count % 2}")
