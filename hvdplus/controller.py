@@ -87,6 +87,9 @@ class Limits:
     worthwhile: float = 0.1
     """Also by how much a level has to lose a comparison so that its own figure counts from then on, whatever phase the
     machine was in."""
+    own_pace: float = 0.1
+    """Relative difference between levels' computation that is taken for their own (sums in the background take a share
+    of the processor); a larger one is taken for the machine's, which was faster or slower meanwhile."""
     watch_steps: int = 6
     """Steps in a look at the held level; ``patience`` looks in a row must agree on a change."""
     patience: int = 2
@@ -367,7 +370,7 @@ class Controller:
                 return self._go_critical()
         self._critical = ""
         rivals = self._known() if self._steps_held >= self._compare_after else []
-        others = {level: self._as_now(level) for level in rivals if level != self.level}
+        others = {level: self._might_take(level) for level in rivals if level != self.level}
         if others:
             other = min(others, key=others.__getitem__)
             if others[other] < (1 - self.limits.margin) * held.step:
@@ -491,8 +494,8 @@ class Controller:
         return min(level for level, step in promising.items() if (1 - self.limits.margin) * step <= best)
 
     def _best(self, among: Iterable[int]) -> int:
-        """The least compression that is as good as the fastest."""
-        steps = {level: self._measured(level).step for level in among}
+        """The least compression that is as good as the fastest, at the machine's present pace."""
+        steps = {level: self._should_take(level) for level in among}
         fastest = min(steps.values())
         return min(level for level, step in steps.items() if (1 - self.limits.margin) * step <= fastest)
 
@@ -500,11 +503,14 @@ class Controller:
         """Hold the best ``among`` some levels, or of all that are known."""
         steps = {level: self._measured(level).step for level in among or self._known()}
         best = self._best(steps)
+        nearly = (1 - self.limits.margin) * steps[best] <= min(steps.values())
+        paced = "" if nearly else " at the machine's present pace"
+        dense = self._should_take(0) if 0 in steps else 0.0
         tried = ", ".join(f"{self.names[level]} {_ms(step)}" for level, step in sorted(steps.items()))
         if best == 0:
-            return self._hold(0, f"{why}; compression does not pay ({tried})")
-        saves = f", {1 - steps[best] / steps[0]:.0%} less than dense" if 0 in steps else ""
-        return self._hold(best, f"{why}; {self.names[best]} is best{saves} ({tried})")
+            return self._hold(0, f"{why}; compression does not pay{paced} ({tried})")
+        saves = f", {1 - self._should_take(best) / dense:.0%} less than dense" if dense else ""
+        return self._hold(best, f"{why}; {self.names[best]} is best{paced}{saves} ({tried})")
 
     def _look_anew(self, what: str, now: StepTimes, before: StepTimes) -> Decision | None:
         """The wire or the computation has changed: what was measured at other levels may hold no more."""
@@ -546,12 +552,23 @@ class Controller:
         """Levels that have been measured and may run, whatever they send since."""
         return [level for level in sorted(self._samples) if level not in self.refused]
 
-    def _as_now(self, level: int) -> float:
-        """Seconds of a step as it might be now: where its computation took longer (or less long) than the present
-        level's does, so was the machine, which is no fault of the level's, and tells in all that a processor does."""
-        step = self._measured(level).step
+    def _pace(self, level: int) -> float:
+        """How many times as long the present level's computation takes: where it differs, so was the machine's pace,
+        which is no fault of the level's. 1 for what has lost a comparison clearly: no pace excuses that."""
+        if level in (self.level, *self._beaten) or not self._samples.get(self.level):
+            return 1.0
         then, now = (typical(map(_busy, self._samples[each])) for each in (level, self.level))
-        return step * now / then if then and now and level not in self._beaten else step
+        return now / then if then and now else 1.0
+
+    def _might_take(self, level: int) -> float:
+        """Seconds of a step now, if the machine's pace tells in all of it."""
+        return self._measured(level).step * self._pace(level)
+
+    def _should_take(self, level: int) -> float:
+        """Seconds of a step now, if the machine's pace tells in what a processor does alone, and a small difference is
+        the level's own."""
+        times, slower = self._measured(level), self._pace(level) - 1
+        return times.step + (abs(slower) > self.limits.own_pace) * slower * (_busy(times) + times.codec)
 
     def _measured(self, level: int) -> StepTimes:
         steps = self._samples[level]  # lists of samples are replaced, never changed
@@ -695,7 +712,10 @@ def _changed(now: StepTimes, before: StepTimes, limits: Limits) -> str:
     Communication that makes a step a little longer makes no other level worthwhile. Less of it tells more: a level that
     sends more gains more.
     """
-    more = now.comm - before.comm
+    # Where computation takes longer as well, so does all that the machine does, and no other level is spared that.
+    pace = _busy(now) / _busy(before) if _busy(before) > 0 else 1.0
+    machines = before.comm * (pace if abs(pace - 1) > limits.own_pace else 1.0)
+    more = now.comm - min(max(now.comm, min(before.comm, machines)), max(before.comm, machines))
     least = limits.worthwhile if more > 0 else limits.margin
     if abs(more) > max(limits.change * before.comm, least * before.step):
         return "communication"

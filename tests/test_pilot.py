@@ -669,7 +669,8 @@ def test_steps_that_teach_or_pay_out_are_not_shown_to_the_controller(monkeypatch
         slot = SideSlot()
         if plans:  # times are of the step before
             unlike = plans[-1].warms or (plans[-1].level != LOWRANK and plans[-1].release)
-            slot = SideSlot(step=(999 if unlike else costs[plans[-1].level]) / 1e3, exposed_comm=0.005)
+            cost = costs[plans[-1].level]
+            slot = SideSlot(step=(999 if unlike else cost) / 1e3, exposed_comm=(cost - 10) / 1e3)
         plans.append(pilot.plan)
         step(pilot, *[slot] * 2)
     assert sum(bool(plan.warms) for plan in plans) >= 10 and sum(0 < plan.release < 1 for plan in plans) >= 6
