@@ -166,6 +166,9 @@ class Controller:
     """Levels that are being compared once more, as they take turns: the held one, the other, the held one again."""
     _beaten: list[int] = field(default_factory=list)
     """Levels that lost a comparison by more than ``worthwhile``: no slow phase of the machine excuses them."""
+    _unproven: list[int] = field(default_factory=list)
+    """Levels that took less than the held one, and were passed over because the machine was faster then: unless a
+    comparison shows it, that may have been the level's own doing."""
     _sounding_pause: int = 1
     """Only every so manieth sounding takes place."""
     _larger: int = 0
@@ -322,14 +325,17 @@ class Controller:
     def _after_comparison(self, rivals: Sequence[int], why: str) -> Decision:
         """Another turn, or the better one; what was measured long ago at other levels is no rival."""
         held, among = rivals[0], [level for level in self._known() if level in rivals]
-        if len(rivals) == 2 and self._best(among) != held:
+        # Without allowance for the machine's pace: turns follow each other.
+        taken = {level: self._measured(level).step for level in among}
+        best = self._least(taken)
+        if len(rivals) == 2 and best != held:
             self._rivals = [*rivals, held]
             return self._try(held, f"{why}; {self.names[held]} once more before it is left")
         latest = {level: typical_times(self._samples[level][-self.limits.trial_steps :]).step for level in among}
         limit = min(latest.values()) / (1 - self.limits.worthwhile)
         self._beaten += [level for level, step in latest.items() if step > limit]
-        following = self._worthwhile(self._measured(self._best(among)).step)  # these figures may be news
-        return self._hold_best(why, among) if following is None else self._try_promising(following, why)
+        following = self._worthwhile(taken[best])  # these figures may be news
+        return self._hold_best(why, taken) if following is None else self._try_promising(following, why)
 
     def _nothing_changed(self) -> bool | None:
         """Whether the level that was tried shows that a suspicion was wrong; None: there is none, or it cannot tell."""
@@ -493,24 +499,24 @@ class Controller:
         best = min(promising.values())
         return min(level for level, step in promising.items() if (1 - self.limits.margin) * step <= best)
 
-    def _best(self, among: Iterable[int]) -> int:
-        """The least compression that is as good as the fastest, at the machine's present pace."""
-        steps = {level: self._should_take(level) for level in among}
+    def _least(self, steps: Mapping[int, float]) -> int:
+        """The least compression that is as good as the fastest, going by seconds of a step."""
         fastest = min(steps.values())
         return min(level for level, step in steps.items() if (1 - self.limits.margin) * step <= fastest)
 
-    def _hold_best(self, why: str, among: Sequence[int] = ()) -> Decision:
-        """Hold the best ``among`` some levels, or of all that are known."""
-        steps = {level: self._measured(level).step for level in among or self._known()}
-        best = self._best(steps)
-        nearly = (1 - self.limits.margin) * steps[best] <= min(steps.values())
-        paced = "" if nearly else " at the machine's present pace"
-        dense = self._should_take(0) if 0 in steps else 0.0
-        tried = ", ".join(f"{self.names[level]} {_ms(step)}" for level, step in sorted(steps.items()))
+    def _hold_best(self, why: str, compared: Mapping[int, float] | None = None) -> Decision:
+        """Hold the best of levels that were ``compared``, by seconds of a step, or of all that are known, by what they
+        should take at the machine's present pace."""
+        taken = {level: self._measured(level).step for level in compared or self._known()}
+        steps = compared or {level: self._should_take(level) for level in taken}
+        best = self._least(steps)
+        self._unproven = [level for level, step in taken.items() if step < (1 - self.limits.margin) * taken[best]]
+        paced = "" if steps == taken else " at the machine's present pace"
+        tried = ", ".join(f"{self.names[level]} {_ms(step)}" for level, step in sorted(taken.items()))
         if best == 0:
             return self._hold(0, f"{why}; compression does not pay{paced} ({tried})")
-        saves = f", {1 - self._should_take(best) / dense:.0%} less than dense" if dense else ""
-        return self._hold(best, f"{why}; {self.names[best]} is best{paced}{saves} ({tried})")
+        saves = f", {1 - steps[best] / steps[0]:.0%} less than dense" if 0 in steps else ""
+        return self._hold(best, f"{why}; {self.names[best]} is best{saves}{paced} ({tried})")
 
     def _look_anew(self, what: str, now: StepTimes, before: StepTimes) -> Decision | None:
         """The wire or the computation has changed: what was measured at other levels may hold no more."""
@@ -553,22 +559,23 @@ class Controller:
         return [level for level in sorted(self._samples) if level not in self.refused]
 
     def _pace(self, level: int) -> float:
-        """How many times as long the present level's computation takes: where it differs, so was the machine's pace,
-        which is no fault of the level's. 1 for what has lost a comparison clearly: no pace excuses that."""
-        if level in (self.level, *self._beaten) or not self._samples.get(self.level):
+        """How many times as long the present level's computation takes as this one's did: the machine's pace, unless
+        one of the two has lost a comparison clearly, which no pace excuses."""
+        if level == self.level or {level, self.level} & set(self._beaten) or not self._samples.get(self.level):
             return 1.0
         then, now = (typical(map(_busy, self._samples[each])) for each in (level, self.level))
         return now / then if then and now else 1.0
 
     def _might_take(self, level: int) -> float:
-        """Seconds of a step now, if the machine's pace tells in all of it."""
-        return self._measured(level).step * self._pace(level)
+        """Seconds of a step now, if the machine's pace tells in all of it; no allowance where that has to be proven."""
+        return self._measured(level).step * (1.0 if level in self._unproven else self._pace(level))
 
     def _should_take(self, level: int) -> float:
         """Seconds of a step now, if the machine's pace tells in what a processor does alone, and a small difference is
         the level's own."""
-        times, slower = self._measured(level), self._pace(level) - 1
-        return times.step + (abs(slower) > self.limits.own_pace) * slower * (_busy(times) + times.codec)
+        times, pace = self._measured(level), self._pace(level)
+        others = max(pace, 1 / pace) > 1 + self.limits.own_pace
+        return times.step + others * (pace - 1) * (_busy(times) + times.codec)
 
     def _measured(self, level: int) -> StepTimes:
         steps = self._samples[level]  # lists of samples are replaced, never changed
@@ -712,10 +719,7 @@ def _changed(now: StepTimes, before: StepTimes, limits: Limits) -> str:
     Communication that makes a step a little longer makes no other level worthwhile. Less of it tells more: a level that
     sends more gains more.
     """
-    # Where computation takes longer as well, so does all that the machine does, and no other level is spared that.
-    pace = _busy(now) / _busy(before) if _busy(before) > 0 else 1.0
-    machines = before.comm * (pace if abs(pace - 1) > limits.own_pace else 1.0)
-    more = now.comm - min(max(now.comm, min(before.comm, machines)), max(before.comm, machines))
+    more = now.comm - before.comm
     least = limits.worthwhile if more > 0 else limits.margin
     if abs(more) > max(limits.change * before.comm, least * before.step):
         return "communication"

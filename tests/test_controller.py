@@ -441,9 +441,24 @@ def test_a_level_is_not_blamed_for_a_slow_machine_but_for_a_little_computation()
     for busy, best in ((10.0, NONE), (10.9, FP16), (13.0, NONE)):
         controller = Controller(NAMES, SLOW.costs, level=FP16)
         controller._samples = {NONE: steps(busy, 2.0), FP16: steps(10.0, 2.0)}
-        assert controller._best([NONE, FP16]) == best
-        reason = controller._hold_best("tried").reason
-        assert ("at the machine's present pace" in reason) == (busy == 13.0)
+        decision = controller._hold_best("tried")
+        assert decision.level == best
+        assert ("at the machine's present pace" in decision.reason) == (busy == 13.0)
+
+
+def test_a_level_that_computes_longer_by_itself_is_not_held_for_ever() -> None:
+    """Dense takes less in all, though more of it is communication."""
+
+    def seen(level: int) -> Observation:
+        busy, comm = ((100 * ms, 20 * ms), (150 * ms, 2 * ms))[min(level, 1)]
+        return Observation(StepTimes(step=busy + comm, exposed_comm=comm), 0.0, 1.0)
+
+    controller, levels = Controller(NAMES, SLOW.costs), []
+    for _ in range(400):
+        levels.append(controller.level)
+        controller.observe(controller.level, seen(controller.level))
+    assert set(levels[:100]) > {NONE} == set(levels[-100:])
+    assert sum(level != NONE for level in levels[100:]) <= LIMITS.settle_steps + LIMITS.trial_steps, "one look more"
 
 
 @pytest.mark.parametrize("slower", [1.2, 1.5])
@@ -462,7 +477,7 @@ def test_a_level_that_was_tried_in_a_slow_phase_is_taken_for_what_it_would_take_
     trial = undisturbed.levels.index(FP16)
     ends = next(step for step, _ in undisturbed.decisions if step >= trial)
     course = drive(lambda step: slow if trial <= step <= ends else job, 300)
-    assert any("at the machine's present pace" in decision.reason for _, decision in course.decisions)
+    assert any("at the machine's present pace (" in decision.reason for _, decision in course.decisions)
     assert set(course.levels[150:]) == {FP16}
 
 
