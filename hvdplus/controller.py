@@ -167,7 +167,7 @@ class Controller:
     _beaten: list[int] = field(default_factory=list)
     """Levels that lost a comparison by more than ``worthwhile``: no slow phase of the machine excuses them."""
     _unproven: list[int] = field(default_factory=list)
-    """Levels that took less than the held one, and were passed over because the machine was faster then: unless a
+    """Levels that took less than the held one, and were passed over because the machine was faster then: until a
     comparison shows it, that may have been the level's own doing."""
     _sounding_pause: int = 1
     """Only every so manieth sounding takes place."""
@@ -333,7 +333,8 @@ class Controller:
             return self._try(held, f"{why}; {self.names[held]} once more before it is left")
         latest = {level: typical_times(self._samples[level][-self.limits.trial_steps :]).step for level in among}
         limit = min(latest.values()) / (1 - self.limits.worthwhile)
-        self._beaten += [level for level, step in latest.items() if step > limit]
+        self._beaten = [level for level in self._beaten if level != best]
+        self._beaten += [level for level, step in latest.items() if step > limit and level != best]
         following = self._worthwhile(taken[best])  # these figures may be news
         return self._hold_best(why, taken) if following is None else self._try_promising(following, why)
 
@@ -381,12 +382,13 @@ class Controller:
             other = min(others, key=others.__getitem__)
             if others[other] < (1 - self.limits.margin) * held.step:
                 self._compare_after *= 4
+                paced = "" if other in self._unproven else " at the machine's present pace"
                 self._rivals = [self.level, other]
                 return self._try(
                     other,
                     f"{self.names[self.level]} takes {_ms(held.step)} a step over {len(self._samples[self.level])} "
                     f"steps, {self.names[other]} took {_ms(self._measured(other).step)} and might be "
-                    f"{1 - others[other] / held.step:.0%} faster at the machine's present pace: compared once more",
+                    f"{1 - others[other] / held.step:.0%} faster{paced}: compared once more",
                 )
         if self.level and self._steps_held >= self._probe_after:
             look = self.limits.drain_steps + self.limits.settle_steps + self.limits.trial_steps
@@ -510,7 +512,11 @@ class Controller:
         taken = {level: self._measured(level).step for level in compared or self._known()}
         steps = compared or {level: self._should_take(level) for level in taken}
         best = self._least(steps)
-        self._unproven = [level for level, step in taken.items() if step < (1 - self.limits.margin) * taken[best]]
+        kept = [level for level in self._unproven if compared and level not in compared]
+        passed_over = [level for level, step in taken.items() if step < (1 - self.limits.margin) * taken[best]]
+        self._unproven = [*kept, *passed_over]
+        if passed_over:  # whatever was compared before, this has not been
+            self._compare_after = 4 * self.limits.watch_steps
         paced = "" if steps == taken else " at the machine's present pace"
         tried = ", ".join(f"{self.names[level]} {_ms(step)}" for level, step in sorted(taken.items()))
         if best == 0:
