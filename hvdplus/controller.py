@@ -336,7 +336,7 @@ class Controller:
         self._beaten = [level for level in self._beaten if level != best]
         self._beaten += [level for level, step in latest.items() if step > limit and level != best]
         following = self._worthwhile(taken[best])  # these figures may be news
-        return self._hold_best(why, taken) if following is None else self._try_promising(following, why)
+        return self._hold_best(why, among) if following is None else self._try_promising(following, why)
 
     def _nothing_changed(self) -> bool | None:
         """Whether the level that was tried shows that a suspicion was wrong; None: there is none, or it cannot tell."""
@@ -506,11 +506,11 @@ class Controller:
         fastest = min(steps.values())
         return min(level for level, step in steps.items() if (1 - self.limits.margin) * step <= fastest)
 
-    def _hold_best(self, why: str, compared: Mapping[int, float] | None = None) -> Decision:
-        """Hold the best of levels that were ``compared``, by seconds of a step, or of all that are known, by what they
+    def _hold_best(self, why: str, compared: Sequence[int] = ()) -> Decision:
+        """Hold the best of levels that were ``compared``, by what they took, or of all that are known, by what they
         should take at the machine's present pace."""
         taken = {level: self._measured(level).step for level in compared or self._known()}
-        steps = compared or {level: self._should_take(level) for level in taken}
+        steps = taken if compared else {level: self._should_take(level) for level in taken}
         best = self._least(steps)
         kept = [level for level in self._unproven if compared and level not in compared]
         passed_over = [level for level, step in taken.items() if step < (1 - self.limits.margin) * taken[best]]
@@ -580,8 +580,9 @@ class Controller:
         """Seconds of a step now, if the machine's pace tells in what a processor does alone, and a small difference is
         the level's own."""
         times, pace = self._measured(level), self._pace(level)
-        others = max(pace, 1 / pace) > 1 + self.limits.own_pace
-        return times.step + others * (pace - 1) * (_busy(times) + times.codec)
+        if max(pace, 1 / pace) <= 1 + self.limits.own_pace:
+            return times.step
+        return times.step + (pace - 1) * (_busy(times) + times.codec)
 
     def _measured(self, level: int) -> StepTimes:
         steps = self._samples[level]  # lists of samples are replaced, never changed

@@ -143,12 +143,12 @@ def side_tensor(rank: int, ranks: int, slot: SideSlot, used: Sequence[float]) ->
         return np.array([*mine, *used], np.float32)
 
 
-def read_side(total: Sequence[float] | np.ndarray, ranks: int) -> tuple[list[SideSlot], list[float]]:
+def read_side(total: list[float] | np.ndarray, ranks: int) -> tuple[list[SideSlot], list[float]]:
     """All ranks' slots and, for every parameter, how many ranks used it, from the sum of the side tensors."""
-    values = total.tolist() if isinstance(total, np.ndarray) else total
+    values: list[float] = total.tolist() if isinstance(total, np.ndarray) else total
     behind = ranks * SLOT_FLOATS
     slots = [SideSlot(*values[start : start + SLOT_FLOATS]) for start in range(0, behind, SLOT_FLOATS)]
-    return slots, list(values[behind:])
+    return slots, values[behind:]
 
 
 def check_newcomers(slots: Sequence[SideSlot]) -> None:

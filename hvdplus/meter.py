@@ -7,11 +7,10 @@ own timestamps. ``reduce_times`` turns all ranks' figures into the one set that 
 from __future__ import annotations
 
 import math
-import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 
@@ -48,15 +47,14 @@ def reduce_times(ranks: Sequence[StepTimes]) -> StepTimes:
     Whoever comes last waits least, and for the wire alone: the least exposed time over the ranks is communication,
     the rest of the others' waiting is somebody's computation. So is it with all communication, exposed or not.
     """
-    step, codec, exposed, input_wait, overlapped, sounding = zip(*ranks, strict=True)
-    least = min(exposed)
+    exposed = min(times.exposed_comm for times in ranks)
     return StepTimes(
-        step=sum(step) / len(step),
-        codec=max(codec),
-        exposed_comm=least,
-        input_wait=max(input_wait),
-        overlapped_comm=min(map(operator.add, exposed, overlapped)) - least,
-        sounding=min(sounding),
+        step=fmean(times.step for times in ranks),
+        codec=max(times.codec for times in ranks),
+        exposed_comm=exposed,
+        input_wait=max(times.input_wait for times in ranks),
+        overlapped_comm=min(times.comm for times in ranks) - exposed,
+        sounding=min(times.sounding for times in ranks),
     )
 
 

@@ -136,7 +136,7 @@ class Pilot:
             self._forbid(1, ALONE)
         self.advance()
 
-    def observe(self, plan: Plan, total: Sequence[float] | np.ndarray, healthy: bool = True) -> None:
+    def observe(self, plan: Plan, total: list[float] | np.ndarray, healthy: bool = True) -> None:
         """Take in the summed side tensor of a step that ran ``plan``; every rank does so at the same point.
 
         ``healthy``: all sums were finite, so that residuals and contexts were kept.
