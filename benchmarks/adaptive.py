@@ -630,7 +630,10 @@ PARTS = ("cells", "changes", "slow", "race")
 
 
 def main() -> int:
-    """Measure, print, judge; a full run leaves table and pictures in results/. Returns 0 whatever comes out."""
+    """Measure, print, judge; a full run leaves table and pictures in results/. Returns 0 whatever comes out.
+
+    A run that was cut short leaves its own files, not those of a whole one.
+    """
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--quick",
@@ -643,18 +646,19 @@ def main() -> int:
     options = parser.parse_args()
     if options.rounds is not None and options.rounds < 2:
         parser.error(f"--rounds has to be at least 2. Received: {options.rounds}")
-    began, measured = time.monotonic(), Measured()
+    began, measured, whole = time.monotonic(), Measured(), False
     say(f"{machine()}\nladder {', '.join(Settings().ladder)}; error budget {Settings().error_budget:g}")
     try:
         chosen = (options.hosts,) if options.hosts else (2, 4)
         measure(measured, options.quick, chosen, (options.only,) if options.only else PARTS, options.rounds)
+        whole = True
     finally:  # what a run of hours has measured is there whatever ended it
         for verdict in [*judge_cells(measured.cells, measured.changes), *measured.verdicts]:
             say(f"{'ok  ' if verdict.passed else 'FAIL'}  {verdict.line}\n        {verdict.figures}")
         say(f"{time.monotonic() - began:.0f} s")
         if not options.quick:
             part = [f"-{options.hosts}-hosts"] * bool(options.hosts) + [f"-{options.only}"] * bool(options.only)
-            keep(measured, "adaptive" + "".join(part))
+            keep(measured, "adaptive" + "".join(part) + "-cut-short" * (not whole))
     return 0
 
 

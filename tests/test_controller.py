@@ -840,9 +840,9 @@ def test_a_level_over_the_error_budget_is_left_for_good(
         level = course.levels[step]
         assert level in excessive and f"(budget {LIMITS.error_budget:g})" in dict(course.decisions)[step].reason
         assert level not in course.levels[step + 1 :]
-    # Readings come every fifth step, and a trial ends after the first ones.
-    assert all(course.levels.count(level) <= 120 for level in excessive)
-    assert excessive.isdisjoint(course.levels[300:]), "however slowly it built up"
+    # Readings come every fifth step, and a trial ends after the first ones. One that loses by its time alone is never
+    # held and may be looked at again, some steps at a time.
+    assert all(course.levels.count(level) <= 120 for level in excessive), "however slowly it built up"
 
 
 @pytest.mark.parametrize("bad", [LOWRANK_8, LOWRANK_16, INT8])
