@@ -92,8 +92,8 @@ class Verdict(NamedTuple):
 def ratio(above: Sequence[float], below: Sequence[float]) -> Ratio:
     """Geometric mean of the pairs' ratios."""
     logs = [math.log(a / b) for a, b in zip(above, below, strict=True)]
-    low, high = stats.t.interval(0.95, len(logs) - 1, statistics.mean(logs), stats.sem(logs))
-    return Ratio(*map(math.exp, (statistics.mean(logs), low, high)))
+    middle, width = statistics.mean(logs), stats.t.ppf(0.975, len(logs) - 1) * stats.sem(logs)
+    return Ratio(*map(math.exp, (middle, middle - width, middle + width)))
 
 
 class Ranks:

@@ -1,0 +1,127 @@
+"""What `benchmarks/adaptive.py` makes of step times: ratios, turns and verdicts."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from adaptive import (
+    BLOCK_SECONDS,
+    BLOCK_STEPS,
+    DENSE_LIMIT,
+    LONG_SECONDS,
+    ORACLE_LIMIT,
+    Cell,
+    Race,
+    Ratio,
+    against,
+    block_steps,
+    in_turns,
+    judge_cells,
+    judge_race,
+    ratio,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+times = st.floats(1e-4, 10)
+pairs = st.lists(st.tuples(times, times), min_size=2, max_size=20)
+
+
+@given(pairs, st.floats(0.1, 10))
+def test_a_ratio_is_of_pairs(pairs: list[tuple[float, float]], factor: float) -> None:
+    above, below = zip(*pairs, strict=True)
+    found = ratio(above, below)
+    assert found.low <= found.middle <= found.high
+    assert min(a / b for a, b in pairs) * (1 - 1e-9) <= found.middle <= max(a / b for a, b in pairs) * (1 + 1e-9)
+    assert ratio(below, above) == pytest.approx((1 / found.middle, 1 / found.high, 1 / found.low), rel=1e-6)
+    assert ratio([factor * a for a in above], below) == pytest.approx([factor * part for part in found], rel=1e-6)
+    # What befalls both of a pair is no part of it.
+    assert ratio([factor * a for a in above], above) == pytest.approx((factor,) * 3, rel=1e-6)
+
+
+def test_the_bounds_of_a_ratio_are_students() -> None:
+    """Logarithms of mean 0 and standard deviation 0.1, ten of them: 2.262 standard errors, from any table of t."""
+    steps = [math.exp(sign * 0.1 * math.sqrt(9 / 10)) for sign in (1, -1) * 5]
+    width = math.exp(2.262 * 0.1 / math.sqrt(10))
+    assert ratio(steps, [1.0] * 10) == pytest.approx((1, 1 / width, width), rel=1e-4)
+
+
+@given(st.floats(1e-4, 100))
+def test_blocks_hold_pairs_of_steps_unless_these_are_long(seconds: float) -> None:
+    steps, (least, most) = block_steps(seconds), BLOCK_STEPS
+    if seconds > LONG_SECONDS:
+        assert steps == 1
+    else:
+        assert steps % 2 == 0 and least <= steps <= most
+        assert abs(steps * seconds - BLOCK_SECONDS) <= seconds or steps in BLOCK_STEPS
+
+
+class Steady:
+    """Contestants whose steps all take the same."""
+
+    def __init__(self, **seconds: float) -> None:
+        self.seconds, self.rounds = seconds, list[list[str]]()
+        self.lab = SimpleNamespace(burst_seconds=0.0)
+
+    def steps(self, who: str, count: int) -> dict[str, list[float]]:
+        return {"seconds": [self.seconds[who]] * count}
+
+    def blocks(self, turns: Sequence[tuple[str, int]], rest_seconds: float) -> list[float]:
+        self.rounds.append([who for who, _ in turns])
+        assert all(length == block_steps(self.seconds[who]) for who, length in turns)
+        return [self.seconds[who] for who, _ in turns]
+
+
+def test_those_of_whom_no_doubt_is_left_drop_out() -> None:
+    ranks: Any = Steady(auto=0.01, dense=0.03, near=0.011)
+    wanted = {6: ["auto", "near"], 7: ["auto", "near"]}
+    seconds = in_turns(ranks, list(ranks.seconds), 6, lambda seconds: wanted.get(len(seconds["auto"]), []), 60.0)
+    assert [len(seconds[who]) for who in ("auto", "near", "dense")] == [8, 8, 6]
+    assert all(sorted(turns) == ["auto", "dense", "near"] for turns in ranks.rounds[:6])
+    assert len({tuple(turns) for turns in ranks.rounds}) > 1, "the order changes"
+    assert against({"auto": [1.0, 1.0, 9.0], "dense": [2.0, 2.0]}, "dense").middle == pytest.approx(0.5)
+
+
+def test_rounds_end_when_their_time_is_over() -> None:
+    ranks: Any = Steady(auto=0.01, dense=0.03)
+    seconds = in_turns(ranks, ["auto", "dense"], 5, list, 0.0)
+    assert [len(blocks) for blocks in seconds.values()] == [5, 5]
+
+
+def cell(rate: str, oracle: Ratio, dense: Ratio) -> Cell:
+    return Cell(2, "mlp", rate, "fp16", "fp16", "horovod", oracle, dense, 10.0, {}, {}, [])
+
+
+def test_the_bound_is_judged_and_the_worst_cell_named() -> None:
+    good = cell("1gbit", Ratio(1.0, 0.99, ORACLE_LIMIT), Ratio(0.5, 0.4, DENSE_LIMIT))
+    wide = cell("5gbit", Ratio(1.0, 0.9, ORACLE_LIMIT + 0.01), Ratio(0.9, 0.8, 1.0))
+    assert [verdict.passed for verdict in judge_cells([good], [good])] == [True, True, True]
+    oracle, dense = judge_cells([good, wide], [])
+    assert not oracle.passed and oracle.figures == "1 of 2 cells; worst: 2 hosts, mlp, 5gbit, 1.000 [0.900, 1.060]"
+    assert dense.passed and dense.figures.startswith("2 of 2 cells; worst: 2 hosts, mlp, 1gbit")
+
+
+def test_a_race_is_judged_by_the_best_fixed_choice() -> None:
+    def curves(seconds: float, *ends: float) -> list[list[tuple[float, float]]]:
+        return [[(seconds / 2, 4.0), (seconds, 2.9), (2 * seconds, end)] for end in ends]
+
+    run = Race(
+        "1gbit",
+        3.0,
+        {
+            "auto": curves(10, 2.80, 2.82),
+            "horovod": curves(25, 2.79, 2.81),
+            "ddp powersgd:4": curves(12, 2.9, 2.9),
+            "ddp powersgd:8": curves(14, 2.9, 2.9),
+        },
+    )
+    against_dense, against_best, loss = judge_race(run, 2.0)
+    assert against_dense.passed and against_dense.figures.startswith("2.50 x")
+    assert not against_best.passed and re.match(r"1\.20 x .* ddp powersgd:4: 12\.0 s", against_best.figures)
+    assert loss.passed and loss.figures.startswith("+0.0100 bits a character, standard deviation of dense 0.0141")
+    assert not any(verdict.passed for verdict in judge_race(run._replace(target=2.5), 2.0)[:2]), "nobody is there ever"
