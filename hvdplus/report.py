@@ -253,11 +253,11 @@ def closing(records: Sequence[Record]) -> str:
 
 
 def _closing_tried(dense: Span, best: Span, steps: int, refused: str | None) -> str:
-    """Most steps ran uncompressed, others at levels of which ``best`` saved most."""
+    """More steps ran uncompressed than at any other level; of those, ``best`` saved most."""
     if _saved(best, dense) <= LIMITS.margin:
         return (
-            f"Compression did not pay: the best level tried, {best.level}, took {_versus(best, dense)}, so most steps "
-            "ran uncompressed."
+            f"Compression did not pay: the best level tried, {best.level}, took {_versus(best, dense)}, so "
+            f"{dense.steps} of {steps} steps ran uncompressed."
         )
     but = f"was refused {refused}" if refused else f"ran for only {best.steps} of {steps} steps"
     return f"{best.level} took {_versus(best, dense)}, but {but}."

@@ -288,3 +288,12 @@ def test_a_wrong_value_is_named_in_one_line(
 )
 def test_what_cannot_be_read_is_one_line(argv: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert words in refused(capsys, *argv)
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
+    """As in ``hvdplus compressors | head -1``."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(["hvdplus", "compressors"], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -7,6 +7,7 @@ it is asked for. Importing ``hvdplus`` or ``hvdplus.cli`` imports no framework a
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -34,7 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             import_module(f"{__name__}.{module}").add_arguments(command)
     args = parser.parse_args(argv)
     try:
-        return int(import_module(f"{__name__}.{COMMANDS[args.command][0]}").run(args))
+        code = int(import_module(f"{__name__}.{COMMANDS[args.command][0]}").run(args))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever reads has seen enough, as `head` has; nothing is left to flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
