@@ -24,7 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 not usable, 2 refused or failed with a message."""
+    """Run one command and return its exit code: 0 done, 1 not usable, 2 refused or failed, 141 not read."""
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="hvdplus", description="Adaptive gradient compression on Horovod and MPI.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except BrokenPipeError:  # whoever reads has seen enough, as `head` has; nothing is left to flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 141  # as of other programs that are ended so
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
