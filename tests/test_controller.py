@@ -843,6 +843,8 @@ def test_a_level_over_the_error_budget_is_left_for_good(
     # Readings come every fifth step, and a trial ends after the first ones. One that loses by its time alone is never
     # held and may be looked at again, some steps at a time.
     assert all(course.levels.count(level) <= 120 for level in excessive), "however slowly it built up"
+    held = [level for level, mode in zip(course.levels, course.modes, strict=True) if mode is Mode.HOLD]
+    assert all(held.count(level) <= 100 for level in excessive)
 
 
 @pytest.mark.parametrize("bad", [LOWRANK_8, LOWRANK_16, INT8])
