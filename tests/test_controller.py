@@ -586,6 +586,8 @@ def test_a_link_that_turns_fast_behind_compression_is_noticed_by_a_sounding(kind
     assert set(course.levels[281:]) == {NONE}
     assert any(200 < step <= 280 for step in course.times("the link is faster"))
     assert not any(step <= 200 for step in course.times("the link is faster"))
+    for _, decision in course.decisions:
+        explains_itself(decision)
 
 
 @given(jobs)
@@ -1156,14 +1158,19 @@ def explains_itself(decision: Decision) -> None:
         match = FIGURES.fullmatch(key)
         assert match and (match["level"] is None or match["level"] in NAMES)
         assert math.isfinite(value) and value >= 0
+    if sounding := re.search(r"a sounding of (\d+) kB took (\d+\.\d\d) ms", decision.reason):
+        megabytes, took = float(sounding[1]) / 1e3, float(sounding[2])
+        per_sum, per_megabyte = decision.evidence["link.ms_per_allreduce"], decision.evidence["link.ms_per_MB"]
+        rounded = 0.0051 + 0.00051 * per_megabyte + 0.0001 * (1 + megabytes)
+        assert abs(per_sum + megabytes * per_megabyte - took) <= rounded, "what it took is the link's two figures"
 
 
 @given(jobs, st.integers(0, 1000), st.sampled_from(sorted(NOISES)))
 @few_examples
 def test_every_decision_explains_itself(job: Job, seed: int, kind: str) -> None:
     """Promise 3: the milliseconds that a reason names are in the evidence. The sum of exposed and hidden communication
-    stands for all of it; what it or the computation took before a change is history, and what a sounding took is now
-    the link's two figures."""
+    stands for all of it; what it or the computation took before a change is history, and ``explains_itself`` looks at
+    what a sounding took."""
     job = replace(job, noise=NOISES[kind])
     course = drive(changing(job, (job.rate, job.rate / 5, 1e11)), 600, seed=seed)
     assert course.decisions
