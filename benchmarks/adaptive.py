@@ -629,7 +629,7 @@ class Measured:
 PARTS = ("cells", "changes", "slow", "race")
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, judge; a full run leaves table and pictures in results/. Returns 0 whatever comes out.
 
     A run that was cut short leaves its own files, not those of a whole one.
@@ -643,9 +643,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="the least rounds of blocks a cell, 2 or more (quick: 6, else 10)")
     parser.add_argument("--only", choices=PARTS, help="a part of it")
     parser.add_argument("--hosts", type=int, choices=(2, 4), help="only what is measured on so many hosts")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.rounds is not None and options.rounds < 2:
         parser.error(f"--rounds has to be at least 2. Received: {options.rounds}")
+    if options.hosts == 4 and options.only not in (None, "cells"):
+        parser.error(f"--only {options.only} is measured on two hosts. Received: --hosts 4")
     began, measured, whole = time.monotonic(), Measured(), False
     say(f"{machine()}\nladder {', '.join(Settings().ladder)}; error budget {Settings().error_budget:g}")
     try:

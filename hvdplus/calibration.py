@@ -2,7 +2,8 @@
 
 Four buckets at most, spread over the model, stand for all of it: each takes the steps that an exchange takes (encode,
 see whether it is finite, work out what remains, decode, advance), once to warm up and a few times more. Packing
-gradients and writing means back is not in it: every level has that, the densest too.
+gradients and writing means back is not in it: every level has that, the densest too (but for PyTorch's over Horovod,
+which sums gradients where they are: next to it, levels that were not measured yet look cheaper than they are).
 
 A level costs about twice ``SECONDS`` at the most, and memory for some six copies of what is tried, which is 32 MB at
 the most. Nothing of it stays.

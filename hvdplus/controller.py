@@ -520,14 +520,18 @@ class Controller:
         paced = "" if steps == taken else " at the machine's present pace"
         tried = ", ".join(f"{self.names[level]} {_ms(step)}" for level, step in sorted(taken.items()))
         if best == 0:
-            return self._hold(0, f"{why}; compression does not pay{paced} ({tried})")
+            no_pay = f"compression does not pay{paced} ({tried})"
+            return self._hold(0, f"{why}; {no_pay if len(taken) > 1 else 'no other level promises enough'}")
         saves = f", {1 - steps[best] / steps[0]:.0%} less than dense" if 0 in steps else ""
         return self._hold(best, f"{why}; {self.names[best]} is best{saves}{paced} ({tried})")
 
     def _look_anew(self, what: str, now: StepTimes, before: StepTimes) -> Decision | None:
         """The wire or the computation has changed: what was measured at other levels may hold no more."""
-        was, is_now = (before.comm, now.comm) if what == "communication" else (before.compute, now.compute)
-        why = f"{what} takes {_ms(is_now)} a step instead of {_ms(was)}"
+        if what == "communication":
+            why, was, is_now = "communication takes", before.comm, now.comm
+        else:
+            why, was, is_now = "computation and input wait take", _busy(before), _busy(now)
+        why += f" {_ms(is_now)} a step instead of {_ms(was)}"
         self._strikes = 0
         self._past, self._samples, self._beaten = self._samples, {}, []
         self._doubt, self._link_before = what, self.link

@@ -92,6 +92,8 @@ def what_the_run_showed(records: Sequence[Record]) -> Shown:
         ValueError: the log does not hold them; the message says what is missing, and how to get it.
     """
     about = next((record for record in records if record["kind"] == "run"), {})
+    if not records:
+        raise ValueError("the log is empty; the job wrote nothing")
     costs, ranks = _costs_as_tried(records), int(about.get("ranks") or 1)
     if ranks < 2:
         raise ValueError("the job ran on one rank, which shows nothing of a network: run it on two hosts or more")
@@ -108,7 +110,7 @@ def what_the_run_showed(records: Sequence[Record]) -> Shown:
     link = fit_link([(costs[name], level.comm) for name, level in seen.items()])
     compute = median(level.compute for level in seen.values())
     hideable = max(level.overlapped for level in seen.values())
-    # Every level copies gradients into buckets and out of them; what is tried beforehand is encoding and decoding.
+    # What is tried beforehand is encoding and decoding; copying gradients into buckets and out of them comes to it.
     packing = min(level.codec for level in seen.values())
     gradient_bytes = int(about.get("gradient_bytes") or max(cost.payload_bytes for cost in costs.values()))
     costs = {
@@ -207,7 +209,7 @@ def costs_on(shown: Shown, ranks: int) -> tuple[dict[str, LevelCost], dict[str, 
     Most payloads are as large on any number of ranks. Lanes that have to hold sums of signs widen with it: by how much,
     one matrix as large as the model tells. The side tensor has a slot for every rank.
     """
-    more_slots = 4 * SLOT_FLOATS * (ranks - shown.ranks)
+    more_slots = 4 * SLOT_FLOATS * max(0, ranks - shown.ranks)
     costs, reasons = {}, {}
     for name, cost in shown.costs.items():
         try:

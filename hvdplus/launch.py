@@ -57,7 +57,7 @@ def choose_ladder(compression: Any, settings: Settings, world: World, ops: Ops) 
     wanted = settings.compression if from_settings else compression
     auto = isinstance(wanted, str) and wanted == AUTO
     try:
-        compressors = [_one(level, ops) for level in (settings.ladder if auto else [wanted])]
+        compressors = Ladder([_one(level, ops) for level in (settings.ladder if auto else [wanted])]).compressors
     except ValueError as error:
         if not from_settings:
             raise

@@ -72,7 +72,11 @@ class Pilot:
         self.row_bytes = 0
         """Bytes that the last step sent besides, for rows of sparse gradients."""
         self.steps = 0
-        """Steps observed so far."""
+        """Steps observed so far, those of the job that a checkpoint is from among them."""
+        self._steps_before = 0
+        """Those of that job."""
+        self.unread_steps = 0
+        """Steps that are over, and not observed yet."""
         self._measured = Plan(self._level)
         """What the step did that the next times are of."""
         self._gauged = Observation(StepTimes())
@@ -120,6 +124,7 @@ class Pilot:
         self._close_window()
         self._level, self._phases = state["level"], list(state["phases"])
         self._drain_left, self._warm_left, self._heir_of = state["drain_left"], state["warm_left"], None
+        self._steps_before += state["steps"] - self.steps
         self.steps, self.plan = state["steps"], Plan(*state["plan"])
         # The next times are those of a step without a beginning, and count for nothing.
         self._measured, self._gauged = Plan(self._level), Observation(StepTimes())
@@ -261,11 +266,13 @@ class Pilot:
         last = [record for record in windows if record["level"] == self.ladder.names[self._level]] or windows
         figures = {key: median(record[key] for record in last) if last else math.nan for key in TIMES}
         seconds = time.monotonic() - self._began
-        self.log.write("end", steps=self.steps, wall_seconds=round(seconds, 3), **facts)
-        return {"level": self.ladder.names[self._level], "steps": self.steps, **figures}
+        steps = self.steps - self._steps_before + self.unread_steps
+        self.log.write("end", steps=steps, wall_seconds=round(seconds, 3), **facts)
+        return {"level": self.ladder.names[self._level], "steps": steps, **figures}
 
     def _finish_at_exit(self) -> None:
-        """A script that asks for no report has a complete log all the same; one that failed has none to complete."""
+        """A script that asks for no report has a complete log all the same; one that failed by
+        an exception has none to complete."""
         if not self._finished and not hasattr(sys, "last_value"):
             self.finish()
 

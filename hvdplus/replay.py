@@ -30,8 +30,12 @@ def replay(records: Sequence[Record], **limits: float) -> tuple[tuple[str, ...],
         ValueError: the log does not hold what a replay needs.
     """
     run = next((record for record in records if record["kind"] == "run"), {})
-    if not run.get("limits") or not any(record["kind"] == "trace" for record in records):
+    if not records:
+        raise ValueError("the log is empty; the job wrote nothing")
+    if not run.get("limits"):
         raise ValueError("only the log of a run at compression auto, by this version of hvdplus, can be replayed")
+    if not any(record["kind"] == "trace" for record in records):
+        raise ValueError("the log holds no step to decide from (they are written every 50 steps, and at the end)")
     names = tuple(run["levels"])
     controller = Controller(names, _costs(run), Limits(**{**run["limits"], **limits}))
     decisions = []

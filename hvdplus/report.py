@@ -234,7 +234,7 @@ def closing(records: Sequence[Record]) -> str:
         return "No steps were recorded: there is nothing to compare."
     main = max(levels.values(), key=lambda span: span.steps)
     if main.steps < ENOUGH_STEPS or math.isnan(main.step_ms) or math.isnan(main.exposed_share):
-        return f"Too little was measured ({_count(steps, 'step')}) to say what hvdplus did."
+        return f"Too little was measured ({count(steps, 'step')}) to say what hvdplus did."
     if run_record.get("ranks") == 1:
         return f"One rank has nobody to talk to: {_ms(main.step_ms)} a step, and no communication to shorten."
     asked = run_record.get("compression") not in (None, "auto")
@@ -271,7 +271,7 @@ def _closing_dense(dense: Span, steps: int, decisions: Sequence[Record]) -> str:
         return f"Communication was never the bottleneck ({share}): gradients were sent uncompressed."
     if not held_up or held_up[-1]["to"] != DENSE:
         return (
-            f"Communication held up {share}, but no other level ran long enough to compare ({_count(steps, 'step')})."
+            f"Communication held up {share}, but no other level ran long enough to compare ({count(steps, 'step')})."
         )
     decision, found = held_up[-1], _by_level(held_up[-1])
     promises = {name: level["predicted_step_ms"] for name, level in found.items() if "predicted_step_ms" in level}
@@ -321,7 +321,7 @@ def _versus(span: Span, dense: Span) -> str:
             f"({alike / span.step_ms:.2f} x; dense as it ran: {_ms(dense.step_ms)})"
         )
     longer = alike - dense.step_ms
-    remark = f"; its computation took {_ms(longer)} longer" if longer > tolerance else ""
+    remark = f"; its computation and input wait took {_ms(longer)} longer" if longer > tolerance else ""
     times = f"{dense.step_ms / span.step_ms:.2f} x"
     return f"{_ms(span.step_ms)} a step against {_ms(dense.step_ms)} dense ({times}{remark})"
 
@@ -338,7 +338,8 @@ def _figure(value: float) -> str:
     return f"{value:.{min(max(decimals, 0), 4)}f}"
 
 
-def _count(number: int, noun: str) -> str:
+def count(number: int, noun: str) -> str:
+    """``1 rank``, ``4 ranks``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -351,7 +352,7 @@ def _ladder(run_record: Record, arrow: str) -> str:
 def _place(run_record: Record) -> str:
     """``2 ranks on 1 host``."""
     hosts = run_record.get("hosts") or {}
-    return _count(run_record.get("ranks") or 0, "rank") + (f" on {_count(len(hosts), 'host')}" if hosts else "")
+    return count(run_record.get("ranks") or 0, "rank") + (f" on {count(len(hosts), 'host')}" if hosts else "")
 
 
 def _decision(record: Record, arrow: str) -> str:
@@ -514,7 +515,7 @@ def _end(records: Sequence[Record]) -> str:
         for name, value in end.items()
         if name not in ("kind", "steps", "wall_seconds")
     ]
-    done = f"{_count(end.get('steps') or 0, 'step')} in {_figure(_number(end.get('wall_seconds')))} s"
+    done = f"{count(end.get('steps') or 0, 'step')} in {_figure(_number(end.get('wall_seconds')))} s"
     return "; ".join([f"End: {done}", *extras])
 
 
@@ -653,9 +654,9 @@ def _draw_times(axis: Axes, columns: Sequence[Span], a_column: int) -> None:
     )  # fmt: skip
     beyond = [total for total in totals if total > limit]
     what = "window" if a_column == 1 else f"group of {a_column} windows"
-    remarks = [f"one column: median of {_count(a_column, 'window')}"] if a_column > 1 else []
+    remarks = [f"one column: median of {count(a_column, 'window')}"] if a_column > 1 else []
     if beyond:
-        remarks.append(f"cut off: {_count(len(beyond), what)}, up to {_ms(max(beyond))}")
+        remarks.append(f"cut off: {count(len(beyond), what)}, up to {_ms(max(beyond))}")
     axis.annotate("; ".join(remarks), (1, 1), xycoords="axes fraction", xytext=(0, 4), textcoords="offset points",
                   ha="right", va="bottom", size=9)  # fmt: skip
 

@@ -23,6 +23,7 @@ from adaptive import (
     in_turns,
     judge_cells,
     judge_race,
+    main,
     ratio,
 )
 from hypothesis import given
@@ -125,3 +126,9 @@ def test_a_race_is_judged_by_the_best_fixed_choice() -> None:
     assert not against_best.passed and re.match(r"1\.20 x .* ddp powersgd:4: 12\.0 s", against_best.figures)
     assert loss.passed and loss.figures.startswith("+0.0100 bits a character, standard deviation of dense 0.0141")
     assert not any(verdict.passed for verdict in judge_race(run._replace(target=2.5), 2.0)[:2]), "nobody is there ever"
+
+
+def test_parts_that_are_measured_on_two_hosts_are_refused_on_four(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--quick", "--hosts", "4", "--only", "race"])
+    assert ended.value.code == 2 and "--only race is measured on two hosts" in capsys.readouterr().err

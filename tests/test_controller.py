@@ -211,10 +211,20 @@ def test_compression_that_does_not_pay_is_given_up_with_a_reason() -> None:
     assert set(course.levels[SETTLED:]) == {NONE}, "remembered while the link stays as it is"
 
 
+def test_input_that_is_waited_for_is_named_with_its_figures() -> None:
+    """What a rank waits for input counts as computation; communication stays as it is."""
+    controller = Controller(NAMES, FAST.costs)
+    times = StepTimes(11 * ms, input_wait=1 * ms)
+    slow = times._replace(step=30 * ms, input_wait=20 * ms)
+    said = [controller.observe(0, Observation(slow if step > 100 else times)) for step in range(200)]
+    reasons = [decision.reason for decision in said[100:] if decision]
+    assert any("computation and input wait take 30.00 ms a step instead of 11.00 ms" in reason for reason in reasons)
+
+
 def test_codecs_that_are_known_to_be_dear_are_not_even_tried() -> None:
     job = replace(SLOW, codec=(0.0, 0.9, 1.3, 1.6, 1.7))
     course = drive(job, 300)
-    assert set(course.levels) == {NONE} and "compression does not pay (none" in course.last.reason
+    assert set(course.levels) == {NONE} and "no other level promises enough" in course.last.reason
 
 
 @pytest.mark.parametrize("pays", [True, False])
@@ -352,7 +362,7 @@ def test_on_a_steady_link_levels_are_changed_for_rare_looks_and_comparisons_only
             held = held + 1 if course.modes[step] is Mode.HOLD else 0
             if course.modes[step] is Mode.HOLD and course.modes[step + 1] is Mode.TRIAL:
                 reason = dict(course.decisions)[step].reason
-                assert re.search("compared once more|is it still needed|communication takes|computation takes", reason)
+                assert re.search("compared once more|is it still needed|communication takes|input wait take", reason)
                 if "compared once more" in reason:
                     compared.append(held)
                 if "is it still needed" in reason:
@@ -1183,7 +1193,7 @@ def test_every_decision_explains_itself(job: Job, seed: int, kind: str) -> None:
             if f"{name}.step_ms" in evidence:
                 exposed, hidden = evidence[f"{name}.exposed_comm_ms"], evidence[f"{name}.overlapped_comm_ms"]
                 known += [exposed + hidden]
-        reason = re.sub("(computation takes|kB took|instead of) .*? ms", "", decision.reason)
+        reason = re.sub("(input wait take|kB took|instead of) .*? ms", "", decision.reason)
         for said in map(float, re.findall(r"(\d+\.\d\d) ms", reason)):
             assert min(abs(value - said) for value in known) < 0.0061
 

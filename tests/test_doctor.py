@@ -151,7 +151,11 @@ def test_a_misspelt_variable_is_shown_and_does_no_harm(settings_of: Callable[...
         ({"HVDPLUS_COMPRESSION": "lowrnk:4"}, "", r"HVDPLUS_COMPRESSION \(environment\): .*'lowrnk"),
         ({"HVDPLUS_LADDER": "none,fp17"}, "", r"HVDPLUS_LADDER \(environment\): .*'fp17'"),
         ({"HVDPLUS_LADDER": "fp16"}, "", r"HVDPLUS_LADDER \(environment\) must begin with none"),
-        ({"HVDPLUS_LADDER": "none,fp16,fp16"}, "", "names a level twice.*none, fp16, fp16"),
+        (
+            {"HVDPLUS_LADDER": "none,fp16,fp16"},
+            "",
+            r"HVDPLUS_LADDER \(env.*\): .*names a level twice.*none, fp16, fp16",
+        ),
         ({"HVDPLUS_COMPRESSION": "fp16"}, "ladder: [none, fp17]", r"ladder \(file .*yaml\): .*'fp17'"),
         ({}, "compression: topk:2", r"compression \(file .*yaml\): .*topk:2"),
         ({}, "dense_stepz: 20", r"dense_stepz \(file .*yaml\) is not a setting; did you mean dense_steps\?"),

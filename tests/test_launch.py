@@ -197,7 +197,7 @@ def test_a_ladder_that_does_not_begin_dense_is_refused(ladder: tuple[str, ...]) 
 
 
 def test_a_ladder_with_a_level_twice_is_refused() -> None:
-    with pytest.raises(ValueError, match="none, lowrank:4, lowrank:4"):
+    with pytest.raises(ValueError, match=r"^ladder \(default\): .*none, lowrank:4, lowrank:4"):
         choose("auto", ladder=("none", "lowrank", "lowrank:4"))
 
 

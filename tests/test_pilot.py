@@ -628,6 +628,17 @@ def test_the_log_opens_with_what_the_job_is_and_closes_with_what_it_came_to(tmp_
     assert came_to["exposed_comm_ms"] == pytest.approx(0.1)
 
 
+def test_a_resumed_run_counts_its_own_steps_those_not_observed_among_them() -> None:
+    before = make("none")
+    Run(before, milliseconds=MIDDLE).steps(57)
+    pilot = make("none")
+    assert pilot.load(before.state())
+    Run(pilot, milliseconds=MIDDLE).steps(30)
+    pilot.unread_steps = 1
+    assert pilot.finish()["steps"] == 31 and pilot.log.records[-1]["steps"] == 31
+    assert windows(pilot)[-1]["last_step"] == 86, "windows count on"
+
+
 def test_a_run_that_was_too_short_to_measure_ends_in_peace() -> None:
     pilot = make("none")
     assert pilot.status == "measuring"

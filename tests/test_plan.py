@@ -327,7 +327,8 @@ def test_the_table_holds_the_forecasts(log: str, capsys: pytest.CaptureFixture[s
 def test_what_the_run_showed_stands_first(log: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, log)
     facts = " ".join(text.split())
-    assert "Run: 2 ranks on 2 hosts, all-reduce by ring. A step computes 50.00 ms, which hides 30.00 ms" in facts
+    assert "Run: 2 ranks on 2 hosts, all-reduce by ring. A step computes and waits for input 50.00 ms, which" in facts
+    assert "which hides 30.00 ms of communication." in facts
     assert "1.00 ms and 16.000 ms a MB, as by links of 0.5 Gbit/s" in facts
     rows = {cells[0]: cells[1:] for cells in (re.split(r"\s{2,}", line) for line in text.splitlines())}
     assert rows["none"] == ["40.000", "8.000", "5", "2.00", "645.00", "667.00", "667.00"]
@@ -345,6 +346,19 @@ def test_where_compression_stops_paying(log: str, capsys: pytest.CaptureFixture[
     limit = pays_up_to(what_the_run_showed(records()), 8, 20e-6)
     assert f"  on 8 ranks: above {limit:.3g} Gbit/s\n" in text and "  on 64 ranks: above " in text
     assert f"(no level saves more than {MARGIN:.0%} of the dense step)" in text
+
+
+def test_where_it_stops_is_unknown_to_a_run_that_had_no_other_level(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dense = [{**about(), "levels": {"none": about()["levels"]["none"]}}, window("none"), window("none")]
+    text = printed(capsys, write(tmp_path / "dense.jsonl", dense), "--ranks", "8")
+    assert "  on 8 ranks: unknown, as the run had no other level" in text and "never pays" not in text
+
+
+def test_fewer_ranks_than_the_runs_send_no_less_than_their_payloads() -> None:
+    shown = what_the_run_showed(records(ranks=1024))
+    assert costs_on(shown, 8)[0]["lowrank:4"].payload_bytes == shown.costs["lowrank:4"].payload_bytes
 
 
 def test_the_kind_of_all_reduce_and_the_latency_can_be_chosen(log: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -386,7 +400,7 @@ def test_a_level_may_pay_never_or_always(tmp_path: Path, capsys: pytest.CaptureF
         ([about(ranks=1)], "ran on one rank, which shows nothing of a network"),
         ([about()], "no complete window of steps at a level"),
         ([about(), window("none", overlapped_comm_ms=None)], "no complete window"),
-        ([], "does not say what the levels send"),
+        ([], "the log is empty; the job wrote nothing"),
     ],
 )
 def test_a_log_that_does_not_hold_enough_is_named_with_what_is_missing(

@@ -228,17 +228,26 @@ def of_a_run(**fields: Any) -> Callable[[list[Record]], list[Record]]:
     return lambda records: [{**records[0], **fields}, *records[1:]]
 
 
+OTHER_RUN = "only the log of a run at compression auto, by this version"
+
+
 @pytest.mark.parametrize(
-    "spoil",
-    [lambda records: [], without("run"), without("trace"), of_a_run(limits=None), of_a_run(limits={})],
+    ("spoil", "message"),
+    [
+        (lambda records: [], "the log is empty; the job wrote nothing"),
+        (without("run"), OTHER_RUN),
+        (without("trace"), "the log holds no step to decide from"),
+        (of_a_run(limits=None), OTHER_RUN),
+        (of_a_run(limits={}), OTHER_RUN),
+    ],
     ids=["empty", "no run", "no trace", "fixed level", "no limits"],
 )
 def test_a_log_that_lacks_something_says_what_can_be_replayed(
-    spoil: Callable[[list[Record]], list[Record]], tmp_path: Path
+    spoil: Callable[[list[Record]], list[Record]], message: str, tmp_path: Path
 ) -> None:
     records = Run(SLOW, tmp_path / "run.jsonl").go(60).end()
     assert replayed(records)
-    with pytest.raises(ValueError, match="only the log of a run at compression auto, by this version"):
+    with pytest.raises(ValueError, match=message):
         replay(spoil(records))
 
 

@@ -154,6 +154,8 @@ def test_a_run_without_decisions(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (lambda records: records.clear(), "the log is empty"),
+        (lambda records: records.__delitem__(slice(1, None)), "holds no step to decide from"),
         (lambda records: records[0].pop("limits"), "only the log of a run at compression auto"),
         (lambda records: [record for record in records if record["kind"] == "trace"][0].pop("steps"), "'steps'"),
         (lambda records: [record for record in records if record["kind"] == "trace"][0]["steps"].append([1]), "unpack"),

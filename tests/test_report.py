@@ -295,7 +295,7 @@ CASES: dict[str, tuple[Callable[[], Job], str]] = {
     "does not pay": (
         lambda: Job().run("none", 15).run("fp16", 12, (19.0, 0.6, 0.1, 0.0)).run("none", 100),
         "Compression did not pay: the best level tried, fp16, took 19.7 ms a step against 19.8 ms dense (1.01 x; its "
-        "computation took 7.60 ms longer), so 115 of 127 steps ran uncompressed.",
+        "computation and input wait took 7.60 ms longer), so 115 of 127 steps ran uncompressed.",
     ),
     "shorter by computation alone": (
         lambda: Job().run("none", 15).run("fp16", 100, (5.0, 0.4, 8.0, 0.4)),
@@ -391,7 +391,7 @@ CASES: dict[str, tuple[Callable[[], Job], str]] = {
             .run("none", 100)
         ),
         "Compression did not pay: the best level tried, fp16, took 19.7 ms a step against 19.8 ms dense (1.01 x; its "
-        "computation took 7.60 ms longer), so 115 of 137 steps ran uncompressed.",
+        "computation and input wait took 7.60 ms longer), so 115 of 137 steps ran uncompressed.",
     ),
     "warming is no level": (
         lambda: (
@@ -411,7 +411,7 @@ CASES: dict[str, tuple[Callable[[], Job], str]] = {
             .run("none", 100)
         ),
         "Compression did not pay: the best level tried, lowrank:4, took 19.7 ms a step against 19.8 ms dense (1.01 x; "
-        "its computation took 7.60 ms longer), so 115 of 137 steps ran uncompressed.",
+        "its computation and input wait took 7.60 ms longer), so 115 of 137 steps ran uncompressed.",
     ),
     "nearly nothing": (
         lambda: Job().run("none", 3),
@@ -614,6 +614,14 @@ def test_report_prints_the_table_and_draws_beside_the_log(tmp_path: Path, capsys
     out, err = capsys.readouterr()
     assert out == f"{table(job.records)}\n\nPicture: {tmp_path / 'run.png'}\n" and err == ""
     assert (tmp_path / "run.png").stat().st_size > 10_000
+
+
+def test_every_optimizers_log_has_a_picture_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("run.jsonl", "run.jsonl.1", "run.jsonl.rejoined1"):
+        demo(tmp_path / name)
+        assert main(["report", str(tmp_path / name)]) == 0
+    assert {path.name for path in tmp_path.glob("*.png")} == {"run.png", "run.jsonl.1.png", "run.jsonl.rejoined1.png"}
 
 
 def test_report_draws_where_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from itertools import zip_longest
 from hvdplus.buckets import Bucket, bytes_per_step, make_buckets
 from hvdplus.compression import TABLE, Compressor, NoCompression, known, parse
 from hvdplus.compression.registry import ENTRY_POINTS
+from hvdplus.report import count
 from hvdplus.settings import Settings
 
 EXAMPLE = ((4096, 1024), (4096,), (1024,))
@@ -71,11 +72,6 @@ def whole(option: str, text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text)):
         raise ValueError(f"{option} wants a whole number of at least 1. Received: {text!r}")
     return int(text)
-
-
-def count(number: int, noun: str) -> str:
-    """``1 rank``, ``4 ranks``."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def reason(error: Exception) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hvdplus.buckets import Bucket, bytes_per_step, make_buckets
-from hvdplus.cli.compressors import columns, count, ratio, reason, whole
+from hvdplus.cli.compressors import columns, ratio, reason, whole
 from hvdplus.compression import Compressor, NoCompression, parse
 from hvdplus.costmodel import ALL_REDUCES, Collective, Wire, ring_all_reduce
 from hvdplus.forecast import (
@@ -33,6 +33,7 @@ from hvdplus.forecast import (
     predict,
     what_the_run_showed,
 )
+from hvdplus.report import count
 from hvdplus.runlog import read
 from hvdplus.settings import Settings
 
@@ -262,8 +263,8 @@ def _what_it_showed(shown: Shown) -> str:
     link = shown.link
     facts = (
         f"Run: {count(shown.ranks, 'rank')} on {count(shown.hosts, 'host')}, all-reduce by {shown.collective}. A step "
-        f"computes {_ms(shown.compute)} ms, which hides {_ms(shown.hideable)} ms of communication. An all-reduce takes "
-        f"{_ms(link.alpha)} ms and {link.beta * 1e9:.3f} ms a MB"
+        f"computes and waits for input {_ms(shown.compute)} ms, which hides {_ms(shown.hideable)} ms of communication. "
+        f"An all-reduce takes {_ms(link.alpha)} ms and {link.beta * 1e9:.3f} ms a MB"
     )
     facts += f", as by links of {shown.gbit:.3g} Gbit/s." if shown.gbit < math.inf else "."
     rows = [
@@ -310,10 +311,11 @@ def _forecast(steps: Mapping[str, Step], gbit: float) -> list[str]:
 
 
 def _limits(shown: Shown, ranks: Sequence[int], latency: float, kinds: Mapping[str, Collective]) -> str:
+    never = "it never pays" if len(shown.costs) > 1 else "unknown, as the run had no other level: let it run with auto"
     lines = [f"Compression stops paying (no level saves more than {MARGIN:.0%} of the dense step)"]
     for number in ranks:
         limit = pays_up_to(shown, number, latency, kinds)
-        where = {0.0: "it never pays", math.inf: "it always pays"}.get(limit, f"above {limit:.3g} Gbit/s")
+        where = {0.0: never, math.inf: "it always pays"}.get(limit, f"above {limit:.3g} Gbit/s")
         lines.append(f"  on {count(number, 'rank')}: {where}")
     return "\n".join(lines)
 

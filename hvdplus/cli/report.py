@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from hvdplus.report import picture, table
 from hvdplus.runlog import read
@@ -35,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
     print(table(records))
     if args.no_png:
         return 0
-    target = args.png or Path(args.runlog).with_suffix(".png")
+    # What ends otherwise, such as RUNLOG.1, is another optimizer's log and wants a picture of its own.
+    target = args.png or f"{args.runlog.removesuffix('.jsonl')}.png"
     try:
         print(f"\nPicture: {picture(records, target)}")
     except (ImportError, OSError, ValueError) as error:
