@@ -2,11 +2,13 @@
 
 MPI has no negotiation, so sums must start in the same order on every rank. One thread makes them one after the other
 with blocking calls: a non-blocking all-reduce makes no progress while Python computes, and ignores the tuned
-algorithms. The thread works on a communicator of its own, so that calls from the main thread cannot mix with it.
+algorithms. The thread works on a communicator of its own, so that the script's own calls, which another thread makes,
+cannot mix with it. The main thread waits for both, and looks from time to time whether a rank has left.
 """
 
 from __future__ import annotations
 
+import atexit
 import sys
 import zlib
 from collections.abc import Callable
@@ -19,6 +21,10 @@ from mpi4py import MPI
 
 from hvdplus.compression import Array
 from hvdplus.launch import several
+
+LOOK_SECONDS, LOOKS = 5.0, 12
+"""How often who waits looks whether a rank has left, and how many looks after that a call may still take: its bytes may
+be on their way."""
 
 
 class Mpi4py:
@@ -37,6 +43,7 @@ class Mpi4py:
         self._sums = MPI.COMM_WORLD.Dup()
         self._half_sum = MPI.Op.Create(_sum_halves, commute=True)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hvdplus-mpi")
+        self._calls = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hvdplus-mpi-calls")
         self.rank = self._main.Get_rank()
         self.size = self._main.Get_size()
         on_this_host = self._main.Split_type(MPI.COMM_TYPE_SHARED)
@@ -44,6 +51,7 @@ class Mpi4py:
         self.local_size = on_this_host.Get_size()
         on_this_host.Free()
         _end_job_on_exception(self._main)
+        atexit.register(self._leave)
 
     def start(self, array: Array, name: str, scale: float = 1.0) -> Future[Array]:
         # Within an exchange the order is agreed; that of several depends on the script.
@@ -52,21 +60,38 @@ class Mpi4py:
     def done(self, handle: Future[Array]) -> bool:
         return handle.done()
 
-    def wait(self, handle: Future[Array]) -> Array:
-        return handle.result()
+    def wait(self, handle: Future[Any]) -> Any:
+        """Raises RuntimeError where a rank has left that the sum waits for."""
+        before, looks = (self.rank - 1) % self.size, 0
+        while looks < LOOKS:
+            try:
+                return handle.result(LOOK_SECONDS)
+            except TimeoutError:
+                looks += self._main.Iprobe(before)
+        raise RuntimeError(
+            f"Rank {before} has ended, and the other ranks wait for it: every rank has to take as many steps, and make "
+            "the same calls, as all others."
+        )
 
     def gather_objects(self, value: Any) -> list[Any]:
-        return self._main.allgather(value)
+        return self.wait(self._calls.submit(self._main.allgather, value))
 
     def sum_now(self, array: Array) -> Array:
         """Sum over ranks in place, apart from the sums that ``start`` began: for the script's own calls."""
-        return self._sum(array, self._main)
+        return self.wait(self._calls.submit(self._sum, array, self._main))
 
     def barrier(self) -> None:
-        self._main.Barrier()
+        self.wait(self._calls.submit(self._main.Barrier))
 
     def shutdown(self) -> None:
         self._thread.shutdown()
+        self._calls.shutdown()
+
+    def _leave(self) -> None:
+        """Tell the next rank. Of ranks in a circle, somebody who waits is next to somebody who has left, if there are
+        both."""
+        if not MPI.Is_finalized():
+            self._main.isend(None, (self.rank + 1) % self.size)
 
     def _sum(self, array: Array, comm: MPI.Comm, scale: float = 1.0, name: str = "") -> Array:
         """``name``: what the sum is of, where ranks might disagree; RuntimeError on all of them if they do."""

@@ -26,6 +26,8 @@ TRAIN = """
           f"ladder: {','.join(optimizer.hvdplus.ladder.names)}", flush=True)
 """
 
+IMPATIENT = "import hvdplus.adapters.mpi4py\nhvdplus.adapters.mpi4py.LOOK_SECONDS = 0.1\n"
+
 
 @pytest.fixture
 def script(tmp_path):
@@ -49,6 +51,27 @@ def test_an_exception_on_one_rank_ends_the_job(script, launcher, transport, leve
     assert code != 0
     assert "this rank has had enough" in output
     assert "done" not in output
+
+
+@pytest.mark.parametrize("others", ["", "hvd.allreduce(torch.ones(1)); "], ids=["step on", "call"])
+@pytest.mark.parametrize("how", ["sys.exit()", "sys.exit('no data')"])
+def test_over_mpi4py_a_rank_that_leaves_in_order_ends_the_job_of_those_who_wait_for_it(script, how, others):
+    """Nothing else tells them: MPI lets who has left wait for them in its end."""
+    text = IMPATIENT + textwrap.dedent(TRAIN)
+    text = text.replace('raise KeyError("this rank has had enough")', how).replace(
+        "optimizer.zero", f"{others}optimizer.zero"
+    )
+    path = script(text, COMPRESSION="none", FAILS=True)
+    code, output = run(mpirun(2, sys.executable, path), 90, HVDPLUS_TRANSPORT="mpi4py")
+    assert code != 0
+    assert "Rank 1 has ended, and the other ranks wait for it" in output and "done" not in output
+
+
+def test_over_mpi4py_ranks_may_end_long_after_each_other(script):
+    late = "if hvd.rank() == 0:\n    import time\n    time.sleep(3)\nprint('over', flush=True)\n"
+    path = script(IMPATIENT + textwrap.dedent(TRAIN) + late, COMPRESSION="none", FAILS=False)
+    code, output = run(mpirun(2, sys.executable, path), 90, HVDPLUS_TRANSPORT="mpi4py")
+    assert code == 0 and output.count("over") == 2, output
 
 
 def test_a_failed_rank_that_cannot_end_in_order_ends_all_the_same(script):
@@ -100,8 +123,14 @@ def test_a_job_that_asks_for_no_report_leaves_a_complete_log(script, tmp_path):
     assert code == 0, output
     assert "HVDPLUS_RUNLOG is not a setting and was ignored; did you mean HVDPLUS_RUN_LOG?" in output
     records = read(log)
-    assert records[-1]["kind"] == "end" and records[-1]["steps"] >= 39
+    assert records[-1]["kind"] == "end" and records[-1]["steps"] == 40
     assert sum(record["steps"] for record in records if record["kind"] == "window") >= 37
+    (cost,) = records[0]["levels"].values()
+    assert (cost["payload_bytes"], cost["last_bytes"]) == (4 * 420, 4 * 420), "one small group leaves last, with all"
+    path = script(TRAIN, COMPRESSION="fp16", FAILS=False)
+    code, output = run(mpirun(2, sys.executable, path), 90, HVDPLUS_RUN_LOG=str(log))
+    assert code == 0, output
+    assert read(log)[-1]["steps"] == 40, "the last one's times were never read"
     path, log = script(TRAIN, COMPRESSION="none", FAILS=True), tmp_path / "failed.jsonl"
     run(mpirun(2, sys.executable, path), 90, HVDPLUS_RUN_LOG=str(log))
     assert all(record["kind"] != "end" for record in read(log))
