@@ -74,7 +74,8 @@ class Mpi4py:
         )
 
     def gather_objects(self, value: Any) -> list[Any]:
-        return self.wait(self._calls.submit(self._main.allgather, value))
+        told: list[Any] = self.wait(self._calls.submit(self._main.allgather, value))
+        return told
 
     def sum_now(self, array: Array) -> Array:
         """Sum over ranks in place, apart from the sums that ``start`` began: for the script's own calls."""

@@ -270,9 +270,7 @@ def _closing_dense(dense: Span, steps: int, decisions: Sequence[Record]) -> str:
     if not held_up and dense.exposed_share <= LIMITS.bottleneck:
         return f"Communication was never the bottleneck ({share}): gradients were sent uncompressed."
     if not held_up or held_up[-1]["to"] != DENSE:
-        return (
-            f"Communication held up {share}, but no other level ran long enough to compare ({count(steps, 'step')})."
-        )
+        return f"Communication held up {share}, but no other level ran long enough to compare ({count(steps, 'step')})."
     decision, found = held_up[-1], _by_level(held_up[-1])
     promises = {name: level["predicted_step_ms"] for name, level in found.items() if "predicted_step_ms" in level}
     best = min(promises, key=lambda name: promises[name], default="")

@@ -237,6 +237,14 @@ def test_assemble_and_subtract(framework: str, large: bool) -> None:
 
 
 @every_framework
+def test_a_mean_of_float64_keeps_its_53_bits(framework: str) -> None:
+    """Torch wrote it to float32, so that digits were lost and 1e300 was infinite."""
+    ops, sums = ops_of(framework), np.array([1 + 2.0**-52, 1e300])
+    mean = ops.to_numpy(ops.assemble([ops.from_numpy(sums)], 0.5))
+    assert mean.dtype == np.float64 and np.array_equal(mean, sums / 2)
+
+
+@every_framework
 def test_nothing_of_nothing(framework: str) -> None:
     ops = ops_of(framework)
     assert ops.to_numpy(ops.assemble([])).shape == (0,)

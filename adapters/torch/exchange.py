@@ -21,9 +21,9 @@ from hvdplus.adapters.torch.memory import alone_in_memory
 from hvdplus.adapters.torch.ops import make_ops
 from hvdplus.adapters.torch.rows import SharedRows, rows_in_use, rows_used
 from hvdplus.adapters.torch.tensors import all_true, like, norm, norm_of_all, real_view, takes, type_name
-from hvdplus.buckets import DENSE_ONLY, SPARSE, Bucket, compressor_for, make_buckets
+from hvdplus.buckets import DENSE_ONLY, SPARSE, Bucket, bytes_per_step, compressor_for, make_buckets
 from hvdplus.calibration import codec_seconds
-from hvdplus.compression import Array, Compressor, Context
+from hvdplus.compression import Array, Compressor, Context, NoCompression
 from hvdplus.costmodel import LevelCost, level_costs
 from hvdplus.exchange import Ladder, Plan, SideSlot, check_newcomers, read_side, side_tensor, split_checksum
 from hvdplus.meter import StepMeter
@@ -104,7 +104,8 @@ class TorchExchange:
         self._make_lanes()
         self._follow(self.pilot.plan)
         self._passes_left = [passes] * len(self.parameters)
-        self._versions: dict[int, int] = {}
+        self._versions: dict[int, tuple[torch.Tensor, int]] = {}
+        """Parameter -> gradient that is on its way, and how often it had been written to: how a change is noticed."""
         self._next_lane = 0
         self._late: tuple[Plan, Side] | None = None
         self._norms: list[torch.Tensor] = []
@@ -119,7 +120,8 @@ class TorchExchange:
         """Digest of what was loaded and is not yet known to be the same on all ranks."""
         self._consolidated = False
         """Whether residuals are all ranks' mean, so that one rank's state is everybody's."""
-        self._hooks: list[Any] = []
+        self._hooks: dict[int, Any] = {}
+        """By the ids of their parameters."""
         self._listen(self.parameters)
 
     @property
@@ -145,7 +147,7 @@ class TorchExchange:
     def close(self) -> None:
         """Let gradients be: another exchange takes over."""
         self.abandon()
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
 
     def restart(self) -> None:
@@ -319,6 +321,7 @@ class TorchExchange:
             self._late = None
         else:
             self._late = (self.plan, side)
+        self.pilot.unread_steps = int(not here)
         for lane in self._now.lanes:
             lane.waiting = set(lane.bucket.parameters)
             lane.payload = lane.handle = lane.total = lane.reduced = None  # memory that the forward pass can have
@@ -357,29 +360,32 @@ class TorchExchange:
     def admit(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """``parameters``, those of before among them, are exchanged from the coming step on. All ranks call it alike.
 
-        What was held back of a parameter stays with it; buckets that stay the same keep what their levels have learned.
+        What was held back of a parameter stays with it, and goes with it, too; buckets that stay the same keep what
+        their levels have learned.
         """
         before, residuals, learned = self.parameters, self._residuals(), {}
         for lane in self._joined.lanes:
             learned[tuple(id(before[i]) for i in lane.bucket.parameters)] = lane.contexts
         known = sum(p.numel() for p in before)
-        sparse, rows = ({id(before[i]) for i in those} for those in (self._sparse, self._rows))
         self.parameters = list(parameters)
         self._place = {id(parameter): i for i, parameter in enumerate(self.parameters)}
-        self._listen(p for p in self.parameters if all(p is not old for old in before))
-        order = [id(before[i]) for i in self._order]
-        late = [i for i in reversed(range(len(self.parameters))) if id(self.parameters[i]) not in set(order)]
-        self._order = [*(self._place[each] for each in order), *late]
-        self._sparse = {self._place[each] for each in sparse}
-        self._rows = {self._place[each]: self._shared_rows(self._place[each]) for each in rows}
+        moved = {i: self._place[id(p)] for i, p in enumerate(before) if id(p) in self._place}  # others are gone
+        for gone in self._hooks.keys() - self._place.keys():
+            self._hooks.pop(gone).remove()
+        stayed = set(moved.values())
+        self._listen(p for i, p in enumerate(self.parameters) if i not in stayed)
+        late = [i for i in reversed(range(len(self.parameters))) if i not in stayed]
+        self._order = [*(moved[i] for i in self._order if i in moved), *late]
+        self._sparse = {moved[i] for i in self._sparse if i in moved}
+        self._rows = {moved[i]: self._shared_rows(moved[i]) for i in self._rows if i in moved}
         more = sum(p.numel() for p in self.parameters) / max(known, 1)
         self._codec_seconds = tuple(seconds * more for seconds in self._codec_seconds)
         self._cut_anew()
         for lane in self._joined.lanes:
             contexts = learned.get(tuple(id(self.parameters[i]) for i in lane.bucket.parameters), {})
             lane.contexts = {level: ctx._replace(spec=lane.bucket.spec) for level, ctx in contexts.items()}
-        for i, residual in residuals.items():
-            self._hold_back(self._place[id(before[i])], residual)
+        for i in residuals.keys() & moved.keys():
+            self._hold_back(moved[i], residuals[i])
         self.restart()
         self._follow(self.plan)
 
@@ -449,10 +455,14 @@ class TorchExchange:
 
     def _costs(self) -> tuple[LevelCost, ...]:
         """What every level costs, with parameters whose rows are shared left out. At ``none`` Horovod makes sums as it
-        likes: as many as buckets is what comes nearest."""
+        likes: as many as buckets is what comes nearest, but the last that leaves is that of plain dense steps."""
         total = sum(p.numel() for p in self.parameters)
         share = sum(bucket.spec.size for bucket in self.buckets) / total if total else 0.0
-        return level_costs(self.buckets, self._ladder.compressors, [share * s for s in self._codec_seconds])
+        dense, *others = level_costs(self.buckets, self._ladder.compressors, [share * s for s in self._codec_seconds])
+        if self.transport.negotiates and self._ladder.plain(Plan()):
+            last = self._make_buckets(plain=True)[-1:]
+            dense = dense._replace(last_bytes=bytes_per_step(last, NoCompression()))
+        return dense, *others
 
     def _make_lanes(self) -> None:
         self._joined = Cut([] if self.idle else [self._make_lane(bucket) for bucket in self.buckets], self._prefix)
@@ -486,7 +496,8 @@ class TorchExchange:
         residuals = self._residuals()  # of a state that knew nothing of a first step
         for i in sorted(self._sparse - residuals.keys()) if not self._sparse_as_dense else ():
             parameter = self.parameters[i]
-            if sum(theirs.get(i, 0) for theirs in used) <= SPARSE * len(parameter):
+            few = sum(theirs.get(i, 0) for theirs in used) <= SPARSE * len(parameter)
+            if few and not parameter.is_complex():  # rows are added up as real numbers
                 self._rows[i] = self._shared_rows(i)
         if self._rows or self._order != before:
             self._cut_anew()
@@ -538,7 +549,8 @@ class TorchExchange:
         if not self._alone:
             # One that is frozen now takes part without a hook.
             listening = [p for p in parameters if p.requires_grad]
-            self._hooks += [p.register_post_accumulate_grad_hook(self._make_hook()) for p in listening]  # type: ignore[no-untyped-call]
+            for p in listening:
+                self._hooks[id(p)] = p.register_post_accumulate_grad_hook(self._make_hook())  # type: ignore[no-untyped-call]
 
     def _make_hook(self) -> Callable[[torch.Tensor], None]:
         me = weakref.ref(self)  # an optimizer that is gone must not go on exchanging
@@ -564,7 +576,7 @@ class TorchExchange:
             return
         grad = parameter.grad
         if grad is not None:
-            self._versions[i] = grad._version
+            self._versions[i] = grad, grad._version
             if not self._sorted:
                 self._ready.append(i)
         if self._agreed and i not in self._rows:
@@ -645,16 +657,17 @@ class TorchExchange:
         self.meter.sum_begins(lane.bucket.number, functools.partial(self.transport.done, lane.handle))
 
     def _start_side(self, array: torch.Tensor) -> Side:
-        carrier = self._now.carrier
+        # What waits must not hold this exchange, which holds it: one that is dropped has to be gone at once.
+        carrier, scale, transport = self._now.carrier, self._scale, self.transport
         if carrier is not None:
             with self.meter.codec():
                 self._start_all(carrier, [*carrier.payload, array])
             # In place: here when the carrier's sums are.
-            return Side(lambda: (array / self._scale).tolist())
+            return Side(lambda: (array / scale).tolist())
         # Two names alternate: the last one may still be in flight where it was not awaited.
         self._side_count += 1
-        handle = self.transport.start(array, f"{self._prefix}.side.{self._side_count % 2}")
-        return Side(lambda: self.transport.wait(handle).tolist())
+        handle = transport.start(array, f"{self._prefix}.side.{self._side_count % 2}")
+        return Side(lambda: transport.wait(handle).tolist())
 
     def _sound(self, side: Side) -> None:
         """See how long a sum takes that nothing else goes along with; what it is of does not matter."""
@@ -726,9 +739,8 @@ class TorchExchange:
         if self.idle:
             return [True] * len(self.parameters)
         used = [parameter.grad is not None for parameter in self.parameters]
-        for i, version in self._versions.items():
-            grad = self.parameters[i].grad
-            if grad is None or grad._version != version:
+        for i, (grad, version) in self._versions.items():
+            if self.parameters[i].grad is not grad or grad._version != version:
                 raise RuntimeError(
                     "A gradient was changed after backward() and before the ranks' gradients were exchanged, so the "
                     "change would be lost. Call optimizer.synchronize() first, then clip or unscale, then "
@@ -773,7 +785,7 @@ class TorchExchange:
             return {}
         with self.meter.codec():
             grads = [self.parameters[i].grad for i in self._rows]
-            rows = [norm(grad.coalesce().values()) for grad in grads if grad is not None]
+            rows = [norm(g.coalesce().values() if g.is_sparse else g) for g in grads if g is not None]
             left = [norm(lane.pending) for lane in self._now.lanes if lane.pending is not None]
             keeps = self._ladder.compressors[self.plan.level].keeps_residual
             gradient, self._norms = norm_of_all([*self._norms, *rows]), []

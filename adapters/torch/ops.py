@@ -7,6 +7,7 @@ read and written once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 
@@ -140,7 +141,8 @@ class TorchOps:
     def assemble(self, pieces: Sequence[Piece], scale: float = 1.0) -> Array:
         if scale == 1 and len(pieces) == 1 and isinstance(pieces[0], torch.Tensor):
             return pieces[0]
-        out = self._empty(sum(map(_length, pieces)), torch.float32)
+        types = [piece.dtype for piece in pieces if isinstance(piece, torch.Tensor)]
+        out = self._empty(sum(map(_length, pieces)), reduce(torch.promote_types, types, torch.float32))
         for part, piece in zip(_split(out, pieces), pieces, strict=True):
             if isinstance(piece, Product):
                 matrix = part.view(len(piece.left), len(piece.right))

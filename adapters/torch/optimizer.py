@@ -200,6 +200,7 @@ class Distributed(torch.optim.Optimizer):
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition."
             )
         self._synchronized = False  # the script skipped a step
+        self._exchange.restart()  # or passes of one
         super().zero_grad(*arguments, **keywords)
 
     @property
@@ -303,7 +304,8 @@ class Distributed(torch.optim.Optimizer):
             parameters = [p for group in self.param_groups for p in group["params"] if id(p) in members]
             check_same_model([(tuple(p.shape), str(p.dtype)) for p in parameters], self._world)
             self._exchange.admit(parameters)
-            self._known, self._newcomers = members, []
+            # Of those that are gone, another may get the id.
+            self._known, self._newcomers = frozenset(map(id, parameters)), []
 
     def _admit_saved(self, shapes: list[list[int]]) -> None:
         """Parameters that were unfrozen or added since the last step, or will be, join at once where a state of such

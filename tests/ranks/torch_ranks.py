@@ -1,6 +1,7 @@
 """hvdplus.torch on as many ranks as it was started on."""
 
 import copy
+import gc
 import inspect
 import io
 import itertools
@@ -8,6 +9,7 @@ import os
 import pickle
 import time
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -683,6 +685,63 @@ def test_parameters_may_be_unfrozen_and_added_later(level):
 
 
 @pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("level", ["none", "fp16", "lowrank:2", "int8"])
+def test_parameters_may_be_replaced(level):
+    """Those that are gone stay as they are, and may come back; of all others nothing is lost."""
+    body = parameters()
+    heads = [parameters([(400, 6), (30, 20)]) for _ in range(2)]
+    optimizer, total = plain([*body, *heads[0]], level), [np.zeros(p.shape) for p in body]
+    for step in range(12):
+        head, other = heads[step // 3 % 2], heads[1 - step // 3 % 2]
+        optimizer.param_groups[0]["params"] = [*body, *head]
+        before = copy.deepcopy(other)
+        grads = gradients(step, RANK, [*SHAPES, (30, 20)])
+        optimizer.zero_grad()
+        backward([*body, head[1]], grads)
+        rows = torch.nn.functional.embedding(torch.tensor([RANK]), head[0], sparse=True)
+        (rows.sum() + sum(p.sum() for p in other)).backward()  # those that are gone may still be used
+        optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(before, other, strict=True))
+        total = [sum_ + grad for sum_, grad in zip(total, grads[: len(body)], strict=True)]
+    assert hvd.identical([*body, *heads[0], *heads[1]])
+    assert [id(p) for p in optimizer._exchange.parameters] == [id(p) for p in [*body, *heads[1]]]
+    left, everybodys = held_back(optimizer, optimizer._exchange.parameters), hvd.allgather_object(total)
+    for i, p in enumerate(body):
+        whole = sum(theirs[i] for theirs in everybodys)
+        np.testing.assert_allclose(-p.detach().double().numpy() * SIZE + left[i], whole, atol=0.02 * SIZE)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("level", ["none", "int8"])
+def test_a_gradient_that_is_replaced_on_its_way_is_an_error_on_every_rank(level, place, steps):
+    params = parameters()
+    optimizer = plain(params, level)
+    take_steps(optimizer, params, steps)
+    backward(params, gradients(steps, RANK))
+    params[place].grad = params[place].grad * 0  # as new as the one before, and never written to
+    raises_everywhere(RuntimeError, "A gradient was changed after backward", optimizer.step)
+
+
+@pytest.mark.parametrize("level", ["none", "fp16", "int8"])
+def test_an_optimizer_that_is_dropped_is_gone_at_once(level):
+    """Another one over the same model must not find it at work until garbage is collected."""
+    net = model()
+    gc.disable()
+    try:
+        optimizer = wrapped(net, level)
+        train(net, optimizer, 3)
+        former = weakref.ref(optimizer._exchange)
+        optimizer = wrapped(net, level)
+        train(net, optimizer, 3, first=3)
+        assert former() is None
+    finally:
+        gc.enable()
+    assert hvd.identical(net)
+
+
+@pytest.mark.ranks(2, 4)
 def test_synchronize_and_step_exchange_once():
     params = parameters()
     optimizer = plain(params, "lowrank:2")
@@ -852,6 +911,40 @@ def test_sparse_gradients_in_their_odder_forms():
     torch.testing.assert_close(table.weight.detach(), expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("level", ["none", "int8"])
+@pytest.mark.parametrize("kind", [torch.complex64, torch.complex128])
+def test_sparse_complex_gradients_keep_their_imaginary_part(kind, level):
+    table = torch.nn.Parameter(torch.zeros(400, 6, dtype=kind))
+    optimizer = plain([table], level)
+    for step in range(3):
+        optimizer.zero_grad()
+        values = torch.full((1, 6), (RANK + 1) * (1 - 2j), dtype=kind)
+        table.grad = torch.sparse_coo_tensor([[step + RANK]], values, table.shape)
+        optimizer.step()
+    expected = torch.zeros_like(table)
+    for step, rank in itertools.product(range(3), range(SIZE)):
+        expected[step + rank] -= (rank + 1) * (1 - 2j) / SIZE
+    assert torch.equal(table.detach(), expected)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("level", ["none", "int8", "auto"])
+def test_a_table_whose_rows_are_shared_may_get_dense_gradients(level):
+    """On one rank alone, too; they are measured where a plan asks how large gradients are."""
+    params = [torch.nn.Parameter(torch.zeros(400, 6)), *parameters()]
+    optimizer = plain(params, level)
+    for step in range(10):
+        optimizer.zero_grad()
+        backward(params[1:], gradients(step, RANK))
+        rows = torch.nn.functional.embedding(torch.tensor([3]), params[0], sparse=True).sum()
+        (rows + params[0].sum() if step >= 4 and RANK == SIZE - 1 else rows).backward()
+        optimizer.step()
+    expected = torch.full((400, 6), -6.0 / SIZE)
+    expected[3] -= 10.0
+    assert optimizer._exchange._rows
+    torch.testing.assert_close(params[0].detach(), expected)
+
+
 def test_sparse_as_dense_travels_dense_and_comes_back_sparse():
     """As in Horovod."""
     table = torch.nn.Embedding(300, 4, sparse=True)
@@ -955,6 +1048,18 @@ def test_narrow_and_wide_types():
     optimizer.step()
     assert [p.dtype for p in params] == kinds
     assert all(torch.equal(p.detach().double(), torch.full((6, 6), -(SIZE + 1) / 2).double()) for p in params)
+
+
+@pytest.mark.parametrize("level", ["none", "fp16", "int8"])
+def test_float64_keeps_its_digits_and_its_range(level):
+    param = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    optimizer = plain([param], level)
+    wanted = torch.tensor([1 + 2.0**-52, 1e300], dtype=torch.float64)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (param * wanted).sum().backward()
+        optimizer.step()
+        assert torch.equal(param.grad, wanted)
 
 
 @pytest.mark.parametrize("level", ["none", "fp16", "lowrank:2", "int8"])
@@ -1462,6 +1567,21 @@ def test_dividing_beforehand_changes_no_mean(factor):
     for i, p in enumerate(params):
         mean = np.mean([gradients(0, rank)[i].astype(np.float64) for rank in range(SIZE)], axis=0)
         np.testing.assert_allclose(-p.detach().numpy(), mean, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("level", ["none", "int8"])
+def test_zero_grad_drops_the_passes_that_were_made(level):
+    """As at the end of an epoch whose batches are no multiple of them."""
+    params = parameters()
+    optimizer = plain(params, level, backward_passes_per_step=2)
+    for _ in range(2):
+        backward(params, gradients(7, RANK))
+        optimizer.zero_grad()
+        for _ in range(2):
+            backward(params, [np.full(shape, 0.5) for shape in SHAPES])
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(torch.equal(p.detach(), torch.full(p.shape, -2.0)) for p in params)
 
 
 @pytest.mark.ranks(2, 4)
