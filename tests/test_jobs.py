@@ -125,8 +125,6 @@ def test_a_job_that_asks_for_no_report_leaves_a_complete_log(script, tmp_path):
     records = read(log)
     assert records[-1]["kind"] == "end" and records[-1]["steps"] == 40
     assert sum(record["steps"] for record in records if record["kind"] == "window") >= 37
-    (cost,) = records[0]["levels"].values()
-    assert (cost["payload_bytes"], cost["last_bytes"]) == (4 * 420, 4 * 420), "one small group leaves last, with all"
     path = script(TRAIN, COMPRESSION="fp16", FAILS=False)
     code, output = run(mpirun(2, sys.executable, path), 90, HVDPLUS_RUN_LOG=str(log))
     assert code == 0, output

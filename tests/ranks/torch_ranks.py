@@ -742,6 +742,15 @@ def test_an_optimizer_that_is_dropped_is_gone_at_once(level):
 
 
 @pytest.mark.ranks(2, 4)
+def test_the_controller_knows_which_bytes_nothing_hides():
+    """The bucket that leaves last: at dense over Horovod, where nothing is joined, a much smaller one."""
+    dense, *others = plain(parameters([(200, 250)] * 6), "auto", settings={"bucket_bytes": 8 << 20}).hvdplus.costs
+    last = 200_000 if HOROVOD else 1_200_000
+    assert (dense.payload_bytes, dense.last_bytes) == (1_200_000, last)
+    assert all(cost.last_bytes == cost.payload_bytes for cost in others), "one bucket"
+
+
+@pytest.mark.ranks(2, 4)
 def test_synchronize_and_step_exchange_once():
     params = parameters()
     optimizer = plain(params, "lowrank:2")
