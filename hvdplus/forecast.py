@@ -19,7 +19,7 @@ from hvdplus.compression import NoCompression, Spec, parse
 from hvdplus.controller import Limits
 from hvdplus.costmodel import ALL_REDUCES, Collective, LevelCost, Link, Wire, fit_link, job_link, ring_wire
 from hvdplus.exchange import SLOT_FLOATS
-from hvdplus.runlog import Record
+from hvdplus.runlog import Record, check_not_empty, run_of
 
 DENSE = NoCompression().name
 MARGIN = Limits().margin
@@ -91,9 +91,8 @@ def what_the_run_showed(records: Sequence[Record]) -> Shown:
     Raises:
         ValueError: the log does not hold them; the message says what is missing, and how to get it.
     """
-    about = next((record for record in records if record["kind"] == "run"), {})
-    if not records:
-        raise ValueError("the log is empty; the job wrote nothing")
+    check_not_empty(records)
+    about = run_of(records)
     costs, ranks = _costs_as_tried(records), int(about.get("ranks") or 1)
     if ranks < 2:
         raise ValueError("the job ran on one rank, which shows nothing of a network: run it on two hosts or more")

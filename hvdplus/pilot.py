@@ -271,8 +271,8 @@ class Pilot:
         return {"level": self.ladder.names[self._level], "steps": steps, **figures}
 
     def _finish_at_exit(self) -> None:
-        """A script that asks for no report has a complete log all the same; one that failed by
-        an exception has none to complete."""
+        """A script that asks for no report has a complete log all the same; one that failed by an
+        exception has none to complete."""
         if not self._finished and not hasattr(sys, "last_value"):
             self.finish()
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from hvdplus.controller import Controller, Decision, Limits, Observation
 from hvdplus.costmodel import LevelCost
 from hvdplus.meter import StepTimes
-from hvdplus.runlog import Record
+from hvdplus.runlog import Record, check_not_empty, run_of
 
 
 class Replayed(NamedTuple):
@@ -29,9 +29,8 @@ def replay(records: Sequence[Record], **limits: float) -> tuple[tuple[str, ...],
     Raises:
         ValueError: the log does not hold what a replay needs.
     """
-    run = next((record for record in records if record["kind"] == "run"), {})
-    if not records:
-        raise ValueError("the log is empty; the job wrote nothing")
+    check_not_empty(records)
+    run = run_of(records)
     if not run.get("limits"):
         raise ValueError("only the log of a run at compression auto, by this version of hvdplus, can be replayed")
     if not any(record["kind"] == "trace" for record in records):

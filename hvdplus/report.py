@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvdplus.controller import Limits
 from hvdplus.pilot import DRAINING, WARMING, Pilot
-from hvdplus.runlog import Record
+from hvdplus.runlog import Record, run_of
 from hvdplus.transport import World
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Span(NamedTuple):
 
 def stretches(records: Sequence[Record]) -> list[Span]:
     """One span for each stretch of consecutive windows at the same level."""
-    run_record = _run(records)
+    run_record = run_of(records)
     return [_span(list(group), run_record) for _, group in groupby(_windows(records), key=_level)]
 
 
@@ -172,11 +172,6 @@ def _level(window: Record) -> str:
     return str(window["level"])
 
 
-def _run(records: Iterable[Record]) -> Record:
-    """The record of the run; empty if the log has none."""
-    return next((record for record in records if record["kind"] == "run"), {})
-
-
 def _windows(records: Iterable[Record]) -> list[Record]:
     return [record for record in records if record["kind"] == "window"]
 
@@ -187,7 +182,7 @@ def _decisions(records: Iterable[Record]) -> list[Record]:
 
 def _passed_over(records: Sequence[Record]) -> list[str]:
     """Levels that ``auto`` never runs, since they send no less than one below them."""
-    run_record = _run(records)
+    run_record = run_of(records)
     if run_record.get("compression") != "auto":
         return []
     # Buckets may have been cut anew since the run began.
@@ -204,7 +199,7 @@ def _passed_over(records: Sequence[Record]) -> list[str]:
 
 def _refused(records: Sequence[Record]) -> dict[str, str]:
     """Levels that may not run any more -> why. One that is forbidden takes those above it along."""
-    ladder, refused = list(_run(records).get("ladder") or []), dict[str, str]()
+    ladder, refused = list(run_of(records).get("ladder") or []), dict[str, str]()
     for record in records:
         reason = str(record.get("reason")).partition(";")[0]
         if record["kind"] == "forbid":
@@ -223,7 +218,7 @@ def _refused(records: Sequence[Record]) -> dict[str, str]:
 
 def closing(records: Sequence[Record]) -> str:
     """One sentence: what hvdplus did for this run, as far as the records show it."""
-    run_record, windows = _run(records), _windows(records)
+    run_record, windows = run_of(records), _windows(records)
     by_level: dict[str, list[Record]] = {}
     for window in windows:
         by_level.setdefault(_level(window), []).append(window)
@@ -420,7 +415,7 @@ def table(records: Sequence[Record]) -> str:
         block
         for block in (
             _facts(records),
-            _rows(stretches(records), _number(_run(records).get("gradient_bytes"))),
+            _rows(stretches(records), _number(run_of(records).get("gradient_bytes"))),
             _decision_list(records),
             _fill(_end(records), "") + "\n" + _fill(closing(records), ""),
         )
@@ -429,7 +424,7 @@ def table(records: Sequence[Record]) -> str:
 
 
 def _facts(records: Sequence[Record]) -> str:
-    run_record = _run(records)
+    run_record = run_of(records)
     if not run_record:
         return "hvdplus run: the log has no record of who ran."
     hosts = run_record.get("hosts") or {}
@@ -494,7 +489,7 @@ def _rows(spans: Sequence[Span], gradient_bytes: float) -> str:
 
 def _decision_list(records: Sequence[Record]) -> str:
     decisions = _decisions(records)
-    memory = (_run(records).get("limits") or {}).get("memory_steps")
+    memory = (run_of(records).get("limits") or {}).get("memory_steps")
     rests_on = (
         f", and what each rests on: lower quartiles of pairs of a level's latest steps, {memory} at most"
         if memory
@@ -534,7 +529,7 @@ def picture(records: Sequence[Record], path: str | os.PathLike[str]) -> Path:
         ValueError: there is no window to draw.
         OSError: the file cannot be written.
     """
-    windows, run_record = _windows(records), _run(records)
+    windows, run_record = _windows(records), run_of(records)
     if not windows:
         raise ValueError("the log holds no window of steps yet")
     try:

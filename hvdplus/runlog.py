@@ -23,7 +23,7 @@ import math
 import os
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -124,6 +124,17 @@ def read(path: str | os.PathLike[str]) -> list[Record]:
             start = line[:60].decode(errors="replace")
             raise ValueError(f"{path}, line {number}: expected {error}. Received: {start!r}") from None
     return records
+
+
+def check_not_empty(records: Sequence[Record]) -> None:
+    """Raises ValueError where there is no record at all."""
+    if not records:
+        raise ValueError("the log is empty; the job wrote nothing")
+
+
+def run_of(records: Iterable[Record]) -> Record:
+    """The record of the run; empty if the log has none."""
+    return next((record for record in records if record["kind"] == "run"), {})
 
 
 def _record(line: bytes) -> Record:
