@@ -91,7 +91,7 @@ def tensorflow_step(level: str, size: int, device: str) -> tuple[Callable[[], No
         now = ctx._replace(state=arrays)
         left, sound = sent, sent
         if compressor.keeps_residual:
-            payload, left, sound = compressor.send(ops, now, sent, residual)
+            payload, left, sound, _ = compressor.send(ops, now, sent, residual)
         else:
             payload = compressor.encode(ops, now, sent)
             sound = compressor.sound(ops, sent, payload)

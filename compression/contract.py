@@ -16,6 +16,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from hvdplus.compression.ops import Array, Ops, Piece
 
 
@@ -73,6 +75,8 @@ class Sent(NamedTuple):
     """what the payload does not carry"""
     sound: Array
     """whether all was finite, see ``Compressor.sound``"""
+    overflow: Array
+    """whether the residual would need many steps to pay out what is left, see ``Compressor.overflows``"""
 
 
 class Compressor(ABC):
@@ -183,7 +187,13 @@ class Compressor(ABC):
         """
         payload = self.encode(ops, ctx, grad, residual)
         sound = self.sound(ops, grad, payload)
-        return Sent(payload, self.remain(ops, ctx, grad, payload), sound)
+        overflow = self.overflows(ops, ctx, grad, payload)
+        return Sent(payload, self.remain(ops, ctx, grad, payload), sound, overflow)
+
+    def overflows(self, ops: Ops, ctx: Context, grad: Array, payload: Array) -> Array:
+        """Whether values of this rank lie so far beyond the level's scale that the residual would need many steps to
+        pay them out, as a 0-d boolean. If it is so on any rank, all ranks send what is left in full width."""
+        return ops.from_numpy(np.zeros(1, np.float32))[0] > 0
 
     def warm(self, ops: Ops, ctx: Context, total: Array) -> Context:
         """A better first context, from a dense step's ``total``: the bucket's gradients, summed over ranks."""

@@ -133,7 +133,8 @@ class Integer(Piecewise):
         """While values are in hand, what is left of them is too."""
         body, tail = self._pack(ops, ctx, grad, leave=True)
         payload = self._payload(ops, ctx, body, tail)
-        return Sent(payload, ops.concat([body.left, tail.left]), self.sound(ops, grad, payload))
+        left = ops.concat([body.left, tail.left])
+        return Sent(payload, left, self.sound(ops, grad, payload), self.overflows(ops, ctx, grad, payload))
 
     def _pack(self, ops: Ops, ctx: Context, grad: Array, leave: bool) -> tuple[Packing, Packing]:
         spec, state = ctx.spec, self._state(ctx)

@@ -96,7 +96,7 @@ def _seconds(
         for spec, grad, residual, state in zip(specs, grads, residuals, states, strict=True):
             ctx = Context(spec, 0, tuple(state))
             if compressor.keeps_residual:
-                payload, left, finite = compressor.send(ops, ctx, grad, residual)
+                payload, left, finite, _ = compressor.send(ops, ctx, grad, residual)
                 results.append(left)
             else:
                 payload = compressor.encode(ops, ctx, grad)

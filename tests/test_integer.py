@@ -242,7 +242,7 @@ def test_a_quiet_rank_does_not_have_the_others_clipped(level: str, ratio: float)
             grad = (scale * (mean + 0.3 * rng.standard_normal(spec.size))).astype(np.float32)
             put_in += grad
             if compressor.keeps_residual:
-                payload, residuals[rank], _ = compressor.send(ops, ctx, grad + residuals[rank], residuals[rank])
+                payload, residuals[rank], *_ = compressor.send(ops, ctx, grad + residuals[rank], residuals[rank])
             else:
                 payload = compressor.encode(ops, ctx, grad)
             payloads.append(payload)

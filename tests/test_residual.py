@@ -139,7 +139,7 @@ class Job:
                 joined = join(self.ops.from_numpy(grads[rank][number]), residual, plan.release)
                 sent.append(self._wide(joined))
                 if compressor.keeps_residual:
-                    payload, residual, whole = compressor.send(self.ops, ctx, joined, residual)  # may overwrite joined
+                    payload, residual, whole, _ = compressor.send(self.ops, ctx, joined, residual)  # may overwrite joined
                     sound[rank] &= bool(whole)
                 else:
                     payload = compressor.encode(self.ops, ctx, joined)

@@ -420,7 +420,7 @@ class TensorFlowExchange:
             sent = flat if residual is None else join(flat, residual, release)
             left, sane = tf.zeros(0), yes
             if compressor.keeps_residual:
-                payload, left, sane = compressor.send(self.ops, ctx, sent, residual)
+                payload, left, sane, _ = compressor.send(self.ops, ctx, sent, residual)
             else:
                 payload = compressor.encode(self.ops, ctx, sent)
                 if settles and not compressor.narrow:

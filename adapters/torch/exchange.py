@@ -724,7 +724,7 @@ class TorchExchange:
         """The payload. All that is read of what is sent is read here: its sum may be made in place."""
         compressor, ctx = self._compressor(lane), self._context(lane)
         if compressor.keeps_residual:
-            payload, lane.pending, lane.sound = compressor.send(self.ops, ctx, lane.flat, lane.residual)
+            payload, lane.pending, lane.sound, _ = compressor.send(self.ops, ctx, lane.flat, lane.residual)
             return payload
         payload = compressor.encode(self.ops, ctx, lane.flat)
         if self._ladder.settles(self.plan) and lane.bucket.dtype != DENSE_ONLY and not compressor.narrow:

@@ -35,7 +35,7 @@ class Reference:
                 residual = self.residuals[rank][number]
                 sent = join(flat, residual, release)
                 if compressor.keeps_residual:
-                    payload, left, _ = compressor.send(self.ops, ctx, sent, residual)
+                    payload, left, *_ = compressor.send(self.ops, ctx, sent, residual)
                 else:
                     payload, left = compressor.encode(self.ops, ctx, sent), unreleased(residual, release)
                 self.residuals[rank][number] = left
