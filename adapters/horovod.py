@@ -22,6 +22,7 @@ class Horovod:
     """What both bindings share. ``binding`` is ``horovod.torch`` or ``horovod.tensorflow``."""
 
     negotiates = True
+    summable = ("float16", "float32", "float64")
 
     def __init__(self, binding: ModuleType, *arguments: Any, **keywords: Any) -> None:
         """Starts Horovod; the arguments are those of ``horovod.init``."""

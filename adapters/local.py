@@ -12,6 +12,7 @@ class Local:
 
     name = "local"
     negotiates = False
+    summable = ("float16", "bfloat16", "float32", "float64")
     rank = 0
     size = 1
     local_rank = 0

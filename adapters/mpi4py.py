@@ -32,6 +32,7 @@ class Mpi4py:
 
     name = "mpi4py"
     negotiates = False
+    summable = ("float16", "float32", "float64")
 
     def __init__(self) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:

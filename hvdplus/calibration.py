@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdplus.buckets import DENSE_ONLY, Bucket
+from hvdplus.exchange.bucket import DENSE_ONLY, Bucket
 from hvdplus.compression import Array, Compressor, Context, NoCompression, Ops, Spec
 from hvdplus.transport import Transport
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from hvdplus.buckets import Bucket, bytes_per_step
+from hvdplus.exchange.bucket import Bucket, bytes_per_step
 from hvdplus.compression import Compressor
 
 
@@ -30,11 +30,19 @@ class LevelCost(NamedTuple):
 
 
 def level_costs(
-    buckets: Sequence[Bucket], compressors: Sequence[Compressor], codec: Sequence[float]
+    buckets: Sequence[Bucket],
+    compressors: Sequence[Compressor],
+    codec: Sequence[float],
+    summable: Sequence[str] = (),
 ) -> tuple[LevelCost, ...]:
-    """Costs of every level. ``codec``: seconds a step, one a compressor."""
+    """Costs of every level. ``codec``: seconds a step, one a compressor. ``summable``: see ``bytes_per_step``."""
     return tuple(
-        LevelCost(bytes_per_step(buckets, compressor), bytes_per_step(buckets[-1:], compressor), len(buckets), seconds)
+        LevelCost(
+            bytes_per_step(buckets, compressor, summable),
+            bytes_per_step(buckets[-1:], compressor, summable),
+            len(buckets),
+            seconds,
+        )
         for compressor, seconds in zip(compressors, codec, strict=True)
     )
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from hvdplus.compression import NoCompression, Spec, parse
 from hvdplus.controller import Limits
 from hvdplus.costmodel import ALL_REDUCES, Collective, LevelCost, Link, Wire, fit_link, job_link, ring_wire
-from hvdplus.exchange import SLOT_FLOATS
+from hvdplus.exchange.metadata import Slot
 from hvdplus.runlog import Record, check_not_empty, run_of
 
 DENSE = NoCompression().name
@@ -208,7 +208,7 @@ def costs_on(shown: Shown, ranks: int) -> tuple[dict[str, LevelCost], dict[str, 
     Most payloads are as large on any number of ranks. Lanes that have to hold sums of signs widen with it: by how much,
     one matrix as large as the model tells. The side tensor has a slot for every rank.
     """
-    more_slots = 4 * SLOT_FLOATS * max(0, ranks - shown.ranks)
+    more_slots = 4 * len(Slot._fields) * max(0, ranks - shown.ranks)
     costs, reasons = {}, {}
     for name, cost in shown.costs.items():
         try:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdplus.compression import Compressor, HorovodCompressor, Ops, Spec, known, parse
-from hvdplus.exchange import Ladder
+from hvdplus.exchange.plan import Ladder
 from hvdplus.runlog import RunLog
 from hvdplus.settings import SETTINGS, Settings
 from hvdplus.transport import World
@@ -137,7 +137,7 @@ def join(
     check_same_settings(settings, ladder, world, auto=auto, **agreed)
     log = open_log(settings, world, instance, times)
     exchange = make(world.transport, settings, ladder=ladder, auto=auto, log=log, prefix=f"hvdplus{instance}")
-    exchange.pilot.describe_run(world, framework, sum(map(math.prod, shapes)))
+    exchange.coordinator.describe_run(world, framework, sum(map(math.prod, shapes)), exchange.gradient_bytes)
     return exchange
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvdplus.controller import Limits
-from hvdplus.pilot import DRAINING, WARMING, Pilot
+from hvdplus.exchange.coordinator import DRAINING, WARMING, Coordinator
 from hvdplus.runlog import Record, run_of
 from hvdplus.transport import World
 
@@ -55,22 +55,22 @@ INK = "#333333"
 LOSS_COLOUR = "#009e73"
 
 
-def close(pilot: Pilot, world: World, png: str | os.PathLike[str] | None, facts: dict[str, Any]) -> dict[str, Any]:
+def close(coordinator: Coordinator, world: World, png: str | os.PathLike[str] | None, facts: dict[str, Any]) -> dict[str, Any]:
     """End a run: close its log with ``facts``, and on rank 0 print the table and draw the picture to ``png``.
 
     A picture that cannot be drawn is no reason to lose a run: it says so and goes on. Returns what the run came to.
     """
-    summary = pilot.finish(**facts)
+    summary = coordinator.finish(**facts)
     if world.transport.rank == 0:
-        print(f"\n{table(pilot.log.records)}", flush=True)
-        if pilot.log.path:
-            print(f"\nRun log: {pilot.log.path}", flush=True)
+        print(f"\n{table(coordinator.log.records)}", flush=True)
+        if coordinator.log.path:
+            print(f"\nRun log: {coordinator.log.path}", flush=True)
         if png:
             try:
-                print(f"Picture: {picture(pilot.log.records, png).absolute()}", flush=True)
+                print(f"Picture: {picture(coordinator.log.records, png).absolute()}", flush=True)
             except (ImportError, OSError, ValueError) as error:
                 print(f"hvdplus: no picture: {error}", file=sys.stderr, flush=True)
-    pilot.log.close()
+    coordinator.log.close()
     return {**summary, "ranks": world.transport.size, "transport": world.transport.name}
 
 

@@ -105,6 +105,9 @@ class Settings:
         1.0, _above_zero, "largest smoothed ||residual|| / ||gradient|| at which auto keeps a level"
     )
     bucket_bytes: int = _setting(8 << 20, _at_least(4), "size of the buckets that gradients are exchanged in, in bytes")
+    weights_check_steps: int = _setting(
+        100, _at_least(0), "steps between two checks that all ranks hold the same weights (also after the first); 0: none"
+    )
     window_steps: int = _setting(10, _at_least(1), "steps summed up in one line of the run log")
     run_log: str = _setting("", _text, "file for the run log (JSON lines, written by rank 0); empty: none")
     seed: int = _setting(0, _at_least(0), "seed of the compressors' randomness, the same on all ranks")

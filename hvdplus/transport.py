@@ -29,6 +29,8 @@ class Transport(Protocol):
     local_rank: int
     """Rank among those on the same host."""
     local_size: int
+    summable: Sequence[str]
+    """Types of arrays that it can add up, such as ``float16``."""
     negotiates: bool
     """Whether ranks may start sums in any order, and small ones that are ready together are made as one."""
 

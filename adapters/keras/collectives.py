@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdplus import saved
+from hvdplus.exchange import checkpoint
 from hvdplus.launch import Compression
 from hvdplus.transport import TransportError, World
 
@@ -103,8 +103,8 @@ def saved_state(path: Any) -> dict[str, Any] | None:
     if not zipfile.is_zipfile(path):
         return None
     with zipfile.ZipFile(path) as archive:
-        names = [name for name in archive.namelist() if name.rsplit("/", 1)[-1] == saved.FILE]
-        return saved.read(io.BytesIO(archive.read(names[0]))) if names else None
+        names = [name for name in archive.namelist() if name.rsplit("/", 1)[-1] == checkpoint.FILE]
+        return checkpoint.read(io.BytesIO(archive.read(names[0]))) if names else None
 
 
 class Essentials:

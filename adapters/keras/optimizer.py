@@ -17,7 +17,7 @@ from typing import Any
 
 import keras
 
-from hvdplus import saved
+from hvdplus.exchange import checkpoint
 from hvdplus.launch import check_types, choose_ladder, join, next_instance
 from hvdplus.settings import Settings
 from hvdplus.transport import World
@@ -127,8 +127,8 @@ class _Setup:
         self._enter(world)
         if before is not None:
             before.abandon()
-            before.pilot.finish()
-            self.state = None if before.idle else {**before.state(), "rank": saved.OWN}
+            before.coordinator.finish()
+            self.state = None if before.idle else {**before.state(), "rank": checkpoint.KEEP_LOCAL}
             before.close()
             self.times_joined += 1
             self.connect(optimizer)
@@ -181,7 +181,7 @@ class _Setup:
             mine = self.world.transport.rank == loaded[0]
             theirs = gather(self.state if mine else None)[loaded[0]]
             if self.state is None:
-                self.state = {**theirs, "rank": saved.ANOTHERS} if theirs["rank"] == saved.OWN else theirs
+                self.state = {**theirs, "rank": checkpoint.FROM_OTHER} if theirs["rank"] == checkpoint.KEEP_LOCAL else theirs
         try:
             same, wrong = self.exchange.load(self.state), ""
         except ValueError as error:
@@ -190,7 +190,7 @@ class _Setup:
         for rank, (_, theirs) in enumerate(told):
             if theirs:
                 raise ValueError(f"Rank {rank} cannot load its checkpoint: {theirs}")
-        saved.check_same([theirs for theirs, _ in told])
+        checkpoint.check_same([theirs for theirs, _ in told])
         self.state = None
 
 
@@ -248,14 +248,14 @@ class Distributed:
         """Called by Keras when a model is saved in its ``.keras`` format: what compressors and the controller have
         learned, and what this rank has held back. Keras by itself passes over it, ``hvd.load_model`` reads it."""
         if self._hvdplus.exchange is not None:
-            saved.write(self._hvdplus.exchange.state(), folder)
+            checkpoint.write(self._hvdplus.exchange.state(), folder)
 
     @property
     def hvdplus(self) -> Any:
-        """The pilot: present plan, level names, measured times, run log."""
+        """The coordinator: present plan, level names, measured times, run log."""
         if self._hvdplus.exchange is None:
             raise RuntimeError("The optimizer has not been built yet: train first, or call optimizer.build(variables).")
-        return self._hvdplus.exchange.pilot
+        return self._hvdplus.exchange.coordinator
 
     def _variables_of(self, grads: Sequence[Any], variables: Any) -> list[Any] | None:
         """The variables of these gradients, for which the optimizer is built by now; None: Keras will not take them."""

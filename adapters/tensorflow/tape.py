@@ -127,4 +127,4 @@ class _Distributed:
         """The pilot of the sources used last: present plan, level names, measured times, run log."""
         if not _exchanges:
             raise RuntimeError("No gradient has been computed yet.")
-        return list(_exchanges.values())[-1][1].pilot
+        return list(_exchanges.values())[-1][1].coordinator

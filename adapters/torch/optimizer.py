@@ -19,7 +19,7 @@ from hvdplus.adapters.torch.exchange import TorchExchange
 from hvdplus.adapters.torch.ops import TorchOps
 from hvdplus.adapters.torch.tensors import type_name
 from hvdplus.launch import FLOATS, NO_JOIN, check_same_model, check_types, choose_ladder, join, next_instance
-from hvdplus.saved import OWN
+from hvdplus.exchange.checkpoint import KEEP_LOCAL
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 
@@ -109,7 +109,7 @@ def rejoin(world: World) -> None:
 
 def refuse_join() -> None:
     """Raise RuntimeError if an optimizer needs all ranks in every step."""
-    if any(not o._exchange.idle and o._exchange.pilot.ladder.names != ("none",) for o in _alive.values()):
+    if any(not o._exchange.idle and o._exchange.coordinator.ladder.names != ("none",) for o in _alive.values()):
         raise RuntimeError(NO_JOIN)
 
 
@@ -257,13 +257,13 @@ class Distributed(torch.optim.Optimizer):
         """Go on in ``world``, which has other ranks, with what this rank has held back. See ``rejoin``."""
         before = self._exchange
         before.close()
-        before.pilot.finish()
+        before.coordinator.finish()
         self._times_joined += 1
         self._exchange, self._world = self._join(world, before.parameters, self._times_joined), world
         self._exchange.passes = before.passes
         self._abandon()
         if not before.idle:
-            self._exchange.load({**before.state(), "rank": OWN})
+            self._exchange.load({**before.state(), "rank": KEEP_LOCAL})
 
     def consolidate_state_dict(self) -> None:
         """Let the ``state_dict`` of any rank be everybody's, until the next step; every rank has to call it.
@@ -285,8 +285,8 @@ class Distributed(torch.optim.Optimizer):
 
     @property
     def hvdplus(self) -> Any:
-        """The pilot: present plan, level names, measured times, run log."""
-        return self._exchange.pilot
+        """The coordinator: present plan, level names, measured times, run log."""
+        return self._exchange.coordinator
 
     def _finish(self) -> None:
         if not self._exchange.idle:

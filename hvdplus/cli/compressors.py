@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Container, Iterator, Sequence
 from itertools import zip_longest
 
-from hvdplus.buckets import Bucket, bytes_per_step, make_buckets
+from hvdplus.exchange.bucket import Bucket, bytes_per_step, make_buckets
 from hvdplus.compression import TABLE, Compressor, NoCompression, known, parse
 from hvdplus.compression.registry import ENTRY_POINTS
 from hvdplus.report import count

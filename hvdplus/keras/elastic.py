@@ -18,7 +18,7 @@ import hvdplus.keras as front
 from hvdplus.adapters.connect import INSTALL_HOROVOD
 from hvdplus.adapters.keras import collectives
 from hvdplus.adapters.keras.optimizer import Distributed, rejoin
-from hvdplus.saved import OWN
+from hvdplus.exchange.checkpoint import KEEP_LOCAL
 from hvdplus.transport import NeedsHorovod
 
 if not front.with_horovod():
@@ -102,7 +102,7 @@ class KerasState(ObjectState):
         exchange = self._exchange
         if exchange is not None and not exchange.idle:
             mine = exchange.state()
-            exchange.load({**self._from_rank_0(mine), "residuals": mine["residuals"], "rank": OWN})
+            exchange.load({**self._from_rank_0(mine), "residuals": mine["residuals"], "rank": KEEP_LOCAL})
         self._save()
         super().sync()
 
@@ -121,7 +121,7 @@ class KerasState(ObjectState):
     def _save(self) -> None:
         self._values = [np.array(variable) for variable in self._variables()]
         exchange = self._exchange
-        self._exchanged = None if exchange is None or exchange.idle else {**exchange.state(), "rank": OWN}
+        self._exchanged = None if exchange is None or exchange.idle else {**exchange.state(), "rank": KEEP_LOCAL}
 
     @staticmethod
     def _from_rank_0(value: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import hvdplus.torch as front
 from hvdplus.adapters.connect import INSTALL_HOROVOD
 from hvdplus.adapters.torch.optimizer import STATE_KEY, Distributed, rejoin
-from hvdplus.saved import OWN
+from hvdplus.exchange.checkpoint import KEEP_LOCAL
 from hvdplus.transport import NeedsHorovod
 
 if not front._with_horovod():
@@ -62,7 +62,7 @@ class _OptimizerState(_states.OptimizerStateHandler):  # type: ignore[misc]
 def _own(state: dict[str, Any]) -> dict[str, Any]:
     """The state as one that stays on its rank, whatever number that has by then."""
     if STATE_KEY in state:
-        state[STATE_KEY]["rank"] = OWN
+        state[STATE_KEY]["rank"] = KEEP_LOCAL
     return state
 
 

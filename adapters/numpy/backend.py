@@ -1,0 +1,223 @@
+"""The engine's backend in NumPy, in the plainest words there are: the reference for every framework.
+
+    exchange = NumpyExchange(shapes, transport, level="lowrank:4")
+    means = exchange.reduce(gradients)          # arrays, ``Rows`` for sparse ones, or None
+    exchange.commit()                           # the optimizer has taken the step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdplus.adapters.numpy.ops import NumpyOps
+from hvdplus.compression import Array
+from hvdplus.exchange.bucket import Bucket
+from hvdplus.exchange.eager import EagerExchange
+from hvdplus.exchange.plan import Ladder
+from hvdplus.exchange.step import finish, gradient_ready
+from hvdplus.runlog import RunLog
+from hvdplus.settings import Settings
+
+
+class Rows(NamedTuple):
+    """A sparse gradient: rows of a matrix that are not zero."""
+
+    rows: np.ndarray
+    """int64 (k,); a row may come twice, then both are added."""
+    values: np.ndarray
+    """(k, ...)"""
+
+
+class NumpyBackend:
+    """See ``hvdplus.exchange.backend.Backend``."""
+
+    framework = "numpy"
+    on_host = True
+
+    def __init__(
+        self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str] | None = None, weights: Sequence[np.ndarray] = ()
+    ) -> None:
+        """``weights``: the parameters themselves, if their equality on all ranks is to be checked."""
+        self.ops = NumpyOps()
+        self.shapes = [tuple(shape) for shape in shapes]
+        self.dtypes = list(dtypes or ["float32"] * len(self.shapes))
+        self.names = [f"parameter {i}" for i in range(len(self.shapes))]
+        self.weights = list(weights)
+        self.gradients: list[Any] = [None] * len(self.shapes)
+        self.means: list[Any] = [None] * len(self.shapes)
+
+    def gradient(self, i: int) -> Any:
+        return self.gradients[i]
+
+    def is_sparse(self, i: int) -> bool:
+        return isinstance(self.gradients[i], Rows)
+
+    def may_share_rows(self, i: int) -> bool:
+        return len(self.shapes[i]) > 1
+
+    def empty(self, count: int, dtype: str) -> Array:
+        return np.empty(count, dtype)
+
+    def zeros(self, count: int, dtype: str = "float32") -> Array:
+        return np.zeros(count, dtype)
+
+    def fill(self, i: int, target: Array, residual: Array | None, fraction: float, divisor: float) -> None:
+        target[:] = self._flat(i).astype(target.dtype) / target.dtype.type(divisor)
+        if residual is not None:
+            target += residual * target.dtype.type(fraction)
+
+    def parts(self, bucket: Bucket) -> list[Array]:
+        return [self._flat(i) for i in bucket.parameters]
+
+    def join(self, parts: Sequence[Array], out: Array, divisor: float) -> None:
+        out[:] = np.concatenate(parts) / out.dtype.type(divisor)
+
+    def summable(self, bucket: Bucket, dtype: str) -> list[Array]:
+        return [self._flat(i).astype(dtype).reshape(self.shapes[i]) for i in bucket.parameters]
+
+    def norm(self, array: Array) -> Array:
+        return np.linalg.norm(np.ravel(array).astype(np.float64))
+
+    def gradient_norm(self, i: int) -> Array:
+        return self.norm(self._flat(i))
+
+    def norm_of_all(self, norms: Sequence[Array]) -> float:
+        return float(np.linalg.norm(norms)) if norms else 0.0
+
+    def rows(self, i: int) -> tuple[Array, Array]:
+        table = self._flat(i).reshape(self.shapes[i][0], -1)
+        grad = self.gradients[i]
+        used = np.unique(grad.rows) if isinstance(grad, Rows) else np.flatnonzero((table != 0).any(axis=1))
+        return used, table[used]
+
+    def mask(self, rows: Array, height: int) -> Array:
+        mask = np.zeros(height, np.float32)
+        mask[rows] = 1.0
+        return mask
+
+    def rows_in_use(self, counts: Array) -> Array:
+        return np.flatnonzero(counts > 0)
+
+    def place(self, union: Array, rows: Array, values: Array, length: int, dtype: str) -> Array:
+        placed = np.zeros((length, values.shape[1]), dtype)
+        placed[np.searchsorted(union, rows)] = values
+        return placed.reshape(-1)
+
+    def spread(self, union: Array, values: Array, height: int) -> Array:
+        whole = np.zeros((height, values.size // max(1, len(union))), values.dtype)
+        whole[union] = values.reshape(len(union), -1)
+        return whole.reshape(-1)
+
+    def deliver(self, i: int, mean: Array, *, adopt: bool, sparse: bool) -> None:
+        whole = np.array(mean, self.dtypes[i]).reshape(self.shapes[i])
+        if sparse:
+            used = np.flatnonzero((whole.reshape(len(whole), -1) != 0).any(axis=1))
+            self.means[i] = Rows(used, whole[used])
+        else:
+            self.means[i] = whole
+
+    def deliver_rows(self, i: int, union: Array, values: Array) -> None:
+        shape = (len(union), *self.shapes[i][1:])
+        self.means[i] = Rows(union, values.astype(self.dtypes[i]).reshape(shape))
+
+    def deliver_summed(self, i: int, mean: Array, *, sparse: bool) -> None:
+        self.deliver(i, mean, adopt=True, sparse=sparse)
+
+    def all_true(self, flags: Sequence[Array]) -> bool:
+        return all(bool(flag) for flag in flags)
+
+    def any_true(self, flags: Sequence[Array]) -> bool:
+        return any(bool(flag) for flag in flags)
+
+    def clone(self, array: Array) -> Array:
+        return np.array(array)
+
+    def filled_like(self, array: Array, value: float) -> Array:
+        return np.full_like(array, value)
+
+    def restore(self, values: Any) -> Array:
+        return np.array(values)
+
+    def metadata_array(self, values: np.ndarray) -> Array:
+        return values
+
+    def to_host(self, array: Array) -> np.ndarray:
+        return np.asarray(array)
+
+    def shares_memory(self, one: Array, other: Array) -> bool:
+        return one is not None and other is not None and np.may_share_memory(one, other)
+
+    def wait_for_device(self) -> None:
+        pass
+
+    def checksums(self) -> list[int]:
+        return [int(np.frombuffer(weight.tobytes(), np.uint8).astype(np.int64) @ _places(weight.nbytes)) for weight in self.weights]
+
+    def _flat(self, i: int) -> np.ndarray:
+        """The gradient, dense and 1-D, in its own type; zeros if there is none."""
+        grad = self.gradients[i]
+        if isinstance(grad, Rows):
+            whole = np.zeros(self.shapes[i], self.dtypes[i])
+            np.add.at(whole, grad.rows, grad.values)
+            grad = whole
+        elif grad is None:
+            grad = np.zeros(self.shapes[i], self.dtypes[i])
+        return np.asarray(grad, self.dtypes[i]).reshape(-1)
+
+
+def _places(count: int) -> np.ndarray:
+    return np.arange(1, count + 1, dtype=np.int64)
+
+
+class NumpyExchange(EagerExchange):
+    """The reference exchange: one call a step."""
+
+    backend: NumpyBackend
+
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        transport: Any,
+        level: str | Sequence[str] = "none",
+        *,
+        auto: bool = False,
+        dtypes: Sequence[str] | None = None,
+        weights: Sequence[np.ndarray] = (),
+        average: bool = True,
+        sparse_as_dense: bool = False,
+        log: RunLog | None = None,
+        **settings: Any,
+    ) -> None:
+        """``level``: a level, or all levels of a ladder, of which the last runs unless ``auto`` chooses."""
+        ladder = Ladder([level] if isinstance(level, str) else level)
+        if isinstance(level, str) and ladder.compressors[0].warms:
+            ladder = Ladder(["none", level])
+        super().__init__(
+            NumpyBackend(shapes, dtypes, weights),
+            transport,
+            Settings.load(settings, environ={}),
+            ladder=ladder,
+            auto=auto,
+            log=log or RunLog(None),
+            prefix="numpy",
+            average=average,
+            sparse_as_dense=sparse_as_dense,
+        )
+
+    def reduce(self, gradients: Sequence[Any], learning_rate: float = 0.0, order: Sequence[int] | None = None) -> list[Any]:
+        """Mean gradients over all ranks; None where no rank has one.
+
+        Args:
+            gradients: one a parameter: an array, ``Rows``, or None.
+            order: in which gradients become ready, as in a backward pass; None: all at its end.
+        """
+        self.backend.gradients, self.backend.means = list(gradients), [None] * len(gradients)
+        for i in order or ():
+            gradient_ready(self, i)
+        finish(self, learning_rate)
+        if self.idle:
+            return list(gradients)
+        return self.backend.means

@@ -1,0 +1,212 @@
+"""Which gradients travel together, and what a rank holds for each bucket from step to step.
+
+A bucket is a flat vector of some parameters' gradients, end to end, all of one type. Buckets are filled from the last
+parameter to the first, the order in which a backward pass delivers, so that the first is on its way while the pass goes
+on. Within a bucket those stand last that no compressor may touch: vectors, norms and tiny tensors, in which there is
+little to save and much to spoil. A parameter whose gradients come sparse has a bucket of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from hvdplus.compression import Array, Compressor, Context, NoCompression, Ops, Spec
+
+DENSE_ONLY = "float64"
+"""Buckets of this type are never compressed; everything narrower is compressed as float32."""
+NARROW = ("float16", "bfloat16")
+"""Types of half the width of float32."""
+TINY = 256
+"""Tensors of fewer elements are never compressed."""
+
+
+class Bucket(NamedTuple):
+    """Parameters that travel together; the same on every rank."""
+
+    number: int
+    parameters: tuple[int, ...]
+    """Positions in the model's list of parameters, in the order in which they stand in the bucket."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Their shapes, in the same order."""
+    dtype: str
+    """The gradients' own type: ``float16``, ``bfloat16``, ``float32`` or ``float64``."""
+    spec: Spec
+    """What a compressor sees of it."""
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each parameter begins in the flat vector, and the end of the last."""
+        return tuple(accumulate(map(math.prod, self.shapes), initial=0))
+
+    @property
+    def compressible(self) -> bool:
+        """Whether levels apply to it at all."""
+        return self.dtype != DENSE_ONLY
+
+
+def wide(dtype: str) -> str:
+    """The type in which gradients of ``dtype`` are compressed: float32, but float64 stays."""
+    return DENSE_ONLY if dtype == DENSE_ONLY else "float32"
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element."""
+    return 8 if dtype == DENSE_ONLY else 2 if dtype in NARROW else 4
+
+
+def make_buckets(
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[str],
+    *,
+    bucket_bytes: int,
+    ranks: int,
+    seed: int,
+    tapering: bool = False,
+    apart: Sequence[int] = (),
+) -> tuple[Bucket, ...]:
+    """Cut the parameters (given first to last) into buckets of at most ``bucket_bytes``.
+
+    A larger parameter has a bucket of its own. All depends on the arguments alone, so every rank cuts alike.
+
+    Args:
+        tapering: towards the end buckets get smaller and smaller, as nothing is left to hide the last one behind.
+        apart: parameters that have a bucket each, behind all others.
+    """
+    sizes = [math.prod(shape) * itemsize(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    left = sum(size for i, size in enumerate(sizes) if i not in set(apart))
+    limit = bucket_bytes
+    buckets: list[Bucket] = []
+    open_parameters: dict[str, list[int]] = {}
+    open_bytes: dict[str, int] = {}
+
+    def close(dtype: str, found: Sequence[int]) -> None:
+        parameters = sorted(found, key=lambda i: not compressible(shapes[i]))  # else in order
+        body = tuple(shapes[i] for i in parameters if compressible(shapes[i]))
+        tail = sum(math.prod(shapes[i]) for i in parameters[len(body) :])
+        spec = Spec(body, len(buckets), seed, ranks, tail)
+        buckets.append(Bucket(len(buckets), tuple(parameters), tuple(shapes[i] for i in parameters), dtype, spec))
+
+    for i in reversed(range(len(shapes))):
+        if i in apart:
+            continue
+        dtype = dtypes[i]
+        if dtype in open_parameters and open_bytes[dtype] + sizes[i] > limit:
+            close(dtype, open_parameters.pop(dtype))
+        if dtype not in open_parameters:
+            open_bytes[dtype] = 0
+            if tapering:
+                limit = min(bucket_bytes, max(bucket_bytes // 16, left // 2))
+        open_bytes[dtype] += sizes[i]
+        left -= sizes[i]
+        open_parameters.setdefault(dtype, []).append(i)
+    for dtype in list(open_parameters):
+        close(dtype, open_parameters.pop(dtype))
+    for i in apart:
+        close(dtypes[i], [i])
+    return tuple(buckets)
+
+
+def compressible(shape: tuple[int, ...]) -> bool:
+    """Whether a tensor of this shape may be compressed: a matrix of some size, whatever dimensions of 1 it has."""
+    return sum(length > 1 for length in shape) >= 2 and math.prod(shape) >= TINY
+
+
+def compressor_for(bucket: Bucket, compressor: Compressor) -> Compressor:
+    """The level's compressor, or none where the bucket's type must stay dense."""
+    return compressor if bucket.compressible else NoCompression()
+
+
+def bytes_per_step(buckets: Sequence[Bucket], compressor: Compressor, narrow_sums: Sequence[str] = ()) -> int:
+    """Bytes that one rank sends a step at a level; of levels whose sides differ, the larger.
+
+    ``narrow_sums``: narrow types that the transport can add up, so that dense steps send them as they are.
+    """
+    total = 0
+    for bucket in buckets:
+        own = compressor_for(bucket, compressor)
+        if isinstance(own, NoCompression):
+            width = itemsize(bucket.dtype) if bucket.dtype in (DENSE_ONLY, *narrow_sums) else 4
+            total += width * bucket.spec.size
+        else:
+            total += max(own.payload_bytes(bucket.spec, side) for side in range(own.phases))
+    return total
+
+
+@dataclass
+class BucketState:
+    """One bucket on this rank."""
+
+    bucket: Bucket
+    contexts: dict[int, Context] = field(default_factory=dict)
+    """Level -> context, made when the level is first used."""
+    residual: Array | None = None
+    """What encoding lost so far; None where nothing is outstanding."""
+    pending: Array | None = None
+    """The next residual, until the optimizer has taken the step."""
+    flat: Any = None
+    """The vector that is encoded: gradients plus a fraction of the residual. Kept, as fresh memory is dear."""
+    flat_type: str = ""
+    missing: set[int] = field(default_factory=set)
+    """Parameters whose gradient of this step is not here yet."""
+    payload: Any = None
+    """An array; where gradients are summed in place, a list of them."""
+    handle: Any = None
+    """Of the all-reduce under way."""
+    total: Any = None
+    """Sum of all ranks' payloads."""
+    mean: Any = None
+    """Mean of all ranks' gradients (or their sum, if that was asked for), decoded."""
+    next_context: Context | None = None
+    """What the level learned from ``total``, until all ranks know that the step was finite."""
+    finite: Any = None
+    """0-d boolean: all values that this rank sent are finite; None: not looked at."""
+    overflow: Any = None
+    """0-d boolean: the residual would need many steps to send what is left; None: not looked at."""
+    sum_finite: Any = None
+    """0-d boolean: the sum is finite; None: not looked at."""
+
+    def __post_init__(self) -> None:
+        self.missing = set(self.bucket.parameters)
+
+    @property
+    def places(self) -> Mapping[int, tuple[slice, tuple[int, ...]]]:
+        """Parameter -> where it stands in the flat vector, and its shape."""
+        offsets = self.bucket.offsets
+        return {
+            i: (slice(*offsets[place : place + 2]), self.bucket.shapes[place])
+            for place, i in enumerate(self.bucket.parameters)
+        }
+
+    def context(self, ops: Ops, level: int, compressor: Compressor, side: int = 0) -> Context:
+        """The context of a level, made if it is used for the first time."""
+        if level not in self.contexts:
+            self.contexts[level] = compressor.init(ops, self.bucket.spec)
+        return self.contexts[level]._replace(phase=side)
+
+    def forget_step(self) -> None:
+        """Give up all that belongs to one step: the next forward pass can have the memory."""
+        self.missing = set(self.bucket.parameters)
+        self.payload = self.handle = self.total = self.mean = None
+        self.next_context = self.finite = self.overflow = self.sum_finite = None
+
+
+@dataclass
+class BucketSet:
+    """All gradients, cut into buckets in one way."""
+
+    states: list[BucketState]
+    prefix: str
+    """Of the sums' names."""
+    in_place: bool = False
+    """Whether gradients are summed where they are, if they can be, and come back as means."""
+    carrier: BucketState | None = None
+    """The bucket that waits for the end of the backward pass, and then takes the metadata along: without a sum of its
+    own for them, dense steps on fast links take no longer than stock Horovod's."""
+
+    def __post_init__(self) -> None:
+        self.place_of = {i: (state, *place) for state in self.states for i, place in state.places.items()}
+        """Parameter -> bucket, place in it, shape."""

@@ -1,0 +1,288 @@
+"""Checkpoints of an exchange: what is saved, who may take over which part of it, and how it lies in a file.
+
+    format          2
+    framework       whose arrays these are: numpy, torch, tensorflow
+    ranks, rank     world size, and whose residuals these are (null: everybody's, they were consolidated)
+    shapes          of all gradients, in order
+    order           parameters as their gradients become ready; null: no step has shown it
+    sparse, tables  parameters whose gradients are sparse, and those of them with a bucket of their own
+    coordinator     level, schedule, step number, plan, and what the controller knows
+    not_taken       a residual's share was sent in a step that the optimizer has not taken
+    contexts        for every bucket: its parameters, and for every level the arrays of its context
+    residuals       parameter -> what is held back of it
+
+Residuals are every rank's own, while all else is the same on every rank. From a job with other levels, or another
+number of ranks, come the residuals alone, so that nothing that was held back is lost, but for that of ranks that are
+gone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from hvdplus.compression import Context
+from hvdplus.transport import Transport
+
+if TYPE_CHECKING:
+    from hvdplus.exchange.engine import Exchange
+
+FORMAT = 2
+"""Of the states that exchanges return."""
+KEEP_LOCAL = "own"
+"""In place of the rank in a state that stays where it is."""
+FROM_OTHER = "another's"
+"""In place of it in a state that a new rank takes over, which has held back nothing yet."""
+FILE = "hvdplus.npz"
+FIELDS = (
+    "framework", "ranks", "rank", "shapes", "order", "sparse", "tables", "coordinator", "not_taken", "contexts", "residuals",
+)  # fmt: skip
+
+
+class Ownership(NamedTuple):
+    """Which part of a state a rank may take over."""
+
+    same_ranks: bool
+    """It is of as many ranks as there are, so that contexts and decisions hold."""
+    mine: bool
+    """Its residuals are this rank's to send."""
+    share: float
+    """Factor on loaded residuals that keeps their total effect on the weights unchanged when the world size changes."""
+
+
+def save(x: Exchange) -> dict[str, Any]:
+    """All that coming steps depend on, besides weights and the optimizer's own state; between two steps.
+
+    Arrays (the framework's, copied), numbers, text, and lists and dictionaries of them.
+    """
+    return {
+        "format": FORMAT,
+        "framework": x.framework,
+        "ranks": x.transport.size,
+        "rank": None if x.consolidated else x.transport.rank,
+        "shapes": [list(shape) for shape in x.shapes],
+        "order": list(x.order) if x.order_known else None,
+        "sparse": sorted(x.sparse) if x.order_known else None,
+        "tables": list(x.tables) if x.order_known else None,
+        "coordinator": x.coordinator.state(),
+        "not_taken": x.not_taken,
+        "contexts": [
+            {
+                "parameters": list(state.bucket.parameters),
+                "levels": {x.ladder.names[level]: x.arrays(ctx) for level, ctx in sorted(state.contexts.items())},
+            }
+            for state in x.states
+        ],
+        "residuals": residuals(x),
+    }
+
+
+def residuals(x: Exchange) -> dict[int, Any]:
+    """Parameter -> what is held back of it, in its shape."""
+    return {
+        i: x.copied(state.residual[part]).reshape(shape)
+        for state in x.states
+        if state.residual is not None
+        for i, (part, shape) in state.places.items()
+    }
+
+
+def load(x: Exchange, state: Mapping[str, Any]) -> str:
+    """Go on where the exchange was that gave ``state``; returns a digest that has to be the same on all ranks.
+
+    Raises:
+        ValueError: the state is damaged, of another model, or of another version of hvdplus.
+    """
+    check(state, x.shapes)
+    same_ranks, mine, share = claim(state, x.transport, average=x.average)
+    if x.idle:
+        if not (mine and holds_back(state)):
+            return ""
+        x.idle = False  # until all is flushed
+    own = state["framework"] == x.framework
+    if own and state["order"] is not None:
+        x.know_gradients(state["order"], state["sparse"], state["tables"])
+    else:
+        x.know_nothing()
+    x.consolidated = state["rank"] is None
+    resumed = own and same_ranks and x.coordinator.load(state["coordinator"])
+    x.not_taken = resumed and bool(state["not_taken"])
+    saved = {tuple(each["parameters"]): each["levels"] for each in state["contexts"]} if resumed else {}
+    for bucket in x.states:
+        for name, arrays in saved.get(bucket.bucket.parameters, {}).items():
+            level = x.ladder.names.index(name)
+            fresh = x.compressor(bucket.bucket, level).init(x.ops, bucket.bucket.spec)
+            check_context(name, arrays, fresh)
+            x.put_context(bucket, level, arrays)
+    for i, residual in state["residuals"].items():
+        x.hold(int(i), residual if mine else None, share)
+    if state["residuals"] and not resumed:
+        x.coordinator.flush()
+    x.follow(x.coordinator.plan)
+    plain = state["ranks"], state["rank"] is None, resumed, state["coordinator"], own and state["order"], x.not_taken
+    arrays = [np.asarray(x.on_host(array)) for levels in saved.values() for those in levels.values() for array in those]
+    return digest(*plain, arrays=arrays)
+
+
+def consolidate(x: Exchange) -> None:
+    """Give every rank the mean of all ranks' residuals, which changes nothing in what they come to."""
+    states = [state for state in x.states if state.residual is not None]
+    names = [f"{x.prefix}.mean.{state.bucket.number}" for state in states]
+    handles = [
+        x.transport.start(x.copied(state.residual), name, 1.0 / x.transport.size)
+        for state, name in zip(states, names, strict=True)
+    ]
+    for state, handle in zip(states, handles, strict=True):
+        state.residual = x.transport.wait(handle)
+    x.consolidated = True
+
+
+def check(state: Mapping[str, Any], shapes: Sequence[Sequence[int]]) -> None:
+    """Raise ValueError if the state is damaged, of another model, or of another version of hvdplus."""
+    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+        received = state.get("format") if isinstance(state, Mapping) else type(state).__name__
+        raise ValueError(f"This hvdplus reads states of format {FORMAT}. Received: {received}")
+    absent = [name for name in FIELDS if name not in state]
+    if absent:
+        raise ValueError(f"The state of hvdplus is damaged: it has no {', '.join(absent)}.")
+    theirs, mine = ([list(shape) for shape in those] for those in (state["shapes"], shapes))
+    if theirs != mine:
+        odd = next(i for i, (one, other) in enumerate(itertools.zip_longest(theirs, mine)) if one != other)
+        raise ValueError(
+            f"The state is of another model: of {len(theirs)} parameters, while this optimizer has {len(mine)}, and "
+            f"the first that differs is number {odd}."
+        )
+    ranks, rank = state["ranks"], state["rank"]
+    if not isinstance(ranks, int) or ranks < 1:
+        raise ValueError(f"The state of hvdplus is damaged: a number of ranks of at least 1 was expected. Received: {ranks!r}")
+    if not (rank in (None, KEEP_LOCAL, FROM_OTHER) or (isinstance(rank, int) and 0 <= rank < ranks)):
+        raise ValueError(f"The state of hvdplus is damaged: a rank from 0 to {ranks - 1} was expected. Received: {rank!r}")
+    _check_numbers(state, len(mine))
+    for i, residual in state["residuals"].items():
+        if not _finite(residual):
+            raise ValueError(
+                f"The residual of parameter {i} in the checkpoint holds values that are not finite: they would reach every "
+                "weight. Load an earlier checkpoint, or remove the key 'hvdplus' from this one, which forgets residuals."
+            )
+        if math_prod(getattr(residual, "shape", ())) != math_prod(mine[int(i)]):
+            raise ValueError(f"The residual of parameter {i} in the checkpoint has another size than its gradient.")
+
+
+def _check_numbers(state: Mapping[str, Any], parameters: int) -> None:
+    everything = list(range(parameters))
+    order, sparse, tables = state["order"], state["sparse"], state["tables"]
+    fits = order is None or (
+        sorted(order) == everything and set(sparse) <= set(everything) and set(tables) <= set(sparse)
+    )
+    if not fits or not {int(i) for i in state["residuals"]} <= set(everything):
+        raise ValueError("The state of hvdplus is damaged: it names parameters that do not exist.")
+
+
+def check_context(name: str, arrays: Sequence[Any], fresh: Context) -> None:
+    """Raise ValueError if a loaded context does not have the form that the level makes."""
+    theirs = [tuple(array.shape) for array in arrays]
+    wanted = [tuple(array.shape) for array in fresh.state]
+    if theirs != wanted or not all(_finite(array) for array in arrays):
+        raise ValueError(
+            f"The context of {name} in the checkpoint is damaged: arrays of shapes {wanted} with finite values were "
+            f"expected. Received: {theirs}"
+        )
+
+
+def _finite(array: Any) -> bool:
+    if hasattr(array, "isfinite"):  # torch
+        return bool(array.isfinite().all())
+    return bool(np.isfinite(np.asarray(array)).all())
+
+
+def math_prod(shape: Sequence[int]) -> int:
+    """Number of elements."""
+    return int(np.prod(np.array(shape, np.int64)))
+
+
+def claim(state: Mapping[str, Any], transport: Transport, *, average: bool) -> Ownership:
+    """The part of a state that this rank may take over; says so where something is lost.
+
+    A rank's own residual goes to the rank of the same number, however many there are now; all other ranks leave it.
+    """
+    rank, ranks, size = state["rank"], state["ranks"], transport.size
+    mine = rank in (None, KEEP_LOCAL, transport.rank)
+    if state["residuals"] and rank not in (None, KEEP_LOCAL, FROM_OTHER):
+        forgotten = [] if mine or transport.rank >= ranks else [transport.rank]
+        forgotten += range(size, ranks) if transport.rank == 0 else ()
+        if forgotten:
+            some = ", ".join(map(str, forgotten[:8])) + (" ..." if len(forgotten) > 8 else "")
+            say(
+                f"Rank {transport.rank} of {size} loads what rank {rank} of {ranks} saved, and what rank(s) "
+                f"{some} held back is lost. Let all ranks call "
+                "optimizer.consolidate_state_dict() before one of them saves, or let each save and load its own."
+            )
+    if rank is None:  # a mean is made of means, a sum of as many as there are
+        return Ownership(ranks == size, mine, 1.0 if average else ranks / size)
+    return Ownership(ranks == size, mine, size / ranks if average else 1.0)
+
+
+def holds_back(state: Mapping[str, Any]) -> bool:
+    """Whether any residual is not zero."""
+    return any(bool((residual != 0).any()) for residual in state["residuals"].values())
+
+
+def say(line: str) -> None:
+    """To the user, on this rank."""
+    print(f"hvdplus: {line}", file=sys.stderr, flush=True)
+
+
+def digest(*values: Any, arrays: Sequence[np.ndarray] = ()) -> str:
+    """Tells whether ranks go on from the same state. ``values`` are plain."""
+    found = hashlib.sha256(repr(values).encode())
+    for array in arrays:
+        found.update(np.ascontiguousarray(array).tobytes())
+    return found.hexdigest()
+
+
+def check_same(digests: Sequence[str]) -> None:
+    """Raise RuntimeError if ranks would go on from different states; on every rank, as all know all digests."""
+    for rank, theirs in enumerate(digests):
+        if theirs != digests[0]:
+            raise RuntimeError(
+                f"Ranks 0 and {rank} would go on from different states: load the same checkpoint on all ranks, or "
+                "load it on one and broadcast the optimizer's state from there on all."
+            )
+
+
+def write(state: Mapping[str, Any], folder: str | os.PathLike[str]) -> None:
+    """Put a state of plain values and NumPy arrays into ``folder``."""
+    arrays: dict[str, np.ndarray] = {}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            arrays[f"array{len(arrays)}"] = value
+            return {"array": f"array{len(arrays) - 1}"}
+        if isinstance(value, Mapping):
+            return {"pairs": [[plain(key), plain(each)] for key, each in value.items()]}
+        return [plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+    text = json.dumps(plain(state))
+    np.savez(Path(folder) / FILE, state=np.array(text), **arrays)  # type: ignore[arg-type]
+
+
+def read(file: Any) -> dict[str, Any]:
+    """Read what ``write`` wrote, from a path or an open file. Nothing in it is executed."""
+    with np.load(file, allow_pickle=False) as saved:
+
+        def full(value: Any) -> Any:
+            if isinstance(value, dict) and "array" in value:
+                return saved[value["array"]]
+            if isinstance(value, dict):
+                return {full(key): full(each) for key, each in value["pairs"]}
+            return [full(each) for each in value] if isinstance(value, list) else value
+
+        return full(json.loads(str(saved["state"])))  # type: ignore[no-any-return]

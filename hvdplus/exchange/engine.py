@@ -1,0 +1,142 @@
+"""The exchange that every framework shares: who is exchanged, in which buckets, at which cost, from which state.
+
+``step.py`` is what happens in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hvdplus.calibration import codec_seconds
+from hvdplus.compression import Compressor, NoCompression, Ops
+from hvdplus.costmodel import LevelCost, level_costs
+from hvdplus.exchange import checkpoint
+from hvdplus.exchange.bucket import Bucket, bytes_per_step, compressor_for, itemsize, make_buckets
+from hvdplus.exchange.coordinator import Coordinator
+from hvdplus.exchange.plan import Ladder, Plan
+from hvdplus.runlog import RunLog
+from hvdplus.settings import Settings
+from hvdplus.transport import Transport
+
+PLAIN_BUCKET_BYTES = 2 << 20
+"""Of gradients that are handed to Horovod together. A sum costs some 0.15 ms of processor wherever the link is fast."""
+
+
+class Exchange:
+    """Exchanges gradients of given shapes and types once a step; equal on every rank."""
+
+    framework: str
+    """Whose checkpoints these are."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        shapes: Sequence[tuple[int, ...]],
+        dtypes: Sequence[str],
+        transport: Transport,
+        settings: Settings,
+        *,
+        ladder: Ladder,
+        auto: bool,
+        log: RunLog,
+        prefix: str,
+        average: bool,
+        tries_codecs: bool,
+        compiled: Callable[[Any], Any] = lambda a_round: a_round,
+    ) -> None:
+        """``prefix`` begins the names of all sums.
+
+        Args:
+            tries_codecs: measure every level's codec beforehand. ``compiled``: see ``codec_seconds``.
+        """
+        self.ops = ops
+        self.shapes, self.dtypes = list(shapes), list(dtypes)
+        self.transport, self.settings, self.ladder = transport, settings, ladder
+        self.prefix = prefix
+        self.average = average
+        self.scale = 1.0 / transport.size if average else 1.0
+        self.alone = transport.size == 1 and (auto or ladder.names == ("none",))
+        self.idle = self.alone
+        """Alone there is nobody to exchange with: gradients stay untouched unless a level is asked for by name, or a
+        checkpoint of more ranks brings a residual to be flushed; then until it is."""
+        self.order: list[int] = list(reversed(range(len(self.shapes))))
+        """Parameters as their gradients become ready on rank 0; before that is known, last to first."""
+        self.sparse: set[int] = set()
+        """Parameters whose gradients are sparse on some rank, and so come back sparse on all."""
+        self.tables: list[int] = []
+        """Those of them that have a bucket of their own, whose rows may be exchanged by themselves."""
+        self.order_known = False
+        """Whether a step, or a checkpoint, has shown the order and which gradients are sparse."""
+        self.not_taken = False
+        """Whether a residual's share was sent in a step that the optimizer has not taken (yet)."""
+        self.consolidated = False
+        """Whether residuals are all ranks' mean, so that one rank's state is everybody's."""
+        self.buckets = self.make_buckets()
+        self._codec_seconds: tuple[float, ...] = (0.0,) * len(ladder.names)
+        """Of every level, for all parameters; 0: not tried."""
+        self._codec_elements = sum(bucket.spec.size for bucket in self.buckets)
+        if tries_codecs and transport.size > 1:
+            self._codec_seconds = codec_seconds(ops, self.buckets, ladder.compressors, transport, compiled)
+        self.coordinator = Coordinator(
+            ladder, settings, auto=auto, ranks=transport.size, costs=self.costs(), log=log
+        )
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of all gradients in their own types."""
+        elements = (bucket.spec.size * itemsize(bucket.dtype) for bucket in self.buckets)
+        return sum(elements)
+
+    def sums(self, dtype: str) -> bool:
+        """Whether the transport can add up arrays of this type."""
+        return dtype in self.transport.summable
+
+    def make_buckets(self, *, plain: bool = False) -> tuple[Bucket, ...]:
+        """Buckets of all parameters, those of tables last. ``plain``: of dense steps in place, without tables."""
+        order = list(reversed(self.order))
+        chosen = [i for i in order if not (plain and i in self.tables)]
+        buckets = make_buckets(
+            [self.shapes[i] for i in chosen],
+            [self.dtypes[i] for i in chosen],
+            bucket_bytes=PLAIN_BUCKET_BYTES if plain else self.settings.bucket_bytes,
+            ranks=self.transport.size,
+            seed=self.settings.seed,
+            tapering=plain,
+            apart=[] if plain else [chosen.index(i) for i in self.tables],
+        )
+        return tuple(bucket._replace(parameters=tuple(chosen[i] for i in bucket.parameters)) for bucket in buckets)
+
+    def costs(self) -> tuple[LevelCost, ...]:
+        """Costs of every level, tables left out. Where dense steps are summed in place, Horovod groups sums as it likes:
+        as many as buckets comes nearest, but the last that leaves is that of the dense steps' own buckets."""
+        dense = self.buckets[: len(self.buckets) - len(self.tables)]
+        elements = sum(bucket.spec.size for bucket in dense)
+        share = elements / self._codec_elements if self._codec_elements else 0.0
+        codec = [share * seconds for seconds in self._codec_seconds]
+        first, *others = level_costs(dense, self.ladder.compressors, codec, self.transport.summable)
+        if self.sums_in_place and self.ladder.plain(Plan()):
+            last = self.make_buckets(plain=True)[-1:]
+            first = first._replace(last_bytes=bytes_per_step(last, NoCompression(), self.transport.summable))
+        return first, *others
+
+    @property
+    def sums_in_place(self) -> bool:
+        """Whether plain dense steps sum gradients where they are."""
+        return False
+
+    def compressor(self, bucket: Bucket, level: int) -> Compressor:
+        """Of a bucket at a level."""
+        return compressor_for(bucket, self.ladder.compressors[level])
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, see ``checkpoint.save``."""
+        return checkpoint.save(self)
+
+    def load(self, state: Mapping[str, Any]) -> str:
+        """Go on from a checkpoint, see ``checkpoint.load``; returns what has to be the same on all ranks."""
+        return checkpoint.load(self, state)
+
+    def consolidate(self) -> None:
+        """Let any rank's state be everybody's, see ``checkpoint.consolidate``."""
+        checkpoint.consolidate(self)

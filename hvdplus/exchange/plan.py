@@ -1,0 +1,91 @@
+"""Which code runs in a step: the ladder of levels, their step variants, and the plan that picks one of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hvdplus.compression import Compressor, NoCompression, parse
+
+
+class Variant(NamedTuple):
+    """A fixed piece of code that a plan picks; the same list in the same order on every rank."""
+
+    level: int
+    side: int
+    flushes: bool
+    """Whether a residual is flushed on the way back to dense."""
+    warms: int = 0
+    """A level whose contexts learn from this dense step; 0: none."""
+
+
+class Plan(NamedTuple):
+    """One step's choices; equal on every rank, because they are made from shared values only."""
+
+    level: int = 0
+    """Position in the ladder."""
+    side: int = 0
+    """Which of the compressor's alternating sides is sent."""
+    flush_fraction: float = 0.0
+    """Share of the residual that joins the gradient; 0: no residual is outstanding, or it waits."""
+    warms: int = 0
+    """A level whose contexts learn from this dense step; 0: none."""
+    measure_norms: bool = False
+    """Whether ranks report the norms of their gradients and residuals."""
+    probe_bytes: int = 0
+    """Size of a bandwidth probe (an all-reduce of zeros) after all other sums; 0: none."""
+
+
+class Ladder:
+    """The levels of a run, least compression first, and the step variants that run them."""
+
+    def __init__(self, levels: Sequence[str | Compressor]) -> None:
+        """Raises ValueError for an unknown or repeated name."""
+        self.compressors: tuple[Compressor, ...] = tuple(
+            parse(level) if isinstance(level, str) else level for level in levels
+        )
+        self.names: tuple[str, ...] = tuple(compressor.name for compressor in self.compressors)
+        self._wire_names = [re.sub(r"[^A-Za-z0-9_.]", "_", name) for name in self.names]
+        if len(set(self.names)) != len(self.names):
+            raise ValueError(f"The ladder names a level twice. Received: {', '.join(self.names)}")
+        self.variants: tuple[Variant, ...] = tuple(
+            variant
+            for level, compressor in enumerate(self.compressors)
+            for side in range(compressor.phases)
+            for variant in (
+                [Variant(level, side, False)]
+                if compressor.keeps_residual
+                else [Variant(level, side, False), Variant(level, side, True)]
+            )
+        ) + tuple(
+            Variant(0, 0, False, warms=level)
+            for level, compressor in enumerate(self.compressors)
+            if level and compressor.warms
+        )
+
+    def variant(self, plan: Plan) -> int:
+        """Index of the variant that runs ``plan``."""
+        return self.variants.index(Variant(plan.level, plan.side, self.flushes(plan), plan.warms))
+
+    def flushes(self, plan: Plan) -> bool:
+        """Whether the step flushes a residual that its own level would not keep."""
+        return plan.flush_fraction > 0 and not self.compressors[plan.level].keeps_residual
+
+    def needs_finite_check(self, plan: Plan) -> bool:
+        """Whether the step changes residuals or contexts, or could hide a value that is not finite: then every rank
+        has to know in the same step that all went well."""
+        return plan.flush_fraction > 0 or plan.warms > 0 or self.compressors[plan.level].settles
+
+    def plain(self, plan: Plan) -> bool:
+        """Whether the step sends gradients as they are, and nothing besides."""
+        return isinstance(self.compressors[plan.level], NoCompression) and not (plan.flush_fraction or plan.warms)
+
+    def keeps_residual(self, plan: Plan) -> bool:
+        """Whether the level of the step keeps a residual."""
+        return self.compressors[plan.level].keeps_residual
+
+    def tensor_name(self, prefix: str, bucket: int, plan: Plan | Variant) -> str:
+        """Name of a bucket's all-reduce. A payload's length depends on level and side, so both are part of the name: a
+        name that keeps its shape stays in Horovod's response cache. Only letters that TensorFlow allows in op names."""
+        return f"{prefix}.{bucket}.{self._wire_names[plan.level]}.{plan.side}"

@@ -1,0 +1,116 @@
+"""Which plan comes next: warm-up before a level, flushing the residual after it, alternating sides.
+
+    before the step           its plan                               the step counts (all ranks were finite)
+    ------------------------  -------------------------------------  ---------------------------------------
+    warm-up left: w > 0       dense, the level's contexts learn      w - 1; at 0 the level itself begins
+    level keeps a residual    level, its side, fraction 1            the other side
+    flush left: f > 0         level, fraction 1/f                    f - 1; at 0 nothing is outstanding
+    else                      level                                  -
+
+A step that was exchanged but not taken leaves what it flushed outstanding: f + 1 (``repeat``). A step that some rank's
+gradient was not finite in counts for nothing. Changes of level take effect with the next plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hvdplus.exchange.plan import Ladder, Plan
+from hvdplus.exchange.residual import flush_fraction
+
+
+class Schedule:
+    """The present level, and what has to happen before or after it. Equal on every rank."""
+
+    def __init__(self, ladder: Ladder, *, flush_steps: int, warm_up_steps: int) -> None:
+        self.ladder = ladder
+        self.level = 0
+        self._flush_steps, self._warm_up_steps = flush_steps, warm_up_steps
+        self._sides = [0] * len(ladder.names)
+        self._flush_left = self._warm_up_left = 0
+        self._context_source: int | None = None
+        """The level whose contexts, and so whose side, the present one reuses in the coming plan."""
+
+    @property
+    def flushing(self) -> bool:
+        """Whether a residual is outstanding that the present level does not keep."""
+        return self._flush_left > 0
+
+    @property
+    def warming_up(self) -> bool:
+        """Whether the coming step is a dense one from which the present level learns."""
+        return self._warm_up_left > 0
+
+    def set_level(self, level: int) -> None:
+        """Run ``level`` from the next plan on."""
+        if self.level == level:
+            return
+        before, compressor = self.ladder.compressors[self.level], self.ladder.compressors[level]
+        if compressor.keeps_residual:
+            self._flush_left = 0
+        elif before.keeps_residual:
+            self._flush_left = self._flush_steps
+        if compressor.follows(before) and not self._warm_up_left:  # the exchange hands the contexts over
+            self._context_source = self.level
+        else:
+            self._warm_up_left = self._warm_up_steps if compressor.warms else 0
+        self.level = level
+
+    def flush(self) -> None:
+        """A residual came from elsewhere: if the level keeps none, send it over the coming steps."""
+        if not self.ladder.compressors[self.level].keeps_residual:
+            self._flush_left = self._flush_steps
+
+    def repeat(self) -> None:
+        """The last step was exchanged but not taken: what it flushed is still outstanding."""
+        self._flush_left += 1
+
+    def commit(self, plan: Plan) -> None:
+        """A step that ran ``plan`` counts."""
+        compressor = self.ladder.compressors[plan.level]
+        if compressor.phases > 1:
+            self._sides[plan.level] = (plan.side + 1) % compressor.phases
+        # A step that was under way when the level changed counts for nothing that was called off meanwhile.
+        if self.ladder.flushes(plan) and not plan.warms and self._flush_left:
+            self._flush_left -= 1
+        if plan.warms == self.level and self._warm_up_left:
+            self._warm_up_left -= 1
+
+    def next_plan(self) -> Plan:
+        """The coming step's plan, but for what it measures."""
+        if self._context_source is not None:
+            self._sides[self.level], self._context_source = self._sides[self._context_source], None
+        if self._warm_up_left:
+            return Plan(warms=self.level)
+        keeps = self.ladder.compressors[self.level].keeps_residual
+        return Plan(self.level, self._sides[self.level], 1.0 if keeps else flush_fraction(self._flush_left))
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: plain values."""
+        return {
+            "level": self.level,
+            "sides": list(self._sides),
+            "flush_left": self._flush_left,
+            "warm_up_left": self._warm_up_left,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on where the schedule was that gave ``state``.
+
+        Raises:
+            ValueError: a value is missing or impossible.
+        """
+        levels = len(self.ladder.names)
+        try:
+            level, sides = int(state["level"]), [int(side) for side in state["sides"]]
+            flush_left, warm_up_left = int(state["flush_left"]), int(state["warm_up_left"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"The checkpoint's schedule is damaged: {error!r}") from None
+        possible = [range(compressor.phases) for compressor in self.ladder.compressors]
+        fits = 0 <= level < levels == len(sides) and all(s in p for s, p in zip(sides, possible, strict=True))
+        if not fits or flush_left < 0 or warm_up_left < 0:
+            raise ValueError(f"The checkpoint's schedule is damaged. Received: {dict(state)}")
+        # Settings of another job may have asked for more steps than are needed here: a residual is flushed all the same.
+        self.level, self._sides, self._flush_left, self._warm_up_left = level, sides, flush_left, warm_up_left
+        self._context_source = None

@@ -1,0 +1,89 @@
+"""Sparse gradients: the rows that any rank used, agreed on and added up, exact.
+
+An embedding's gradient has few rows, others on every rank. A ring cannot add what stands in different places, so in
+every step the ranks first add up a mask (a few bits a row), which tells each of them the union of all rows. If the
+union is a small share of the table, its rows follow, in one order, uncompressed. Else the table travels as all buckets
+do, at their level. Next to Horovod's all-gather no row crosses the network more than once a rank.
+
+The residual waits in a step that shares rows: nothing was lost in it. Contexts learn from it where they would learn from
+a dense step, in warm-up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvdplus.compression import Array, Ops, fewest_bits
+from hvdplus.compression.ops import Packed
+from hvdplus.exchange.bucket import BucketState
+
+SHARED = 0.25
+"""Largest share of rows, all ranks' together, that is exchanged row by row; beyond, the table travels as a bucket."""
+WORD = 32
+"""Bits of a word of the mask."""
+
+
+@dataclass
+class Table(BucketState):
+    """The bucket of a parameter whose gradients are sparse, from step to step."""
+
+    mask: Any = None
+    """Handle of the mask's all-reduce."""
+    rows: Any = None
+    """Rows that this rank used, int64 ascending."""
+    values: Any = None
+    """(rows, width)"""
+    union: Any = None
+    """Rows that any rank used; None: the table travels as a bucket in this step."""
+    sent_bytes: int = 0
+    """Of the last step: mask, and rows or payload."""
+
+    @property
+    def parameter(self) -> int:
+        """Position of its only parameter."""
+        return self.bucket.parameters[0]
+
+    @property
+    def height(self) -> int:
+        """Rows of the table."""
+        return self.bucket.shapes[0][0]
+
+    def forget_step(self) -> None:
+        """As a bucket's."""
+        super().forget_step()
+        self.mask = self.rows = self.values = self.union = None
+
+
+def mask_words(ops: Ops, mask: Array, ranks: int) -> Array:
+    """A mask (float32, zeros and ones) packed so that sums over ``ranks`` ranks fit."""
+    return ops.pack(mask, _one(ops), 1, fewest_bits(ranks), WORD).words
+
+
+def mask_counts(ops: Ops, words: Array, height: int, ranks: int) -> Array:
+    """Sum of masks -> how many ranks used each row, float32 (height,)."""
+    return ops.assemble([Packed(words, _one(ops), fewest_bits(ranks), height)])
+
+
+def mask_bytes(height: int, ranks: int) -> int:
+    """Size of a packed mask."""
+    lanes = WORD // fewest_bits(ranks)
+    return -(-height // lanes) * WORD // 8
+
+
+def few(union: int, height: int) -> bool:
+    """Whether so many rows are exchanged by themselves."""
+    return union <= int(SHARED * height)
+
+
+def padded(count: int) -> int:
+    """A length that few steps share: rounded up by an eighth at most. A new length is negotiated anew every time."""
+    step = 1 << max(0, count.bit_length() - 4)
+    return -(-count // step) * step
+
+
+def _one(ops: Ops) -> Array:
+    """Exponent of a step of 1."""
+    return ops.from_numpy(np.zeros(1, np.int32))
