@@ -12,9 +12,9 @@ import torch
 
 from hvdplus.adapters.connect import Cpu
 from hvdplus.adapters.torch import cpu
-from hvdplus.adapters.torch.exchange import TorchExchange
+from hvdplus.adapters.torch.hooks import HookedExchange
 from hvdplus.adapters.torch.ops import TorchOps
-from hvdplus.exchange import told_apart
+from hvdplus.exchange.metadata import hash_flags
 from hvdplus.transport import Transport
 
 BINDING = "horovod.torch"
@@ -39,21 +39,16 @@ def check(transport: Transport) -> None:
         )
 
 
-class _Scale:
-    """What PyTorch's exchange asks of a loss scaler."""
-
-    def __init__(self, get_scale: Callable[[], Any]) -> None:
-        self.get_scale = lambda: float(get_scale())
-
-
-class Exchange(TorchExchange):
+class Exchange(HookedExchange):
     """Of Keras variables."""
 
     def __init__(
         self, variables: Sequence[Any], transport: Transport, settings: Any, *, accumulates: bool, **keywords: Any
     ) -> None:
         parameters = [variable.value for variable in variables]
-        super().__init__(parameters, transport, settings, passes=NEVER if accumulates else 1, **keywords)
+        names = [variable.path for variable in variables]
+        passes = NEVER if accumulates else 1
+        super().__init__(parameters, transport, settings, passes=passes, names=names, **keywords)
 
     def hear(self, loss: torch.Tensor) -> None:
         """The step's loss, for the run log."""
@@ -61,12 +56,12 @@ class Exchange(TorchExchange):
 
     def scales_losses(self, scale: Callable[[], Any]) -> None:
         """Losses are scaled from now on."""
-        self.grad_scaler = _Scale(scale)  # type: ignore[assignment]
+        self.get_loss_scale = lambda: float(scale())
 
     def agree(self, here: Any) -> torch.Tensor:
         """Whether it is so on all ranks."""
         elsewhere = torch.tensor([0.0 if bool(here) else 1.0])
-        return self.transport.wait(self.transport.start(elsewhere, f"{self._prefix}.agree"))[0] == 0
+        return self.transport.wait(self.transport.start(elsewhere, f"{self.prefix}.agree"))[0] == 0
 
     def reduce(
         self, grads: Sequence[torch.Tensor | None], learning_rate: Any, loss_scale: Any, applied: Sequence[bool]
@@ -87,10 +82,10 @@ class Exchange(TorchExchange):
                         "clipvalue do), or compute them with torch.autograd.grad."
                     )
                 parameter.grad = None if grad is None else grad.detach().to(parameter.dtype, copy=True)
-        if loss_scale is not None and self.grad_scaler is None:  # the first step of a loop that was not built before
+        if loss_scale is not None and self.get_loss_scale is None:  # the first step of a loop that was not built before
             self.scales_losses(lambda: loss_scale)
         rate = float(keras.ops.convert_to_numpy(learning_rate))
-        self.finish(rate, absent=told_apart([not each for each in applied]))
+        self.finish(rate, missing=hash_flags([not each for each in applied]))
         means = [parameter.grad for parameter in self.parameters]
         if loss_scale is None:
             return means

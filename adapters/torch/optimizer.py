@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from hvdplus.adapters.torch.exchange import TorchExchange
 from hvdplus.adapters.torch.ops import TorchOps
-from hvdplus.adapters.torch.tensors import type_name
+from hvdplus.adapters.torch.backend import type_name
+from hvdplus.adapters.torch.hooks import HookedExchange
 from hvdplus.launch import FLOATS, NO_JOIN, check_same_model, check_types, choose_ladder, join, next_instance
 from hvdplus.exchange.checkpoint import KEEP_LOCAL
 from hvdplus.settings import Settings
@@ -64,10 +64,16 @@ def wrap(
     _check_devices(parameters, world)
     resolved, number = Settings.load(settings), next_instance()
 
-    def join_ranks(world: World, parameters: list[torch.nn.Parameter], times: int) -> TorchExchange:
+    def join_ranks(world: World, parameters: list[torch.nn.Parameter], times: int) -> HookedExchange:
         agreed: dict[str, Any] = {"passes": passes, "average": average, "sparse_as_dense": sparse_as_dense}
-        exchange: TorchExchange = join(
-            functools.partial(TorchExchange, parameters, grad_scaler=grad_scaler, **agreed),
+        exchange: HookedExchange = join(
+            functools.partial(
+                HookedExchange,
+                parameters,
+                names=[names.get(id(p), "a parameter added later") for p in parameters],
+                get_loss_scale=grad_scaler.get_scale if grad_scaler is not None else None,
+                **agreed,
+            ),
             world,
             resolved,
             *choose_ladder(compression, resolved, world, TorchOps()),
@@ -116,8 +122,8 @@ def refuse_join() -> None:
 class Distributed(torch.optim.Optimizer):
     """What is put before the user's optimizer class."""
 
-    _exchange: TorchExchange
-    _join: Callable[[World, list[torch.nn.Parameter], int], TorchExchange]
+    _exchange: HookedExchange
+    _join: Callable[[World, list[torch.nn.Parameter], int], HookedExchange]
     """Makes it."""
     _times_joined: int
     _known: frozenset[int]
@@ -350,7 +356,7 @@ class Distributed(torch.optim.Optimizer):
                 "GradScaler has to look at gradients after their exchange. Call optimizer.synchronize() first, then "
                 "scaler.unscale_(optimizer), then `with optimizer.skip_synchronize(): scaler.step(optimizer)`."
             )
-        if self._exchange.grad_scaler is None:  # gradients arrive scaled, who knows how: a residual would mix units
+        if self._exchange.get_loss_scale is None:  # gradients arrive scaled, who knows how: a residual would mix units
             self._exchange.leave_out_residuals()
         if grad_scale is not None:
             with torch.no_grad():

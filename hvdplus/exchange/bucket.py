@@ -171,15 +171,12 @@ class BucketState:
 
     def __post_init__(self) -> None:
         self.missing = set(self.bucket.parameters)
-
-    @property
-    def places(self) -> Mapping[int, tuple[slice, tuple[int, ...]]]:
-        """Parameter -> where it stands in the flat vector, and its shape."""
         offsets = self.bucket.offsets
-        return {
+        self.places: Mapping[int, tuple[slice, tuple[int, ...]]] = {
             i: (slice(*offsets[place : place + 2]), self.bucket.shapes[place])
             for place, i in enumerate(self.bucket.parameters)
         }
+        """Parameter -> where it stands in the flat vector, and its shape."""
 
     def context(self, ops: Ops, level: int, compressor: Compressor, side: int = 0) -> Context:
         """The context of a level, made if it is used for the first time."""

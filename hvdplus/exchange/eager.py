@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -600,6 +600,15 @@ class EagerExchange(Exchange):
         if self._late:
             self._late[1].read()
         self._late, self._norms, self.ready, self.agreed = None, [], [], False
+
+    def change_members(self, order: Sequence[int], moved: Mapping[int, int]) -> None:
+        """The backend has other gradients now. ``moved``: old number -> new number of those that stay."""
+        self.shapes, self.dtypes = list(self.backend.shapes), list(self.backend.dtypes)
+        self.order = list(order)
+        self.sparse = {moved[i] for i in self.sparse if i in moved}
+        self.tables = sorted(moved[i] for i in self.tables if i in moved)
+        self._unseen = (set(range(len(self.shapes))) - set(moved.values())) | {moved[i] for i in self._unseen if i in moved}
+        self.cut_anew()
 
     def arrays(self, ctx: Context) -> list[Array]:
         """Copies of a context's arrays, for a checkpoint."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hvdplus.compression import Array, Compressor, Context, Ops
 from hvdplus.exchange.bucket import BucketState
+from hvdplus.exchange.metadata import check_agreement
 from hvdplus.exchange.residual import left_after_flush
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def finish(x: EagerExchange, learning_rate: float = 0.0, added: int = 0, missing
     receive(x)
     healthy = agree(x)
     if added:
+        check_agreement(x.metadata.read(), x.ladder.names[x.plan.level])
         x.exchange_added()
     x.probe()
     with x.meter.codec():
@@ -121,8 +123,6 @@ def send_rest(x: EagerExchange) -> list[bool]:
         return [True] * len(x.shapes)
     used = [x.backend.gradient(i) is not None for i in range(len(x.shapes))]
     with x.meter.codec():
-        for table in x.tables_now:
-            x.start_mask(table)
         for state in x.now.states:
             if state.handle is None:
                 for i in tuple(state.missing):
@@ -134,6 +134,8 @@ def send_rest(x: EagerExchange) -> list[bool]:
                     x.note_norms(state.payload)
                 else:
                     x.send(state)
+        for table in x.tables_now:  # in one order on all ranks: now all that could leave earlier has left
+            x.start_mask(table)
     for table in x.tables_now:
         x.send_table(table)
     return used

@@ -41,7 +41,7 @@ def train(state):
         optimizer.step()
         state.step += 1
         pilot = optimizer.hvdplus
-        lanes = optimizer._exchange._joined.lanes
+        states = optimizer._exchange.states
         seen.append(
             {
                 "step": state.step,
@@ -49,7 +49,7 @@ def train(state):
                 "rank": hvd.rank(),
                 "identical": hvd.identical(model),
                 "level": pilot.ladder.names[pilot.plan.level],
-                "held_back": sum(float(lane.residual.norm()) for lane in lanes if lane.residual is not None),
+                "held_back": sum(float(state.residual.norm()) for state in states if state.residual is not None),
             }
         )
         for step, ranks, then in ((15, 3, "localhost:2"), (30, 2, "localhost:3")):

@@ -106,14 +106,14 @@ def contexts():
 
 def begin_from(known):
     """Keras: residuals and contexts as PyTorch had them before this step."""
-    for lane, levels in zip(exchange._lanes, known["contexts"], strict=True):
+    for state, levels in zip(exchange._lanes, known["contexts"], strict=True):
         for name, arrays in levels.items():
             level = exchange.pilot.ladder.names.index(name)
-            if level in lane.states:
-                lane.states[level].assign(np.concatenate([a.ravel().view(np.float32) for a in arrays]))
-        if lane.residual is not None and known["residuals"]:
-            parts = [known["residuals"][i].ravel() for i in lane.bucket.parameters]
-            lane.residual.assign(np.concatenate(parts))
+            if level in state.states:
+                state.states[level].assign(np.concatenate([a.ravel().view(np.float32) for a in arrays]))
+        if state.residual is not None and known["residuals"]:
+            parts = [known["residuals"][i].ravel() for i in state.bucket.parameters]
+            state.residual.assign(np.concatenate(parts))
 
 
 for step in range(STEPS):

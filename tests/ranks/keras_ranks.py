@@ -189,10 +189,10 @@ def test_nothing_is_lost_across_changes_of_level(monkeypatch):
         assert hvd.identical(variables)
     exchange = optimizer._hvdplus.exchange
     left = [np.zeros(shape) for shape in SHAPES]
-    for lane in exchange._lanes:
-        residual = lane.residual.numpy().astype(np.float64)
-        for place, i in enumerate(lane.bucket.parameters):
-            left[i] += residual[lane.bucket.offsets[place] : lane.bucket.offsets[place + 1]].reshape(SHAPES[i])
+    for state in exchange._lanes:
+        residual = state.residual.numpy().astype(np.float64)
+        for place, i in enumerate(state.bucket.parameters):
+            left[i] += residual[state.bucket.offsets[place] : state.bucket.offsets[place + 1]].reshape(SHAPES[i])
     gathered = hvd.allgather_object((total, left))
     for i, v in enumerate(variables):
         grads = sum(values[i] for values, _ in gathered)
@@ -213,9 +213,9 @@ def test_non_finite_gradient_of_one_rank_reaches_all_and_leaves_no_trace(level, 
     exchange = optimizer._hvdplus.exchange
 
     def memory():
-        lanes = exchange._lanes
-        held = [v.numpy() for lane in lanes for v in lane.states.values()]
-        return held + [lane.residual.numpy() for lane in lanes if lane.residual is not None]
+        states = exchange._lanes
+        held = [v.numpy() for state in states for v in state.states.values()]
+        return held + [state.residual.numpy() for state in states if state.residual is not None]
 
     before, plan = memory(), exchange.pilot.plan._replace(gauge=False)
     kept = [np.array(v) for v in variables]
@@ -275,8 +275,8 @@ def test_contexts_that_differ_between_ranks_are_an_error_on_every_rank():
     for step in range(3):  # the first two are dense, and teach
         optimizer.apply(gradients(step, RANK), variables)
     if RANK == SIZE - 1:
-        for lane in optimizer._hvdplus.exchange._lanes:
-            for state in lane.states.values():
+        for state in optimizer._hvdplus.exchange._lanes:
+            for state in state.states.values():
                 state.assign(state * (1 + 1e-6))
     raises_everywhere(Exception, "contexts of lowrank:2 differ", lambda: optimizer.apply(gradients(3, RANK), variables))
 
@@ -570,9 +570,9 @@ def test_rows_are_shared_or_not_from_step_to_step():
         values = rng.standard_normal((count, 24)).astype(np.float32)
         optimizer.apply([tf.IndexedSlices(tf.constant(values), tf.constant(rows), shape)], variables)
         total[rows] += values
-    (lane,) = optimizer._hvdplus.exchange._lanes
-    assert lane.residual.numpy().any()
-    everyone = hvd._require_world().transport.gather_objects((total, lane.residual.numpy().reshape(shape)))
+    (state,) = optimizer._hvdplus.exchange._lanes
+    assert state.residual.numpy().any()
+    everyone = hvd._require_world().transport.gather_objects((total, state.residual.numpy().reshape(shape)))
     sent = -np.array(variables[0], np.float64) * SIZE
     np.testing.assert_allclose(sent + sum(left for _, left in everyone), sum(own for own, _ in everyone), atol=1e-4)
     assert hvd.identical([np.array(variables[0])])
@@ -658,7 +658,7 @@ def test_ranks_say_how_large_their_gradients_and_residuals_are(level):
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([6], [0.5, 0.25])
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(schedule), compression=level)
     optimizer.build(variables)
-    optimizer.hvdplus._gauges = True  # as `auto` does at every level
+    optimizer.hvdplus._measures_norms = True  # as `auto` does at every level
     exchange, heard, known = optimizer._hvdplus.exchange, [], []
     observe = exchange.pilot.observe
 
@@ -676,7 +676,7 @@ def test_ranks_say_how_large_their_gradients_and_residuals_are(level):
     for number in range(12):
         grads, rows = gradients(number, RANK), np.array([number, 3, 3, RANK])
         step(tf.constant(rows), *map(tf.constant, grads))
-        left = [lane.residual.numpy() for lane in exchange._lanes if lane.residual is not None]
+        left = [state.residual.numpy() for state in exchange._lanes if state.residual is not None]
         known.append((norm([*grads, np.repeat(np.bincount(rows), 6)]), norm(left), 0.5 if number <= 6 else 0.25))
     everyone = hvd.allgather_object(known)
     assert sum(plan.gauge for plan, _ in heard) >= 2 and len(heard) == 12

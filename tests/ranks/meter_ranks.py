@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from hvdplus.controller import typical
-from hvdplus.exchange import read_side
-from hvdplus.meter import StepTimes, median_times, reduce_times
+from hvdplus.meter import StepTimes, median_times
 
 FRAMEWORK = os.environ.get("FRAMEWORK", "torch")
 if "LINK_BYTES_PER_SECOND" not in os.environ:
@@ -142,7 +141,7 @@ BURST_SECONDS = (1 << 16) / RATE
 
 def rests(optimizer: object) -> int:
     """Before how many sums the wire rests where the backward pass takes longer than they do."""
-    return len(optimizer._exchange._plain.lanes) if FRAMEWORK == "torch" else 1
+    return len(optimizer._exchange._plain.states) if FRAMEWORK == "torch" else 1
 
 
 def measured(job: Job) -> StepTimes:
@@ -159,14 +158,14 @@ def trained(job: Job, share: float = 0.5) -> tuple[StepTimes, int]:
     """
     os.environ["HVDPLUS_BUCKET_BYTES"] = str(4 * job.part_elements * PARTS)
     optimizer, step = (torch_step if FRAMEWORK == "torch" else keras_step)(job)
-    pilot, heard = optimizer.hvdplus, []
-    observe = pilot.observe
+    coordinator, heard = optimizer.hvdplus, []
+    observe = coordinator.observe
 
-    def observed(plan, total, *healthy):
-        heard.append(reduce_times([slot.times for slot in read_side(total, SIZE)[0]]))
-        observe(plan, total, *healthy)
+    def observed(plan, metadata, *healthy):
+        heard.append(metadata.times)
+        observe(plan, metadata, *healthy)
 
-    pilot.observe = observed
+    coordinator.observe = observed
     for _ in range(STEPS):
         step()
     steps = sorted(heard[4:], key=lambda times: times.comm)  # the first: traced, negotiated, full buckets of tokens

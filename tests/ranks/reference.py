@@ -4,7 +4,7 @@ import numpy as np
 
 from hvdplus.adapters.numpy import NumpyOps
 from hvdplus.compression import NoCompression, parse
-from hvdplus.residual import join, unreleased
+from hvdplus.exchange.residual import add, left_after_flush
 
 
 class Reference:
@@ -33,11 +33,11 @@ class Reference:
             for rank in range(self.ranks):
                 flat = np.concatenate([gradients[rank][i].ravel() for i in bucket.parameters]).astype(np.float32)
                 residual = self.residuals[rank][number]
-                sent = join(flat, residual, release)
+                sent = add(flat, residual, release)
                 if compressor.keeps_residual:
                     payload, left, *_ = compressor.send(self.ops, ctx, sent, residual)
                 else:
-                    payload, left = compressor.encode(self.ops, ctx, sent), unreleased(residual, release)
+                    payload, left = compressor.encode(self.ops, ctx, sent), left_after_flush(residual, release)
                 self.residuals[rank][number] = left
                 payloads.append(payload)
             total = np.sum(payloads, axis=0, dtype=payloads[0].dtype)

@@ -18,7 +18,6 @@ from reference import Reference
 
 import hvdplus.torch as hvd
 from hvdplus.compression import Chain, Compressor, Context, Half, IntB, LowRank
-from hvdplus.exchange import read_side
 from hvdplus.launch import next_instance
 
 os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # one test makes some
@@ -33,9 +32,9 @@ HOROVOD = hvd._require_world().transport.name.startswith("horovod")
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
-    """Several buckets, even for small models, and gradients that have a lane of their own in plain dense steps."""
+    """Several buckets, even for small models, and gradients that have a state of their own in plain dense steps."""
     monkeypatch.setenv("HVDPLUS_BUCKET_BYTES", "6000")
-    monkeypatch.setattr("hvdplus.adapters.torch.exchange.PLAIN_BUCKET_BYTES", 1000)
+    monkeypatch.setattr("hvdplus.exchange.engine.PLAIN_BUCKET_BYTES", 1000)
 
 
 def model(seed=0):
@@ -190,11 +189,11 @@ def test_nothing_is_lost_across_changes_of_level(monkeypatch, levels):
     params = parameters()
     optimizer = plain(params, "auto")
     mine = walk(optimizer, params, levels, steps_each=7)
-    lanes = optimizer._exchange._joined.lanes
+    states = optimizer._exchange.states
     left = [np.zeros(p.shape) for p in params]
-    for lane in lanes:
-        for place, i in enumerate(lane.bucket.parameters if lane.residual is not None else ()):
-            part = lane.residual[lane.bucket.offsets[place] : lane.bucket.offsets[place + 1]]
+    for state in states:
+        for place, i in enumerate(state.bucket.parameters if state.residual is not None else ()):
+            part = state.residual[state.bucket.offsets[place] : state.bucket.offsets[place + 1]]
             left[i] += part.double().numpy().reshape(left[i].shape)
     gathered = hvd.allgather_object((mine, left))
     for i, p in enumerate(params):
@@ -204,7 +203,7 @@ def test_nothing_is_lost_across_changes_of_level(monkeypatch, levels):
         np.testing.assert_allclose(sent + residual, total, atol=2e-3)
         if levels[-1] == 0:
             assert np.abs(residual).max() == 0.0  # two stretches of 7 dense steps pay out everything in 5
-    assert (levels[-1] == 0) == all(lane.residual is None for lane in lanes)
+    assert (levels[-1] == 0) == all(state.residual is None for state in states)
 
 
 def damage(grads, value, rank):
@@ -224,19 +223,19 @@ def test_non_finite_gradient_of_one_rank_reaches_all_and_leaves_no_trace(level, 
         optimizer.step()
         optimizer.zero_grad()
     exchange = optimizer._exchange
-    lanes = copy.deepcopy([(lane.residual, lane.contexts) for lane in exchange._joined.lanes])
-    plan = exchange.plan._replace(gauge=False)
+    states = copy.deepcopy([(state.residual, state.contexts) for state in exchange.states])
+    plan = exchange.plan._replace(measure_norms=False)
     backward(params, damage(gradients(4, RANK), value, SIZE - 1))
     optimizer.synchronize()
     assert not torch.isfinite(params[3].grad).all()
     with optimizer.skip_synchronize():  # as a script without a loss scaler does: the step is taken all the same
         optimizer.step()
-    assert exchange.plan._replace(gauge=False) == plan
-    for (residual, contexts), lane in zip(lanes, exchange._joined.lanes, strict=True):
-        assert (residual is None) == (lane.residual is None)
-        assert residual is None or torch.equal(residual, lane.residual)
+    assert exchange.plan._replace(measure_norms=False) == plan
+    for (residual, contexts), state in zip(states, exchange.states, strict=True):
+        assert (residual is None) == (state.residual is None)
+        assert residual is None or torch.equal(residual, state.residual)
         for number, ctx in contexts.items():
-            assert all(torch.equal(a, b) for a, b in zip(ctx.state, lane.contexts[number].state, strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(ctx.state, state.contexts[number].state, strict=True))
     optimizer.zero_grad()
     backward(params, gradients(5, RANK))
     optimizer.synchronize()
@@ -252,14 +251,14 @@ def test_a_step_that_is_not_taken_commits_no_residual(level):
         optimizer.zero_grad()
         backward(params, gradients(step, RANK))
         optimizer.step()
-    before = copy.deepcopy([lane.residual for lane in optimizer._exchange._joined.lanes])
+    before = copy.deepcopy([state.residual for state in optimizer._exchange.states])
     optimizer.zero_grad()
     backward(params, gradients(3, RANK))
     optimizer.synchronize()
     optimizer.zero_grad()  # the script skips the step
     backward(params, gradients(4, RANK))
-    for residual, lane in zip(before, optimizer._exchange._joined.lanes, strict=True):
-        assert residual is None or torch.equal(residual, lane.residual)
+    for residual, state in zip(before, optimizer._exchange.states, strict=True):
+        assert residual is None or torch.equal(residual, state.residual)
     optimizer.step()
     assert hvd.identical(p for p in params)
 
@@ -273,8 +272,8 @@ def test_contexts_that_differ_between_ranks_are_an_error_on_every_rank():
         backward(params, gradients(step, RANK))
         optimizer.step()
     if RANK == SIZE - 1:
-        for lane in optimizer._exchange._joined.lanes:
-            for ctx in lane.contexts.values():
+        for state in optimizer._exchange.states:
+            for ctx in state.contexts.values():
                 for array in ctx.state:
                     array.mul_(1.0 + 1e-6)
     optimizer.zero_grad()
@@ -425,7 +424,7 @@ def test_a_checkpoint_knows_what_the_controller_knew(monkeypatch):
     again.load_state_dict(state)
     assert again.hvdplus.steps == optimizer.hvdplus.steps >= 11 and again.hvdplus.plan == optimizer.hvdplus.plan
     assert again.hvdplus._controller.memory() == optimizer.hvdplus._controller.memory()
-    assert again._exchange._rows.keys() == optimizer._exchange._rows.keys() == {0}
+    assert again._exchange.tables == optimizer._exchange.tables == [0]
     walk(fresh, again, range(12, 16))
     assert hvd.identical(fresh)
 
@@ -570,7 +569,7 @@ def test_what_another_framework_held_back_stays_when_the_first_step_finds_anothe
     for i in order:
         backward([again[i]], [grads[i]])
     other.step()
-    assert other._exchange._order == order
+    assert other._exchange.order == order
     for a, b, old, new, i in zip(before, held_back(other, again), params, again, range(len(params)), strict=True):
         arrived = (old - new).detach().double().numpy() * SIZE
         total = sum(gradients(6, rank)[i] for rank in range(SIZE))
@@ -678,7 +677,7 @@ def test_parameters_may_be_unfrozen_and_added_later(level):
     left = held_back(optimizer, [p for p in optimizer._exchange.parameters])
     left = {id(p): residual for p, residual in zip(optimizer._exchange.parameters, left, strict=True)}
     everybodys = hvd.allgather_object(total)
-    exact = level in ("none", "fp16") or optimizer._exchange._ladder.compressors[-1].keeps_residual
+    exact = level in ("none", "fp16") or optimizer._exchange.ladder.compressors[-1].keeps_residual
     for i, p in enumerate(params if exact else ()):
         whole = sum(theirs[i] for theirs in everybodys)
         np.testing.assert_allclose(-p.detach().double().numpy() * SIZE + left[id(p)], whole, atol=0.02 * SIZE)
@@ -889,10 +888,10 @@ def test_sparse_gradients(level, height):
             for row in () if lookups(step, rank, height) is None else lookups(step, rank, height):
                 expected[row] -= 1.0 / SIZE
     assert hvd.identical([*table.parameters(), *head.parameters()])
-    shared = optimizer._exchange._rows
-    assert bool(shared) == (height == 400)
+    assert optimizer._exchange.tables == [0]
+    shared = height == 400
     if shared:
-        assert optimizer._exchange.pilot.row_bytes < height * 6 * 4 / 2
+        assert optimizer._exchange.coordinator.row_bytes < height * 6 * 4 / 2
     if shared or level == "none":
         torch.testing.assert_close(table.weight.detach().double(), expected, rtol=0, atol=1e-5)
 
@@ -950,8 +949,12 @@ def test_a_table_whose_rows_are_shared_may_get_dense_gradients(level):
         optimizer.step()
     expected = torch.full((400, 6), -6.0 / SIZE)
     expected[3] -= 10.0
-    assert optimizer._exchange._rows
-    torch.testing.assert_close(params[0].detach(), expected)
+    assert optimizer._exchange.tables == [0]
+    # A step with a dense gradient runs at the level: what int8 has lost of it is in the residuals.
+    held = [state.residual for state in optimizer._exchange.states if state.bucket.parameters == (0,)]
+    mine = 0.0 if held[0] is None else held[0].view(400, 6)
+    left = sum(hvd.allgather_object(mine)) / SIZE
+    torch.testing.assert_close(params[0].detach() - left, expected)
 
 
 def test_sparse_as_dense_travels_dense_and_comes_back_sparse():
@@ -963,7 +966,7 @@ def test_sparse_as_dense_travels_dense_and_comes_back_sparse():
     table(torch.tensor([RANK])).sum().backward()
     optimizer.synchronize()
     grad = table.weight.grad
-    assert not optimizer._exchange._rows
+    assert not optimizer._exchange.tables
     assert grad.is_sparse and sorted(grad.coalesce().indices()[0].tolist()) == list(range(SIZE))
     assert torch.equal(grad.to_dense()[:SIZE], torch.full((SIZE, 4), 1 / SIZE).half().float())
 
@@ -1125,7 +1128,7 @@ def test_buckets_leave_while_the_backward_pass_goes_on(level):
     for step in range(4):
         x = torch.ones(2, 40, requires_grad=True)
         if step == 3:  # when the pass arrives at the input, what is behind it is on its way
-            x.register_hook(lambda grad: gone.extend(lane.handle for lane in optimizer._exchange._now.lanes))
+            x.register_hook(lambda grad: gone.extend(state.handle for state in optimizer._exchange.now.states))
         optimizer.zero_grad()
         net(x).sum().backward()
         optimizer.step()
@@ -1405,7 +1408,7 @@ def test_attributes_that_scripts_read_of_horovods_optimizer():
 def test_the_optimizer_is_still_itself():
     net = model()
     bare = torch.optim.Adam(net.parameters(), lr=0.01)
-    train(net, bare, 2)
+    train(net, bare, 2, rank=0)
     optimizer = hvd.DistributedOptimizer(bare, named_parameters=net.named_parameters(), compression="none")
     assert isinstance(optimizer, torch.optim.Adam)
     assert optimizer.state and optimizer.param_groups is bare.param_groups  # momenta are kept
@@ -1472,7 +1475,7 @@ def test_settings_of_the_script_come_before_the_environment_and_the_file(monkeyp
     monkeypatch.setenv("HVDPLUS_DENSE_STEPS", "12")
     settings = {"dense_steps": 20, "bucket_bytes": 1 << 20}
     optimizer = plain(parameters(), "auto", settings=settings)
-    used = optimizer._exchange._settings
+    used = optimizer._exchange.settings
     assert (used.dense_steps, used.warm_steps, len(optimizer._exchange.buckets)) == (20, 4, 1)
     assert optimizer.hvdplus.ladder.names == ("none", "int8")
     assert len(plain(parameters(), "auto")._exchange.buckets) > 1, "the environment's"
@@ -1985,7 +1988,7 @@ def test_mixed_precision_with_loss_scaling_and_a_residual(level):
         assert equal(net, before) == (step == 9)
         assert hvd.identical(net)
     assert np.mean(losses[-4:]) < 0.9 * np.mean(losses[:4])
-    residuals = [lane.residual for lane in optimizer._exchange._joined.lanes if lane.residual is not None]
+    residuals = [state.residual for state in optimizer._exchange.states if state.residual is not None]
     assert residuals and all(torch.isfinite(residual).all() for residual in residuals)
     assert max(residual.abs().max() for residual in residuals) < 10, "in units of the loss, not of the scaled one"
 
@@ -2040,20 +2043,20 @@ def test_what_a_step_paid_out_that_was_not_taken_is_paid_out_again(monkeypatch):
         with optimizer.skip_synchronize():
             optimizer.step()
     assert skipped == 3
-    assert all(lane.residual is None for lane in optimizer._exchange._joined.lanes), "all is paid out"
+    assert all(state.residual is None for state in optimizer._exchange.states), "all is paid out"
     assert hvd.identical(p for p in params)
 
 
 def listen(optimizer):
-    """[(plan, every rank's slot)] of the steps that the pilot observes from now on."""
-    pilot, heard = optimizer.hvdplus, []
-    observe = pilot.observe
+    """[(plan, metadata)] of the steps that the coordinator observes from now on."""
+    coordinator, heard = optimizer.hvdplus, []
+    observe = coordinator.observe
 
-    def observed(plan, total, *healthy):
-        heard.append((plan, read_side(total, SIZE)[0]))
-        observe(plan, total, *healthy)
+    def observed(plan, metadata, *healthy):
+        heard.append((plan, metadata))
+        observe(plan, metadata, *healthy)
 
-    pilot.observe = observed
+    coordinator.observe = observed
     return heard
 
 
@@ -2066,9 +2069,9 @@ def norm(arrays):
 def test_ranks_say_how_large_their_gradients_and_residuals_are(level):
     table, params = torch.nn.Embedding(400, 6, sparse=True), parameters()
     optimizer = plain([*params, *table.parameters()], level)
-    optimizer.hvdplus._gauges = True  # as `auto` does at every level
+    optimizer.hvdplus._measures_norms = True  # as `auto` does at every level
     heard, known = listen(optimizer), []
-    for step in range(12):
+    for step in range(14):
         rate = 0.1 * (step + 1)
         optimizer.param_groups[0]["lr"] = torch.tensor(rate) if step % 2 else rate
         grads, rows = gradients(step, RANK), np.array([step, 3, 3, RANK])
@@ -2076,17 +2079,17 @@ def test_ranks_say_how_large_their_gradients_and_residuals_are(level):
         backward(params, grads)
         table(torch.from_numpy(rows)).sum().backward()
         optimizer.step()
-        left = [lane.residual for lane in optimizer._exchange._joined.lanes if lane.residual is not None]
+        left = [state.residual for state in optimizer._exchange.states if state.residual is not None]
         known.append((norm([*grads, np.repeat(np.bincount(rows), 6)]), norm(left), rate))
     everyone = hvd.allgather_object(known)
-    assert sum(plan.gauge for plan, _ in heard) >= 2 and len(heard) >= 11
-    for step, (plan, slots) in enumerate(heard):
-        for rank, slot in enumerate(slots):
-            gradient_norm, residual_norm, rate = everyone[rank][step]
-            assert slot.learning_rate == pytest.approx(rate)
-            assert slot.gradient_norm == pytest.approx(gradient_norm if plan.gauge else 0.0, rel=1e-4)
-            assert slot.residual_norm == pytest.approx(residual_norm if plan.gauge else 0.0, rel=1e-4)
-    lossy = any(slot.residual_norm for _, slots in heard for slot in slots)
+    assert sum(plan.measure_norms for plan, _ in heard) >= 2 and len(heard) >= 11
+    for step, (plan, metadata) in enumerate(heard):
+        gradient_norms, residual_norms, rates = np.array([rank[step] for rank in everyone]).T
+        assert metadata.learning_rate == pytest.approx(rates[0])
+        for found, norms in ((metadata.gradient_norm, gradient_norms), (metadata.residual_norm, residual_norms)):
+            expected = np.sqrt(np.square(norms).mean()) if plan.measure_norms else 0.0
+            assert found == pytest.approx(expected, rel=1e-4)
+    lossy = any(metadata.residual_norm for _, metadata in heard)
     assert lossy == optimizer.hvdplus.ladder.compressors[-1].keeps_residual
 
 

@@ -1,0 +1,254 @@
+"""The engine's backend in PyTorch: gradients are where PyTorch keeps them, in ``parameter.grad``.
+
+A gradient is copied once, into its bucket's vector, together with its share of the residual; the mean is written to
+``.grad``. As in Horovod, a gradient keeps its identity, and gets the mean's memory where neither is anybody else's.
+Plain dense steps over Horovod need no bucket: every gradient is summed where it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdplus.adapters.torch.memory import alone_in_memory
+from hvdplus.adapters.torch.ops import make_ops
+from hvdplus.compression import Array
+from hvdplus.exchange.bucket import DENSE_ONLY, Bucket
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element -> the integer type that shows its bits."""
+
+
+class TorchBackend:
+    """See ``hvdplus.exchange.backend.Backend``."""
+
+    framework = "torch"
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str] = ()) -> None:
+        self.device = parameters[0].device if parameters else torch.device("cpu")
+        self.on_host = self.device.type == "cpu"
+        self.ops = make_ops(self.device)
+        self.take(parameters, names)
+
+    def take(self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str] = ()) -> None:
+        """These are the parameters from now on."""
+        self.parameters = list(parameters)
+        self.shapes = [tuple(real_view(parameter).shape) for parameter in self.parameters]
+        self.dtypes = [DENSE_ONLY if p.is_complex() else type_name(p) for p in self.parameters]
+        self.names = [*names, *(f"parameter {i}" for i in range(len(names), len(self.parameters)))]
+
+    # -- gradients of this rank
+
+    def gradient(self, i: int) -> torch.Tensor | None:
+        return self.parameters[i].grad
+
+    def is_sparse(self, i: int) -> bool:
+        grad = self.parameters[i].grad
+        return grad is not None and grad.is_sparse
+
+    def may_share_rows(self, i: int) -> bool:
+        return not self.parameters[i].is_complex()  # rows are added up as real numbers
+
+    def fill(self, i: int, target: Array, residual: Array | None, fraction: float, divisor: float) -> None:
+        grad, shape = self._dense(i), self.shapes[i]
+        with torch.no_grad():
+            if grad is None:
+                target.zero_()
+            elif residual is not None and grad.dtype == target.dtype and divisor == 1:
+                torch.add(grad, residual.view(shape), alpha=fraction, out=target.view(shape))
+                return
+            else:
+                target.view(shape).copy_(grad)
+                if divisor != 1:
+                    target.mul_(1 / divisor)
+            if residual is not None:
+                target.add_(residual, alpha=fraction)
+
+    def parts(self, bucket: Bucket) -> list[Array]:
+        parts = []
+        for i, shape in zip(bucket.parameters, bucket.shapes, strict=True):
+            grad = self._dense(i)
+            parts.append(self.zeros(math.prod(shape), bucket.dtype) if grad is None else grad.detach().reshape(-1))
+        return parts
+
+    def join(self, parts: Sequence[Array], out: Array, divisor: float) -> None:
+        torch.cat(list(parts), out=out)
+        if divisor != 1:
+            out.mul_(1 / divisor)
+
+    def summable(self, bucket: Bucket, dtype: str) -> list[Array]:
+        arrays = []
+        for i, shape in zip(bucket.parameters, bucket.shapes, strict=True):
+            grad = self._dense(i)
+            if grad is None:
+                grad = self.zeros(math.prod(shape), dtype).view(shape)
+            # The backward pass may still read memory that is not the gradient's alone.
+            own = grad if alone_in_memory(grad) else grad.detach().clone()
+            arrays.append(own.to(getattr(torch, dtype)).contiguous())
+        return arrays
+
+    def rows(self, i: int) -> tuple[Array, Array]:
+        parameter, grad = self.parameters[i], self.parameters[i].grad
+        if grad is None:
+            nothing = parameter.detach()[:0]
+            return torch.zeros(0, dtype=torch.int64, device=self.device), nothing.reshape(0, _width(parameter))
+        if not grad.is_sparse or grad.sparse_dim() != 1:
+            grad = rows_in_use(grad.to_dense())
+        grad = grad.detach().coalesce()
+        return grad.indices()[0], grad.values().reshape(-1, _width(parameter))
+
+    def _dense(self, i: int) -> torch.Tensor | None:
+        grad = self.parameters[i].grad
+        if grad is None:
+            return None
+        return real_view(grad.detach().to_dense() if grad.is_sparse else grad)
+
+    # -- means
+
+    def deliver(self, i: int, mean: Array, *, adopt: bool, sparse: bool) -> None:
+        parameter, mean = self.parameters[i], mean.view(self.shapes[i])
+        grad = parameter.grad
+        with torch.no_grad():
+            if grad is None or grad.is_sparse or grad.is_complex() or sparse:
+                whole = like(mean, parameter)
+                # One form on all ranks: optimizers tell them apart.
+                parameter.grad = rows_in_use(whole) if sparse else whole
+            elif grad.data_ptr() == mean.data_ptr():
+                pass  # was summed where it is
+            elif adopt and takes(grad, mean):
+                grad.set_(mean)  # type: ignore[call-overload]
+            else:
+                grad.copy_(mean)
+
+    def deliver_rows(self, i: int, union: Array, values: Array) -> None:
+        parameter = self.parameters[i]
+        shape = (len(union), *parameter.shape[1:])
+        parameter.grad = as_sparse(union, values.to(parameter.dtype).view(shape), parameter.shape)
+
+    def deliver_summed(self, i: int, mean: Array, *, sparse: bool) -> None:
+        if mean is not self.parameters[i].grad:
+            self.deliver(i, mean, adopt=False, sparse=sparse)
+
+    # -- arrays
+
+    def empty(self, count: int, dtype: str) -> Array:
+        return torch.empty(count, dtype=getattr(torch, dtype), device=self.device)
+
+    def zeros(self, count: int, dtype: str = "float32") -> Array:
+        return torch.zeros(count, dtype=getattr(torch, dtype), device=self.device)
+
+    def norm(self, array: Array) -> Array:
+        return norm(array)
+
+    def gradient_norm(self, i: int) -> Array:
+        grad = self._dense(i)
+        return self.zeros(1)[0] if grad is None else norm(grad)
+
+    def norm_of_all(self, norms: Sequence[Array]) -> float:
+        return float(torch.linalg.vector_norm(torch.stack(list(norms)))) if norms else 0.0
+
+    def mask(self, rows: Array, height: int) -> Array:
+        mask = self.zeros(height)
+        mask[rows] = 1.0
+        return mask
+
+    def rows_in_use(self, counts: Array) -> Array:
+        return counts.nonzero()[:, 0]
+
+    def place(self, union: Array, rows: Array, values: Array, length: int, dtype: str) -> Array:
+        placed = self.zeros(length * values.shape[1], dtype).view(length, values.shape[1])
+        placed[torch.searchsorted(union, rows)] = values.to(placed.dtype)
+        return placed.view(-1)
+
+    def spread(self, union: Array, values: Array, height: int) -> Array:
+        whole = values.new_zeros(height, values.numel() // max(1, len(union)))
+        whole[union] = values.view(len(union), -1)
+        return whole.view(-1)
+
+    def all_true(self, flags: Sequence[Array]) -> bool:
+        return not flags or bool(torch.stack([torch.as_tensor(flag) for flag in flags]).all())
+
+    def any_true(self, flags: Sequence[Array]) -> bool:
+        return bool(flags) and bool(torch.stack([torch.as_tensor(flag) for flag in flags]).any())
+
+    def clone(self, array: Array) -> Array:
+        return array.detach().clone()
+
+    def filled_like(self, array: Array, value: float) -> Array:
+        return torch.full_like(array, value)
+
+    def restore(self, values: Any) -> Array:
+        return torch.as_tensor(values).to(self.device, copy=True)
+
+    def metadata_array(self, values: np.ndarray) -> Array:
+        return torch.from_numpy(values)
+
+    def to_host(self, array: Array) -> np.ndarray:
+        return array.detach().cpu().numpy()  # type: ignore[no-any-return]
+
+    def shares_memory(self, one: Array, other: Array) -> bool:
+        return one is not None and other is not None and one.data_ptr() == other.data_ptr()
+
+    def wait_for_device(self) -> None:
+        # All gradients are on their way, and the host has nothing left to do but to look at the device for the
+        # metadata. What the device still computes is neither that nor waiting for sums, which wait for it, too.
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def checksums(self) -> list[int]:
+        sums = []
+        for parameter in self.parameters:
+            flat = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
+            bits = flat.contiguous().view(-1).view(INTEGERS[flat.element_size()])
+            sums.append(bits.sum(dtype=torch.int64))
+        return torch.stack(sums).tolist() if sums else []  # type: ignore[no-any-return]
+
+
+def real_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs, in a last dimension more; all else as it is."""
+    return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
+
+
+def like(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A copy of ``values``, a tensor as ``real_view`` returns it, in the parameter's type."""
+    if parameter.is_complex():
+        return torch.view_as_complex(values.to(parameter.dtype.to_real(), copy=True))
+    return values.to(parameter.dtype, copy=True)
+
+
+def type_name(tensor: torch.Tensor) -> str:
+    """``float32`` and the like."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def takes(grad: torch.Tensor, mean: torch.Tensor) -> bool:
+    """Whether ``grad`` can have the memory of ``mean``: it is alike, and its own memory is no part of a buffer."""
+    alike = grad.dtype == mean.dtype and grad.is_contiguous()
+    return alike and grad.untyped_storage().nbytes() == grad.nbytes and alone_in_memory(grad)
+
+
+def norm(tensor: torch.Tensor) -> torch.Tensor:
+    """Euclidean norm; not in half precision, where it may be infinite already."""
+    with torch.no_grad():
+        wider = torch.promote_types(tensor.dtype, torch.float32)
+        found: torch.Tensor = torch.linalg.vector_norm(tensor, dtype=wider)
+        return found.float()
+
+
+def rows_in_use(dense: torch.Tensor) -> torch.Tensor:
+    """A sparse tensor of the rows that are not zero: an optimizer leaves all others alone."""
+    used = dense.flatten(1).ne(0).any(1).nonzero()[:, 0] if dense.dim() > 1 else dense.nonzero()[:, 0]
+    return as_sparse(used, dense[used], dense.shape)
+
+
+def as_sparse(rows: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """A sparse tensor with one sparse dimension; ``rows`` ascend. ``Tensor.to_sparse`` takes far longer."""
+    return torch.sparse_coo_tensor(rows[None], values, shape, is_coalesced=True, check_invariants=False)
+
+
+def _width(parameter: torch.Tensor) -> int:
+    return math.prod(parameter.shape[1:])
