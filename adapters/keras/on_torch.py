@@ -52,7 +52,7 @@ class Exchange(HookedExchange):
 
     def hear(self, loss: torch.Tensor) -> None:
         """The step's loss, for the run log."""
-        self.loss = float(loss.detach())
+        self.reporter.loss = float(loss.detach())
 
     def scales_losses(self, scale: Callable[[], Any]) -> None:
         """Losses are scaled from now on."""

@@ -81,8 +81,8 @@ class NumpyBackend:
     def norm(self, array: Array) -> Array:
         return np.linalg.norm(np.ravel(array).astype(np.float64))
 
-    def gradient_norm(self, i: int) -> Array:
-        return self.norm(self._flat(i))
+    def flat(self, i: int) -> Array:
+        return self._flat(i)
 
     def norm_of_all(self, norms: Sequence[Array]) -> float:
         return float(np.linalg.norm(norms)) if norms else 0.0

@@ -144,9 +144,9 @@ class TorchBackend:
     def norm(self, array: Array) -> Array:
         return norm(array)
 
-    def gradient_norm(self, i: int) -> Array:
+    def flat(self, i: int) -> Array:
         grad = self._dense(i)
-        return self.zeros(1)[0] if grad is None else norm(grad)
+        return self.zeros(0) if grad is None else grad.detach().reshape(-1)
 
     def norm_of_all(self, norms: Sequence[Array]) -> float:
         return float(torch.linalg.vector_norm(torch.stack(list(norms)))) if norms else 0.0

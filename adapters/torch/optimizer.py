@@ -287,7 +287,7 @@ class Distributed(torch.optim.Optimizer):
 
     def record(self, loss: float | torch.Tensor) -> None:
         """Put this step's loss into the run log; call it before ``step``."""
-        self._exchange.loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
+        self._exchange.reporter.loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
 
     @property
     def hvdplus(self) -> Any:

@@ -12,13 +12,16 @@ a dense step, in warm-up.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hvdplus.compression import Array, Ops, fewest_bits
 from hvdplus.compression.ops import Packed
-from hvdplus.exchange.bucket import BucketState
+from hvdplus.exchange.bucket import BucketState, wide
+
+if TYPE_CHECKING:
+    from hvdplus.exchange.eager import EagerExchange
 
 SHARED = 0.25
 """Largest share of rows, all ranks' together, that is exchanged row by row; beyond, the table travels as a bucket."""
@@ -55,6 +58,51 @@ class Table(BucketState):
         """As a bucket's."""
         super().forget_step()
         self.mask = self.rows = self.values = self.union = None
+
+
+def start_mask(x: EagerExchange, table: Table) -> None:
+    """Tell the other ranks which rows this rank used."""
+    table.pending = None  # of a step that was never taken
+    table.rows, table.values = x.backend.rows(table.parameter)
+    words = mask_words(x.ops, x.backend.mask(table.rows, table.height), x.transport.size)
+    table.mask = x.transport.start(words, f"{x.prefix}.{table.bucket.number}.mask")
+
+
+def send_table(x: EagerExchange, table: Table) -> None:
+    """Hear which rows any rank used, and send them, or the whole table as a bucket."""
+    with x.meter.exposed_comm():
+        words = x.transport.wait(table.mask)
+    with x.meter.codec():
+        union = x.backend.rows_in_use(mask_counts(x.ops, words, table.height, x.transport.size))
+        table.sent_bytes = mask_bytes(table.height, x.transport.size)
+        if x.ladder.flushes(x.plan) or not few(len(union), table.height):
+            x.mark_ready(table, table.parameter)
+            if not x.together:
+                x.fill(table, table.parameter)
+            x.send(table)
+            table.sent_bytes += int(table.payload.nbytes)
+            return
+        table.union = union
+        x.reporter.note_norms(x, [table.values])
+        length = padded(len(union))
+        if length:
+            values = x.backend.place(union, table.rows, table.values, length, wide(table.bucket.dtype))
+            table.sent_bytes += int(values.nbytes)
+            table.handle = x.transport.start(values, f"{x.prefix}.{table.bucket.number}.rows.{length}")
+
+
+def receive_rows(x: EagerExchange, table: Table) -> None:
+    """The mean of the union's rows, 1-D."""
+    if table.handle is None:
+        table.mean = x.backend.zeros(0, wide(table.bucket.dtype))
+        return
+    width = table.bucket.spec.size // table.height
+    total = table.total[: len(table.union) * width]
+    if x.checks:
+        table.sum_finite = x.ops.all_finite(total)
+        if x.plan.warms and table.bucket.compressible:
+            table.next_context = x.learned(table, x.backend.spread(table.union, total, table.height))
+    table.mean = total * x.scale
 
 
 def mask_words(ops: Ops, mask: Array, ranks: int) -> Array:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from hvdplus.compression import Array, Compressor, Context, Ops
+from hvdplus.exchange import outcome, sparse
 from hvdplus.exchange.bucket import BucketState
 from hvdplus.exchange.metadata import check_agreement
 from hvdplus.exchange.residual import left_after_flush
@@ -76,11 +77,14 @@ def receive_bucket(
 def gradient_ready(x: EagerExchange, i: int) -> None:
     """The backward pass has delivered a gradient: pack it, and send its bucket if nothing is missing from it."""
     x.begin()
-    if not x.order_known:
+    if not x.agreed:
         x.ready.append(i)
-    if not x.agreed or i not in x.now.place_of:  # a table waits for the end of the backward pass
-        return
-    state, *_ = x.now.place_of[i]
+    elif i in x.now.place_of:  # a table waits for the end of the backward pass
+        add_gradient(x, x.now.place_of[i][0], i)
+
+
+def add_gradient(x: EagerExchange, state: BucketState, i: int) -> None:
+    """Pack a gradient, and send its bucket if it is full."""
     x.mark_ready(state, i)
     if x.together and (state.missing or state is x.now.carrier):
         return
@@ -102,18 +106,17 @@ def finish(x: EagerExchange, learning_rate: float = 0.0, added: int = 0, missing
     x.begin()
     x.agree_on_first_step()
     used = send_rest(x)
-    if not x.idle:
-        x.backend.wait_for_device()
-    x.start_metadata(used, learning_rate, added, missing)
-    x.observe_late()
+    x.wait_for_device()
+    x.reporter.start(x, used, learning_rate, added, missing)
+    x.reporter.observe_last(x)
     receive(x)
     healthy = agree(x)
     if added:
-        check_agreement(x.metadata.read(), x.ladder.names[x.plan.level])
+        check_agreement(x.reporter.metadata.read(), x.ladder.names[x.plan.level])
         x.exchange_added()
     x.probe()
     with x.meter.codec():
-        x.deliver(used)
+        outcome.deliver(x, used)
     x.end_exchange(healthy)
 
 
@@ -125,19 +128,11 @@ def send_rest(x: EagerExchange) -> list[bool]:
     with x.meter.codec():
         for state in x.now.states:
             if state.handle is None:
-                for i in tuple(state.missing):
-                    x.mark_ready(state, i)
-                    if not x.together:
-                        x.fill(state, i)
-                if state is x.now.carrier:
-                    state.payload = x.backend.summable(state.bucket, x.wire_type(state))
-                    x.note_norms(state.payload)
-                else:
-                    x.send(state)
+                x.complete(state)
         for table in x.tables_now:  # in one order on all ranks: now all that could leave earlier has left
-            x.start_mask(table)
+            sparse.start_mask(x, table)
     for table in x.tables_now:
-        x.send_table(table)
+        sparse.send_table(x, table)
     return used
 
 
@@ -149,13 +144,13 @@ def receive(x: EagerExchange) -> None:
                 state.mean = x.transport.wait(state.handle)
     states = [*(() if x.now.in_place else x.now.states), *x.tables_now]
     for state in states:
-        with x.meter.awaited(state.bucket.number):
-            if state.handle is not None:
+        if state.handle is not None:
+            with x.meter.awaited(state.bucket.number):
                 state.total = x.transport.wait(state.handle)
         with x.meter.codec():
             x.decode(state)
     with x.meter.codec():
-        x.send_overflowed_again(states)
+        outcome.send_overflowed_again(x, states)
 
 
 def agree(x: EagerExchange) -> bool:
@@ -163,29 +158,17 @@ def agree(x: EagerExchange) -> bool:
 
     Where nothing depends on it, ranks read each other's metadata one step later.
     """
-    if not x.reads_now:
+    if not x.reporter.read_in_step:
         return True
     with x.meter.exposed_comm():
-        metadata = x.metadata.read()
-    if not x.checks:
-        return True
+        metadata = x.reporter.metadata.read()
     with x.meter.codec():
-        healthy = not metadata.nonfinite and x.sums_are_finite()
+        outcome.turned_sparse(x)
+        if not x.checks:
+            return True
+        healthy = not metadata.nonfinite and outcome.sums_are_finite(x)
         if healthy and metadata.overflow:
-            x.send_left()
-        for state in (*x.now.states, *x.tables_now):
-            settle(x, state, healthy)
+            outcome.send_left(x)
+        for state in x.states:
+            outcome.settle(x, state, healthy)
     return healthy
-
-
-def settle(x: EagerExchange, state: BucketState, healthy: bool) -> None:
-    """Keep what a bucket learned, or undo the step where a rank's gradient was not finite."""
-    if not state.bucket.compressible:
-        return
-    if healthy:
-        if state.next_context is not None:
-            state.contexts[x.plan.warms or x.plan.level] = state.next_context
-        return
-    state.pending = None
-    if x.compressor(state.bucket, x.plan.level).settles:  # a plain all-reduce would have delivered it: so does this
-        state.mean = x.not_finite(state.mean)

@@ -1,0 +1,94 @@
+"""The end of a step: bring overflowed buckets again, keep or undo what was learned, deliver the means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hvdplus.exchange.bucket import BucketState
+
+if TYPE_CHECKING:
+    from hvdplus.exchange.eager import EagerExchange
+
+
+def send_overflowed_again(x: EagerExchange, states: Sequence[BucketState]) -> None:
+    """Payloads of float16 may have an infinite sum. Every rank holds the same sums, so every rank sends the same
+    buckets again, in full width."""
+    narrow = [s for s in states if s.sum_finite is not None and x.compressor(s.bucket, x.plan.level).narrow]
+    if x.backend.all_true([state.sum_finite for state in narrow]):
+        return
+    for state in (state for state in narrow if not state.sum_finite):
+        if x.together:
+            x.backend.join(x.backend.parts(state.bucket), x.vector(state), 1.0)
+        name = f"{x.tensor_name(state)}.again"
+        state.mean = x.transport.wait(x.transport.start(x.vector(state), name, x.scale))
+        state.sum_finite = x.ops.all_finite(state.mean)
+
+
+def sums_are_finite(x: EagerExchange) -> bool:
+    """Of all buckets that may be compressed; the same on every rank."""
+    return x.backend.all_true([state.sum_finite for state in x.states if state.sum_finite is not None])
+
+
+def send_left(x: EagerExchange) -> None:
+    """Some rank's values lie far beyond its level's scale: all ranks send what is left in full width, and nothing stays.
+    So the whole gradient arrives in its own step, and no later one has to bring the rest."""
+    states = [state for state in x.states if state.pending is not None and state.finite is not None]
+    handles = [
+        x.transport.start(x.backend.clone(state.pending), f"{x.tensor_name(state)}.left", x.scale * x.sent_scale)
+        for state in states
+    ]
+    for state, handle in zip(states, handles, strict=True):
+        state.mean = state.mean + x.transport.wait(handle)
+        state.pending = x.backend.filled_like(state.pending, 0.0)
+
+
+def settle(x: EagerExchange, state: BucketState, healthy: bool) -> None:
+    """Keep what a bucket learned, or undo the step where a rank's gradient was not finite."""
+    if not state.bucket.compressible:
+        return
+    if healthy:
+        if state.next_context is not None:
+            state.contexts[x.plan.warms or x.plan.level] = state.next_context
+        return
+    state.pending = None
+    if x.compressor(state.bucket, x.plan.level).settles:  # a plain all-reduce would have delivered it: so does this
+        state.mean = x.backend.filled_like(state.mean, math.nan)
+
+
+def deliver(x: EagerExchange, used: Sequence[bool]) -> None:
+    """Write means to the gradients; a parameter that no rank used keeps none.
+
+    ``used``: which parameters have a gradient on this rank.
+    """
+    users = (x.reporter.metadata.read().used > 0).tolist() if x.reporter.read_in_step else used
+    for state in x.now.states:
+        if x.now.in_place:
+            for i, mean in zip(state.bucket.parameters, state.mean, strict=False):  # the metadata come last
+                if users[i]:
+                    x.backend.deliver_summed(i, mean, sparse=i in x.sparse)
+        else:
+            _deliver_bucket(x, state, users)
+    for table in x.tables_now:
+        if table.union is None:
+            _deliver_bucket(x, table, users)
+        elif users[table.parameter]:
+            x.backend.deliver_rows(table.parameter, table.union, table.mean)
+
+
+def _deliver_bucket(x: EagerExchange, state: BucketState, users: Sequence[bool]) -> None:
+    sent = [array for array in (state.flat, state.payload) if array is not None]
+    adopt = not any(x.backend.shares_memory(state.mean, array) for array in sent)
+    for i, (part, _) in state.places.items():
+        if users[i]:
+            x.backend.deliver(i, state.mean[part], adopt=adopt, sparse=i in x.sparse)
+        elif state.pending is not None and state.residual is not None:  # nobody takes what was sent of it
+            state.pending[part] = state.residual[part]
+
+
+def turned_sparse(x: EagerExchange) -> None:
+    """Where all ranks read the metadata in the step, a gradient that turned sparse on one of them does so on all."""
+    if x.reporter.observed_in_step:
+        turned = x.reporter.metadata.read().turned
+        x.sparse.update(i for i, turns in enumerate(turned.tolist()) if turns)

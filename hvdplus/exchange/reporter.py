@@ -1,0 +1,203 @@
+"""One rank's part of the metadata: what it reports in a step, when it reads the others', what it checks in them.
+
+Where a step's result depends on the metadata (residuals, contexts), they are read in the step itself; else one step
+later, while there is something else to wait for. When is the same on all ranks, as plans are made from what was read.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from hvdplus.compression import Array
+from hvdplus.exchange.metadata import (
+    Metadata,
+    Report,
+    Slot,
+    Sums,
+    flag,
+    fold24,
+    hash24,
+    pack,
+    read,
+    weights_differ,
+)
+from hvdplus.exchange.plan import Plan
+from hvdplus.transport import Grouping
+
+if TYPE_CHECKING:
+    from hvdplus.exchange.bucket import BucketState
+    from hvdplus.exchange.eager import EagerExchange
+
+
+class MetadataInFlight:
+    """The metadata of one step under way; read once."""
+
+    def __init__(self, wait: Callable[[], np.ndarray], ranks: int, checksums: Sequence[int]) -> None:
+        self._wait, self._ranks = wait, ranks
+        self._read: Metadata | None = None
+        self.checksums = checksums
+        """Of this rank's parameters, in steps that check them."""
+
+    def read(self) -> Metadata:
+        """Wait for the sum, the first time."""
+        if self._read is None:
+            self._read = read(self._wait(), self._ranks)
+        return self._read
+
+
+class Reporter:
+    """Reports this rank's part of a step, and observes all ranks'. Holds no exchange, which holds it: an exchange that is
+    dropped has to be gone at once."""
+
+    def __init__(self, parameters: int) -> None:
+        self.loss = math.nan
+        """Of the current step, for the run log; NaN: not reported."""
+        self.metadata = MetadataInFlight(lambda: np.zeros(0, np.float32), 0, ())
+        """Of the current step."""
+        self.observed_in_step = self.read_in_step = False
+        """Whether every rank reads the current step's metadata before its end; whether this rank does."""
+        self._late: tuple[Plan, MetadataInFlight] | None = None
+        self._norms: list[Array] = []
+        self._steps = self._sums = 0
+        self._unseen = set(range(parameters))
+        """Parameters that no rank has had a gradient of: until then all ranks read in the step, so that they agree
+        whether a gradient is sparse before an optimizer sees it."""
+
+    def members_changed(self, parameters: int, moved: Mapping[int, int]) -> None:
+        """There are other ``parameters`` now. ``moved``: old number -> new number of those that stay."""
+        fresh = set(range(parameters)) - set(moved.values())
+        self._unseen = fresh | {moved[i] for i in self._unseen if i in moved}
+
+    def note_norms(self, x: EagerExchange, arrays: Sequence[Array]) -> None:
+        """Keep the norms of gradients, in steps that measure them."""
+        if x.plan.measure_norms:
+            self._norms += [x.backend.norm(array) for array in arrays]
+
+    def start(
+        self, x: EagerExchange, used: Sequence[bool], learning_rate: float, added: int, missing: float
+    ) -> None:
+        """Send this rank's metadata. Arguments as in ``step.finish``; ``used``: which parameters have a gradient."""
+        ranks = x.transport.size
+        numbers = () if x.idle else range(len(x.shapes))
+        turned = {i for i in numbers if x.backend.is_sparse(i) and i not in x.sparse}
+        flags = [flag(has, i in turned, ranks) for i, has in enumerate(used)]
+        checksums = x.backend.checksums() if self._checks_weights(x) else []
+        report = self._report(x, learning_rate, added, missing, checksums)
+        wait = self._start_sum(x, x.backend.metadata_array(pack(x.transport.rank, ranks, report, flags)))
+        self.metadata = MetadataInFlight(wait, ranks, checksums)
+        self.observed_in_step = x.checks or x.now.carrier is not None or bool(self._unseen and not x.idle)
+        # Whether others use a parameter only matters to a rank that does not.
+        self.read_in_step = self.observed_in_step or added > 0 or not all(used)
+
+    def observe_last(self, x: EagerExchange) -> None:
+        """Read the last step's metadata, if that was not done in the step."""
+        if self._late:
+            (plan, metadata), self._late = self._late, None
+            self._observe(x, plan, metadata, healthy=True)
+
+    def end_step(self, x: EagerExchange, healthy: bool) -> None:
+        """Observe the step, or leave its metadata to the next one."""
+        if self.observed_in_step:
+            self._observe(x, x.plan, self.metadata, healthy)
+        else:
+            self._late = x.plan, self.metadata
+        x.coordinator.unread_steps = int(not self.observed_in_step)
+        self._steps += 1
+        self.loss = math.nan
+
+    def forget(self) -> None:
+        """Nothing is on its way any more, or counts."""
+        self._late, self._norms = None, []
+
+    def finish_last(self) -> None:
+        """Wait for what is on its way, and forget it: another state is loaded."""
+        if self._late:
+            self._late[1].read()
+        self.forget()
+
+    def _observe(self, x: EagerExchange, plan: Plan, in_flight: MetadataInFlight, healthy: bool) -> None:
+        metadata = in_flight.read()
+        if "weights" in metadata.odd:
+            everyone = x.transport.gather_objects(list(in_flight.checksums))
+            raise RuntimeError(weights_differ(metadata.odd["weights"], everyone, x.backend.names))
+        x.coordinator.observe(plan, metadata, healthy)
+        if self._unseen:
+            self._unseen -= set(np.flatnonzero(metadata.used > 0).tolist())
+        x.sparse.update(np.flatnonzero(metadata.turned).tolist())
+
+    def _start_sum(self, x: EagerExchange, array: Array) -> Callable[[], np.ndarray]:
+        # What waits does not hold the exchange either.
+        carrier, scale, transport, to_host = x.now.carrier, x.scale, x.transport, x.backend.to_host
+        if carrier is not None:
+            with x.meter.codec():
+                name = x.ladder.tensor_name(x.now.prefix, carrier.bucket.number, x.plan)
+                carrier.handle = cast(Grouping, transport).start_all([*carrier.payload, array], name, scale)
+                x.meter.sum_begins(carrier.bucket.number, functools.partial(transport.done, carrier.handle))
+            return lambda: to_host(array) / np.float32(scale)  # in place: here when the carrier's sums are
+        # Two names alternate: the last sum may still be in flight where it was not awaited.
+        self._sums += 1
+        handle = transport.start(array, f"{x.prefix}.metadata.{self._sums % 2}")
+        return lambda: to_host(transport.wait(handle))
+
+    def _report(
+        self, x: EagerExchange, learning_rate: float, added: int, missing: float, checksums: Sequence[int]
+    ) -> Report:
+        states: list[BucketState] = [] if x.idle or x.now.in_place else list(x.now.states)
+        states += x.tables_now if x.checks else ()
+        finite = [state.finite for state in states if state.finite is not None]
+        overflow = [state.overflow for state in states if state.overflow is not None]
+        times, loss = x.meter.last, float(self.loss)
+        gradient_norm, residual_norm = self._measured_norms(x)
+        sums = Sums(
+            nonfinite=float(not x.backend.all_true(finite)),
+            overflow=float(x.backend.any_true(overflow)),
+            step=times.step,
+            loss=0.0 if math.isnan(loss) else loss,
+            losses=float(not math.isnan(loss)),
+        )
+        slot = Slot(
+            codec=times.codec,
+            exposed_comm=times.exposed_comm,
+            comm=times.comm,
+            input_wait=times.input_wait,
+            probe=times.sounding,
+            gradient_norm=gradient_norm,
+            residual_norm=residual_norm,
+            learning_rate=learning_rate,
+            contexts=self._contexts(x, states),
+            weights=hash24(np.array(checksums, np.int64).tobytes()) if checksums else 0.0,
+            missing=missing,
+            added=added,
+        )
+        return Report(sums, slot)
+
+    def _contexts(self, x: EagerExchange, states: Sequence[BucketState]) -> float:
+        """Checksum of all contexts that the step uses, those that it warms up among them."""
+        total = 0
+        levels = {x.plan.level, x.plan.warms or x.plan.level}
+        for state in states:
+            for level in levels if state.bucket.compressible else ():
+                total += sum(int(x.ops.checksum(array)) for array in x.context(state, level).state)
+        return fold24(total)
+
+    def _measured_norms(self, x: EagerExchange) -> tuple[float, float]:
+        """Norms of this rank's own gradients, taken when they were packed, and of its next residual."""
+        if not x.plan.measure_norms or x.idle:
+            return 0.0, 0.0
+        with x.meter.codec():
+            left = [x.backend.norm(state.pending) for state in x.states if state.pending is not None]
+            gradient, self._norms = x.backend.norm_of_all(self._norms), []
+            residual = x.backend.norm_of_all(left if x.ladder.keeps_residual(x.plan) else [])
+            return gradient / x.loss_scale, residual
+
+    def _checks_weights(self, x: EagerExchange) -> bool:
+        """After the first step, and every so often: ranks that train apart would not notice otherwise."""
+        every = x.settings.weights_check_steps
+        if not every or x.idle or x.transport.size == 1:
+            return False
+        return self._steps == 1 or (self._steps > 0 and self._steps % every == 0)
