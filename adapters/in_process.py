@@ -138,8 +138,10 @@ class InProcessNegotiating(InProcess):
         return [(array, self.start(array, f"{name}.{i}", scale)) for i, array in enumerate(arrays)]
 
     def done(self, handle: Any) -> bool:
-        return all(super(InProcessNegotiating, self).done(each) for _, each in handle) if isinstance(handle, list) else (
-            super().done(handle)
+        return (
+            all(super(InProcessNegotiating, self).done(each) for _, each in handle)
+            if isinstance(handle, list)
+            else (super().done(handle))
         )
 
     def wait(self, handle: Any) -> Array:

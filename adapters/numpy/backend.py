@@ -1,8 +1,8 @@
 """The engine's backend in NumPy, in the plainest words there are: the reference for every framework.
 
-    exchange = NumpyExchange(shapes, transport, level="lowrank:4")
-    means = exchange.reduce(gradients)          # arrays, ``Rows`` for sparse ones, or None
-    exchange.commit()                           # the optimizer has taken the step
+exchange = NumpyExchange(shapes, transport, level="lowrank:4")
+means = exchange.reduce(gradients)          # arrays, ``Rows`` for sparse ones, or None
+exchange.commit()                           # the optimizer has taken the step
 """
 
 from __future__ import annotations
@@ -154,7 +154,10 @@ class NumpyBackend:
         pass
 
     def checksums(self) -> list[int]:
-        return [int(np.frombuffer(weight.tobytes(), np.uint8).astype(np.int64) @ _places(weight.nbytes)) for weight in self.weights]
+        return [
+            int(np.frombuffer(weight.tobytes(), np.uint8).astype(np.int64) @ _places(weight.nbytes))
+            for weight in self.weights
+        ]
 
     def _flat(self, i: int) -> np.ndarray:
         """The gradient, dense and 1-D, in its own type; zeros if there is none."""
@@ -207,7 +210,9 @@ class NumpyExchange(EagerExchange):
             sparse_as_dense=sparse_as_dense,
         )
 
-    def reduce(self, gradients: Sequence[Any], learning_rate: float = 0.0, order: Sequence[int] | None = None) -> list[Any]:
+    def reduce(
+        self, gradients: Sequence[Any], learning_rate: float = 0.0, order: Sequence[int] | None = None
+    ) -> list[Any]:
         """Mean gradients over all ranks; None where no rank has one.
 
         Args:

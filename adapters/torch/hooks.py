@@ -85,7 +85,9 @@ class HookedExchange(EagerExchange):
             RuntimeError: gradients are on their way.
         """
         if self.in_flight:
-            raise RuntimeError("load_state_dict() was called between backward() and step(), with gradients on their way.")
+            raise RuntimeError(
+                "load_state_dict() was called between backward() and step(), with gradients on their way."
+            )
         self.resumed = super().load(state)
         return self.resumed
 

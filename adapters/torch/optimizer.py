@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from hvdplus.adapters.torch.ops import TorchOps
 from hvdplus.adapters.torch.backend import type_name
 from hvdplus.adapters.torch.hooks import HookedExchange
-from hvdplus.launch import FLOATS, NO_JOIN, check_same_model, check_types, choose_ladder, join, next_instance
+from hvdplus.adapters.torch.ops import TorchOps
 from hvdplus.exchange.checkpoint import KEEP_LOCAL
+from hvdplus.launch import FLOATS, NO_JOIN, check_same_model, check_types, choose_ladder, join, next_instance
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 

@@ -40,9 +40,7 @@ class Backend(Protocol):
     def empty(self, count: int, dtype: str) -> Array:
         """An uninitialised 1-D array."""
 
-    def fill(
-        self, i: int, target: Array, residual: Array | None, fraction: float, divisor: float
-    ) -> None:
+    def fill(self, i: int, target: Array, residual: Array | None, fraction: float, divisor: float) -> None:
         """``target = gradient / divisor + fraction * residual``; 1-D parts of a bucket. No gradient counts as zeros."""
 
     def parts(self, bucket: Bucket) -> list[Array]:

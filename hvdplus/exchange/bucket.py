@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from hvdplus.compression import Array, Compressor, Context, NoCompression, Ops, Spec
 
@@ -140,6 +140,8 @@ def bytes_per_step(buckets: Sequence[Bucket], compressor: Compressor, narrow_sum
 class BucketState:
     """One bucket on this rank."""
 
+    is_table: ClassVar[bool] = False
+    """Whether its only parameter's gradients are sparse."""
     bucket: Bucket
     contexts: dict[int, Context] = field(default_factory=dict)
     """Level -> context, made when the level is first used."""

@@ -162,7 +162,9 @@ def check(state: Mapping[str, Any], shapes: Sequence[Sequence[int]]) -> None:
         )
     ranks, rank = state["ranks"], state["rank"]
     if not isinstance(ranks, int) or ranks < 1:
-        raise ValueError(f"The state of hvdplus is damaged: a number of ranks of at least 1 was expected. Received: {ranks!r}")
+        raise ValueError(
+            f"The state of hvdplus is damaged: a number of ranks of at least 1 was expected. Received: {ranks!r}"
+        )
     if not (rank in (None, KEEP_LOCAL, FROM_OTHER) or (isinstance(rank, int) and rank >= 0)):
         raise ValueError(f"The state of hvdplus is damaged: a rank of at least 0 was expected. Received: {rank!r}")
     _check_numbers(state, len(mine))

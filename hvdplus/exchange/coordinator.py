@@ -13,15 +13,15 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from statistics import median
 from typing import Any
 
 from hvdplus.controller import Controller, Limits, Observation
 from hvdplus.costmodel import LevelCost
+from hvdplus.exchange.journal import TIMES, Journal, costs_of_levels
 from hvdplus.exchange.metadata import Metadata, check_agreement
 from hvdplus.exchange.plan import Ladder, Plan
 from hvdplus.exchange.schedule import Schedule
-from hvdplus.meter import StepTimes, median_times
+from hvdplus.meter import StepTimes
 from hvdplus.runlog import RunLog
 from hvdplus.settings import Settings
 from hvdplus.transport import World
@@ -32,13 +32,8 @@ WARMING = "warming"
 """Name, in the run log, of dense steps from which a level's contexts learn before it begins."""
 NORM_STEPS = 5
 """Every so many steps ranks report the norms of gradients and residuals: they cost passes over memory."""
-TIMES = ("step_ms", "compute_ms", "codec_ms", "exposed_comm_ms", "overlapped_comm_ms", "input_wait_ms")
-"""Of a window in the run log."""
 LOSS_SCALING = "loss scaling would mix the units of residual and gradient"
 ALONE = "one rank has nobody to send to"
-TRACE_STEPS = 50
-"""Steps of the controller's observations in one line of the run log."""
-
 _open: weakref.WeakSet[Coordinator] = weakref.WeakSet()
 """Coordinators whose logs are not complete."""
 
@@ -58,7 +53,7 @@ class Coordinator:
         self.log = log
         self.costs = _rounded(costs)
         self.schedule = Schedule(ladder, flush_steps=settings.drain_steps, warm_up_steps=settings.warm_steps)
-        self._window_steps = settings.window_steps
+        self._journal = Journal(log, settings.window_steps)
         limits = Limits(
             dense_steps=settings.dense_steps, drain_steps=settings.drain_steps, error_budget=settings.error_budget
         )
@@ -79,9 +74,6 @@ class Coordinator:
         """Plan of the step that the next times are of."""
         self._known = Observation(StepTimes())
         """The rest of the metadata of that step."""
-        self._window: list[tuple[Observation, float]] = []
-        self._trace: list[list[float | None]] = []
-        """The controller's observations since the log's last line of them."""
         self._began = time.monotonic()
         self._gradient_bytes = 0
         self._running = False
@@ -99,8 +91,8 @@ class Coordinator:
         self.costs = _rounded(costs)
         if self._controller:
             self._controller.costs = self.costs
-            self._write_trace()
-        self.log.write("resize", levels=self._levels())
+            self._journal.write_trace(self.steps)
+        self.log.write("resize", levels=costs_of_levels(self.ladder.names, self.costs))
 
     def state(self) -> dict[str, Any]:
         """All that coming plans depend on, as plain values, equal on every rank; between two steps."""
@@ -127,7 +119,7 @@ class Coordinator:
             raise ValueError(f"The checkpoint's decisions are damaged: {error!r}") from None
         if levels != list(self.ladder.names) or (controller is None) != (not self._controller):
             return False
-        self._write_trace()
+        self._journal.write_trace(self.steps)
         self._close_window()
         self.schedule.load(state["schedule"])
         try:
@@ -186,20 +178,16 @@ class Coordinator:
     def figures(self) -> dict[str, float]:
         """Numbers for a training log: times of the last complete window in milliseconds (NaN before it), position of
         the present level in the ladder, and by how much it sends less than the gradients have."""
-        last = self._last_window() or {}
+        last = self._journal.last_window() or {}
         times = {name: last.get(name, math.nan) for name in TIMES}
         sent = self.payload_bytes[self.schedule.level]
         level = float(self.schedule.level)
         return {**times, "level": level, "ratio": self._gradient_bytes / sent if sent else 1.0}
 
-    def _last_window(self) -> dict[str, Any] | None:
-        # From the end: a progress display may ask every step of a long run.
-        return next((record for record in reversed(self.log.records) if record["kind"] == "window"), None)
-
     @property
     def status(self) -> str:
         """Level and times of the last complete window, in a few words."""
-        last = self._last_window()
+        last = self._journal.last_window()
         if last is None:
             return "measuring"
         return (
@@ -227,7 +215,7 @@ class Coordinator:
             parameters=parameters,
             gradient_bytes=gradient_bytes,
             payload_bytes=dict(zip(self.ladder.names, self.payload_bytes, strict=True)),
-            levels=self._levels(),
+            levels=costs_of_levels(self.ladder.names, self.costs),
             limits=asdict(self._controller.limits) if self._controller else None,
         )
         self._running = True
@@ -258,7 +246,7 @@ class Coordinator:
 
     def _forbid(self, level: int, reason: str) -> None:
         assert self._controller is not None
-        self._write_trace()
+        self._journal.write_trace(self.steps)
         self.log.write("forbid", step=self.steps, level=self.ladder.names[level], reason=reason)
         self._controller.forbid(level, reason)
 
@@ -269,12 +257,10 @@ class Coordinator:
         """
         self._running = False
         _open.discard(self)
-        self._write_trace()
+        self._journal.write_trace(self.steps)
         self._close_window()
-        windows = [record for record in self.log.records if record["kind"] == "window"]
         name = self.ladder.names[self.schedule.level]
-        last = [record for record in windows if record["level"] == name] or windows
-        figures = {key: median(record[key] for record in last) if last else math.nan for key in TIMES}
+        figures = self._journal.typical(name)
         seconds = time.monotonic() - self._began
         steps = self.steps - self._steps_before + self.unread_steps
         self.log.write("end", steps=steps, wall_seconds=round(seconds, 3), **facts)
@@ -294,18 +280,6 @@ class Coordinator:
     def _probes_now(self) -> bool:
         return not (self.schedule.flushing or self.schedule.warming_up)
 
-    def _levels(self) -> dict[str, dict[str, float]]:
-        """The costs, for the log."""
-        return {
-            name: {
-                "payload_bytes": cost.payload_bytes,
-                "last_bytes": cost.last_bytes,
-                "messages": cost.messages,
-                "codec_ms": round(cost.codec * 1e6) / 1e3,
-            }
-            for name, cost in zip(self.ladder.names, self.costs, strict=True)
-        }
-
     def _label(self, plan: Plan) -> str:
         """Name of such a step in the run log."""
         if plan.warms:
@@ -316,19 +290,17 @@ class Coordinator:
         self.steps += 1
         if not seen.times.step:  # the first step has no step before it
             return
-        self._window.append((seen, loss))
-        if len(self._window) >= self._window_steps:
+        self._journal.add_step(seen, loss)
+        if self._journal.window_is_full:
             self._close_window()
         # A step that flushes a residual, or learns, is dearer than a dense one: it says nothing about dense.
         if not self._controller or self._label(self._measured) != self.ladder.names[self._measured.level]:
             return
         level = self._measured.level
-        norms = (None if math.isnan(value) else value for value in (seen.error, seen.gradient_norm))
-        known = *norms, seen.learning_rate, seen.sounding_bytes
-        self._trace.append([level, *(round(value * 1e6) for value in seen.times), *known])
+        self._journal.add_observation(level, seen)
         decision = self._controller.observe(level, seen)
-        if decision or len(self._trace) >= TRACE_STEPS:
-            self._write_trace()
+        if decision or self._journal.trace_is_full:
+            self._journal.write_trace(self.steps)
         if decision:
             self._close_window()
             record: dict[str, Any] = {
@@ -341,34 +313,9 @@ class Coordinator:
             self.log.write("decision", **record)
             self.set_level(decision.level)
 
-    def _write_trace(self) -> None:
-        if self._trace:
-            self.log.write("trace", keep=False, last_step=self.steps - 1, steps=self._trace)
-            self._trace = []
-
     def _close_window(self) -> None:
-        if not self._window:
-            return
-        times = median_times([seen.times for seen, _ in self._window])
-        losses = [loss for _, loss in self._window if math.isfinite(loss)]
-        errors = [seen.error for seen, _ in self._window if not math.isnan(seen.error)]
-        self.log.write(
-            "window",
-            first_step=self.steps - len(self._window),
-            last_step=self.steps - 1,
-            steps=len(self._window),
-            level=self._label(self._measured),
-            step_ms=times.step * 1e3,
-            compute_ms=times.compute * 1e3,
-            codec_ms=times.codec * 1e3,
-            exposed_comm_ms=times.exposed_comm * 1e3,
-            overlapped_comm_ms=times.overlapped_comm * 1e3,
-            input_wait_ms=times.input_wait * 1e3,
-            payload_bytes=self.payload_bytes[self._measured.level] + self.row_bytes,
-            error=median(errors) if errors else None,
-            loss=sum(losses) / len(losses) if losses else None,
-        )
-        self._window = []
+        sent = self.payload_bytes[self._measured.level] + self.row_bytes
+        self._journal.write_window(self.steps, self._label(self._measured), sent)
 
 
 @atexit.register

@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -18,12 +17,11 @@ from hvdplus.exchange.bucket import BucketSet, BucketState, wide
 from hvdplus.exchange.engine import Exchange
 from hvdplus.exchange.plan import Ladder, Plan
 from hvdplus.exchange.reporter import Reporter
-from hvdplus.exchange.sparse import Table, receive_rows
-from hvdplus.exchange.step import receive_bucket, send_bucket
+from hvdplus.exchange.sparse import Table
 from hvdplus.meter import StepMeter
 from hvdplus.runlog import RunLog
 from hvdplus.settings import Settings
-from hvdplus.transport import Grouping, Transport
+from hvdplus.transport import Transport
 
 
 class EagerExchange(Exchange):
@@ -73,7 +71,7 @@ class EagerExchange(Exchange):
         self.resumed = ""
         """Digest of a loaded state that is not yet known to be the same on all ranks."""
         self._begun = False
-        self._next_bucket = 0
+        self.next_bucket = 0
         """Without negotiation: the bucket that leaves next."""
         self.make_sets()
         self.follow(self.coordinator.plan)
@@ -130,6 +128,11 @@ class EagerExchange(Exchange):
         """Of a bucket's all-reduce."""
         return self.ladder.tensor_name(self.now.prefix, state.bucket.number, self.plan)
 
+    @property
+    def sent_scale(self) -> float:
+        """By how much sent values are smaller than the scaled gradient. float16 alone is what scaling is made for."""
+        return self.loss_scale if self.ladder.compressors[self.plan.level].settles else 1.0
+
     # -- before a step
 
     def begin(self) -> None:
@@ -172,114 +175,6 @@ class EagerExchange(Exchange):
                 self.hold(i, residual)
             self.follow(self.plan)
 
-    # -- one bucket: send
-
-    @property
-    def sent_scale(self) -> float:
-        """By how much sent values are smaller than the scaled gradient. float16 alone is what scaling is made for."""
-        return self.loss_scale if self.ladder.compressors[self.plan.level].settles else 1.0
-
-    def wire_type(self, state: BucketState) -> str:
-        """Type of a bucket's vector: the gradients' own in plain dense steps, if the transport can add it up."""
-        own = state.bucket.dtype
-        return own if self.ladder.plain(self.plan) and own in self.transport.summable else wide(own)
-
-    def vector(self, state: BucketState) -> Array:
-        """Memory for the bucket, kept from step to step."""
-        dtype = self.wire_type(state)
-        if state.flat is None or state.flat_type != dtype:
-            state.flat, state.flat_type = self.backend.empty(state.bucket.spec.size, dtype), dtype
-        return state.flat
-
-    def mark_ready(self, state: BucketState, i: int) -> None:
-        """A gradient is there."""
-        state.pending = None  # of a step that was never taken
-        state.missing.discard(i)
-
-    def fill(self, state: BucketState, i: int) -> None:
-        """Pack one gradient into its bucket, together with its share of the residual."""
-        part, _ = state.places[i]
-        residual = state.residual[part] if state.residual is not None and self.plan.flush_fraction else None
-        # Residuals are in units of the loss, whatever its scale; so is what is sent where a level keeps anything.
-        fraction = self.plan.flush_fraction * (self.loss_scale / self.sent_scale)
-        self.backend.fill(i, self.vector(state)[part], residual, fraction, self.sent_scale)
-        if self.plan.measure_norms:
-            self.reporter.note_norms(self, [self.backend.flat(i)])
-
-    def complete(self, state: BucketState) -> None:
-        """The backward pass is over: fill in gradients that it did not deliver, and send the bucket."""
-        for i in tuple(state.missing):
-            self.mark_ready(state, i)
-            if not self.together:
-                self.fill(state, i)
-        if state is self.now.carrier:  # it leaves with the metadata
-            state.payload = self._in_place(state)
-        else:
-            self.send(state)
-
-    def send_full(self, state: BucketState) -> None:
-        """Send a bucket that nothing is missing from. Without negotiation their order is the same on every rank."""
-        if self.transport.negotiates:
-            if not state.missing:
-                self.send(state)
-            return
-        states = self.now.states
-        while self._next_bucket < len(states) and not states[self._next_bucket].missing:
-            self._next_bucket += 1
-            self.send(states[self._next_bucket - 1])
-
-    def send(self, state: BucketState) -> None:
-        """Encode a full bucket, and begin its all-reduce."""
-        if self.now.in_place and not isinstance(state, Table):
-            state.payload = self._in_place(state)
-            state.handle = cast(Grouping, self.transport).start_all(state.payload, self.tensor_name(state), self.scale)
-        else:
-            self._encode(state)
-            state.handle = self.transport.start(state.payload, self.tensor_name(state))
-        self.meter.sum_begins(state.bucket.number, functools.partial(self.transport.done, state.handle))
-
-    def _in_place(self, state: BucketState) -> list[Array]:
-        arrays = self.backend.summable(state.bucket, self.wire_type(state))
-        self.reporter.note_norms(self, arrays)
-        return arrays
-
-    def _encode(self, state: BucketState) -> None:
-        compressor, ctx = self.compressor(state.bucket, self.plan.level), self.context(state)
-        if self.together:  # joined only where encoding asks for it
-            parts = self.backend.parts(state.bucket)
-            self.reporter.note_norms(self, parts)
-            state.payload = compressor.encode_parts(self.ops, ctx, parts)
-            if state.payload is not None:
-                return
-            self.backend.join(parts, self.vector(state), self.sent_scale)
-        check = self.checks and state.bucket.compressible
-        fraction = self.plan.flush_fraction
-        out = send_bucket(
-            self.ops, compressor, ctx, self.vector(state), state.residual if fraction else None, fraction, check
-        )
-        state.payload, state.pending, state.finite, state.overflow = out
-
-    # -- one bucket: receive
-
-    def decode(self, state: BucketState) -> None:
-        """Sum of payloads -> mean of gradients, and what the level learns from it."""
-        if isinstance(state, Table) and state.union is not None:
-            receive_rows(self, state)
-            return
-        compressor, check = self.compressor(state.bucket, self.plan.level), self.checks and state.bucket.compressible
-        got = receive_bucket(
-            self.ops, compressor, self.context(state), state.total, self.scale * self.sent_scale, check
-        )
-        state.mean, state.next_context, state.sum_finite = got
-        if check and self.plan.warms:
-            state.next_context = self.learned(state, state.total)
-
-    def learned(self, state: BucketState, total: Array) -> Context:
-        """The context of the level that this dense step warms up."""
-        learner = self.ladder.compressors[self.plan.warms]
-        total = total if self.loss_scale == 1 else total / self.loss_scale
-        return learner.warm(self.ops, self.context(state, self.plan.warms), total)
-
     # -- the end of a step
 
     def wait_for_device(self) -> None:
@@ -309,7 +204,7 @@ class EagerExchange(Exchange):
         self.not_taken = healthy and flushed and not self.ladder.keeps_residual(self.plan)
         for state in states:
             state.forget_step()
-        self._begun, self._next_bucket = False, 0
+        self._begun, self.next_bucket = False, 0
         before = self.plan.level
         self.follow(self.coordinator.advance())
         self._hand_over(before)
@@ -348,7 +243,7 @@ class EagerExchange(Exchange):
 
     def abandon(self) -> None:
         """Forget what is on its way, as the transport has failed or has ended."""
-        self.ready, self._next_bucket, self._begun = [], 0, False
+        self.ready, self.next_bucket, self._begun = [], 0, False
         self.reporter.forget()
         self.meter = StepMeter()
         for state in (*self.joined.states, *self._tables, *(self._plain.states if self._plain else ())):

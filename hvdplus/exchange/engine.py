@@ -78,9 +78,7 @@ class Exchange:
         self._codec_elements = sum(bucket.spec.size for bucket in self.buckets)
         if tries_codecs and transport.size > 1:
             self._codec_seconds = codec_seconds(ops, self.buckets, ladder.compressors, transport, compiled)
-        self.coordinator = Coordinator(
-            ladder, settings, auto=auto, ranks=transport.size, costs=self.costs(), log=log
-        )
+        self.coordinator = Coordinator(ladder, settings, auto=auto, ranks=transport.size, costs=self.costs(), log=log)
 
     @property
     def gradient_bytes(self) -> int:

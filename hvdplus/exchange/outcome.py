@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hvdplus.exchange.bucket import BucketState
+from hvdplus.exchange.transfer import vector
 
 if TYPE_CHECKING:
     from hvdplus.exchange.eager import EagerExchange
@@ -20,9 +21,9 @@ def send_overflowed_again(x: EagerExchange, states: Sequence[BucketState]) -> No
         return
     for state in (state for state in narrow if not state.sum_finite):
         if x.together:
-            x.backend.join(x.backend.parts(state.bucket), x.vector(state), 1.0)
+            x.backend.join(x.backend.parts(state.bucket), vector(x, state), 1.0)
         name = f"{x.tensor_name(state)}.again"
-        state.mean = x.transport.wait(x.transport.start(x.vector(state), name, x.scale))
+        state.mean = x.transport.wait(x.transport.start(vector(x, state), name, x.scale))
         state.sum_finite = x.ops.all_finite(state.mean)
 
 

@@ -78,9 +78,7 @@ class Reporter:
         if x.plan.measure_norms:
             self._norms += [x.backend.norm(array) for array in arrays]
 
-    def start(
-        self, x: EagerExchange, used: Sequence[bool], learning_rate: float, added: int, missing: float
-    ) -> None:
+    def start(self, x: EagerExchange, used: Sequence[bool], learning_rate: float, added: int, missing: float) -> None:
         """Send this rank's metadata. Arguments as in ``step.finish``; ``used``: which parameters have a gradient."""
         ranks = x.transport.size
         numbers = () if x.idle else range(len(x.shapes))

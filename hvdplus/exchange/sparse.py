@@ -12,12 +12,13 @@ a dense step, in warm-up.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from hvdplus.compression import Array, Ops, fewest_bits
 from hvdplus.compression.ops import Packed
+from hvdplus.exchange import transfer
 from hvdplus.exchange.bucket import BucketState, wide
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ WORD = 32
 class Table(BucketState):
     """The bucket of a parameter whose gradients are sparse, from step to step."""
 
+    is_table: ClassVar[bool] = True
     mask: Any = None
     """Handle of the mask's all-reduce."""
     rows: Any = None
@@ -76,10 +78,10 @@ def send_table(x: EagerExchange, table: Table) -> None:
         union = x.backend.rows_in_use(mask_counts(x.ops, words, table.height, x.transport.size))
         table.sent_bytes = mask_bytes(table.height, x.transport.size)
         if x.ladder.flushes(x.plan) or not few(len(union), table.height):
-            x.mark_ready(table, table.parameter)
+            transfer.mark_ready(table, table.parameter)
             if not x.together:
-                x.fill(table, table.parameter)
-            x.send(table)
+                transfer.fill(x, table, table.parameter)
+            transfer.send(x, table)
             table.sent_bytes += int(table.payload.nbytes)
             return
         table.union = union
@@ -101,7 +103,7 @@ def receive_rows(x: EagerExchange, table: Table) -> None:
     if x.checks:
         table.sum_finite = x.ops.all_finite(total)
         if x.plan.warms and table.bucket.compressible:
-            table.next_context = x.learned(table, x.backend.spread(table.union, total, table.height))
+            table.next_context = transfer.learned(x, table, x.backend.spread(table.union, total, table.height))
     table.mean = total * x.scale
 
 

@@ -4,74 +4,21 @@
              residual (pending) ◄── the part that was not sent                   ▼
     finish: wait ─► decode ─► all ranks agree that it went well ─► mean gradient ─► the user's own optimizer ─► commit
 
-``send_bucket`` and ``receive_bucket`` are all that happens to a bucket, the same text for frameworks that compute at
-once and for compiled graphs. The other functions are the order of a step where the framework computes at once.
+This is the order of a step where the framework computes at once. In a compiled graph it follows from the data, and the
+same pure functions of ``codec.py`` do the work. From here: ``transfer.py`` is one bucket's way, ``sparse.py`` that of an
+embedding, ``reporter.py`` what ranks tell each other, ``outcome.py`` what becomes of the step, ``schedule.py`` what the
+next one does.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from hvdplus.compression import Array, Compressor, Context, Ops
-from hvdplus.exchange import outcome, sparse
-from hvdplus.exchange.bucket import BucketState
+from hvdplus.exchange import outcome, sparse, transfer
 from hvdplus.exchange.metadata import check_agreement
-from hvdplus.exchange.residual import left_after_flush
 
 if TYPE_CHECKING:
     from hvdplus.exchange.eager import EagerExchange
-
-
-class Outgoing(NamedTuple):
-    """What a rank makes of one bucket before the sum."""
-
-    payload: Array
-    left: Array | None
-    """The next residual; None: there is none."""
-    finite: Array | None
-    """0-d boolean: all that was sent is finite; None: not looked at."""
-    overflow: Array | None
-    """0-d boolean: the residual would need many steps to send what is left; None: it would not."""
-
-
-class Incoming(NamedTuple):
-    """What a rank makes of one bucket's sum."""
-
-    mean: Array
-    next_context: Context | None
-    """None: nothing was learned."""
-    sum_finite: Array | None
-    """0-d boolean, the same on every rank; None: not looked at."""
-
-
-def send_bucket(
-    ops: Ops, compressor: Compressor, ctx: Context, vector: Array, residual: Array | None, fraction: Array | float, check: bool
-) -> Outgoing:
-    """Encode a bucket.
-
-    Args:
-        vector: gradients plus ``fraction`` of the residual (1-D); may be overwritten.
-        residual: what earlier steps left; None: nothing.
-        check: whether to look for values that are not finite.
-    """
-    if compressor.keeps_residual:
-        return Outgoing(*compressor.send(ops, ctx, vector, residual))
-    payload = compressor.encode(ops, ctx, vector)
-    # A payload that may overflow tells by its sum, and is sent again.
-    finite = compressor.sound(ops, vector, payload) if check and not compressor.narrow else None
-    left = None if residual is None else left_after_flush(residual, fraction)
-    return Outgoing(payload, left, finite, None)
-
-
-def receive_bucket(
-    ops: Ops, compressor: Compressor, ctx: Context, total: Array, scale: float, check: bool
-) -> Incoming:
-    """Decode the sum of all ranks' payloads, and learn from it. ``scale``: 1/N for means."""
-    mean = compressor.mean(ops, ctx, total, scale)
-    if not check:
-        return Incoming(mean, None, ops.all_finite(total) if compressor.narrow else None)
-    # Finite payloads can still have a sum beyond float32.
-    return Incoming(mean, compressor.advance(ops, ctx, total), ops.all_finite(total))
 
 
 def gradient_ready(x: EagerExchange, i: int) -> None:
@@ -80,19 +27,15 @@ def gradient_ready(x: EagerExchange, i: int) -> None:
     if not x.agreed:
         x.ready.append(i)
     elif i in x.now.place_of:  # a table waits for the end of the backward pass
-        add_gradient(x, x.now.place_of[i][0], i)
-
-
-def add_gradient(x: EagerExchange, state: BucketState, i: int) -> None:
-    """Pack a gradient, and send its bucket if it is full."""
-    x.mark_ready(state, i)
-    if x.together and (state.missing or state is x.now.carrier):
-        return
-    x.meter.look()
-    with x.meter.codec():
-        if not x.together:
-            x.fill(state, i)
-        x.send_full(state)
+        state = x.now.place_of[i][0]
+        transfer.mark_ready(state, i)
+        if x.together and (state.missing or state is x.now.carrier):
+            return
+        x.meter.look()
+        with x.meter.codec():
+            if not x.together:
+                transfer.fill(x, state, i)
+            transfer.send_full(x, state)
 
 
 def finish(x: EagerExchange, learning_rate: float = 0.0, added: int = 0, missing: float = 0.0) -> None:
@@ -128,7 +71,7 @@ def send_rest(x: EagerExchange) -> list[bool]:
     with x.meter.codec():
         for state in x.now.states:
             if state.handle is None:
-                x.complete(state)
+                transfer.complete(x, state)
         for table in x.tables_now:  # in one order on all ranks: now all that could leave earlier has left
             sparse.start_mask(x, table)
     for table in x.tables_now:
@@ -142,15 +85,17 @@ def receive(x: EagerExchange) -> None:
         with x.meter.awaited(*(state.bucket.number for state in x.now.states)):
             for state in x.now.states:
                 state.mean = x.transport.wait(state.handle)
-    states = [*(() if x.now.in_place else x.now.states), *x.tables_now]
-    for state in states:
+    for state in (*(() if x.now.in_place else x.now.states), *x.tables_now):
         if state.handle is not None:
             with x.meter.awaited(state.bucket.number):
                 state.total = x.transport.wait(state.handle)
         with x.meter.codec():
-            x.decode(state)
+            if isinstance(state, sparse.Table) and state.union is not None:
+                sparse.receive_rows(x, state)
+            else:
+                transfer.decode(x, state)
     with x.meter.codec():
-        outcome.send_overflowed_again(x, states)
+        outcome.send_overflowed_again(x, x.states)
 
 
 def agree(x: EagerExchange) -> bool:

@@ -1,0 +1,109 @@
+"""The coordinator's pages of the run log: windows of steps, the controller's observations, costs of levels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from hvdplus.controller import Observation
+from hvdplus.costmodel import LevelCost
+from hvdplus.meter import median_times
+from hvdplus.runlog import RunLog
+
+TIMES = ("step_ms", "compute_ms", "codec_ms", "exposed_comm_ms", "overlapped_comm_ms", "input_wait_ms")
+"""Of a window in the run log."""
+TRACE_STEPS = 50
+"""Steps of the controller's observations in one line of the run log."""
+
+
+class Journal:
+    """Collects steps until a line of the log is full."""
+
+    def __init__(self, log: RunLog, window_steps: int) -> None:
+        self.log = log
+        self._window_steps = window_steps
+        self._window: list[tuple[Observation, float]] = []
+        self._trace: list[list[float | None]] = []
+
+    @property
+    def window_is_full(self) -> bool:
+        """Whether the window has as many steps as the settings say."""
+        return len(self._window) >= self._window_steps
+
+    @property
+    def trace_is_full(self) -> bool:
+        """Whether the observations fill a line."""
+        return len(self._trace) >= TRACE_STEPS
+
+    def add_step(self, seen: Observation, loss: float) -> None:
+        """A step of the window. ``loss``: NaN: none was reported."""
+        self._window.append((seen, loss))
+
+    def add_observation(self, level: int, seen: Observation) -> None:
+        """A step that the controller observes."""
+        norms = (None if math.isnan(value) else value for value in (seen.error, seen.gradient_norm))
+        known = *norms, seen.learning_rate, seen.sounding_bytes
+        self._trace.append([level, *(round(value * 1e6) for value in seen.times), *known])
+
+    def write_trace(self, steps: int) -> None:
+        """Write the observations up to now. ``steps``: observed so far."""
+        if self._trace:
+            self.log.write("trace", keep=False, last_step=steps - 1, steps=self._trace)
+            self._trace = []
+
+    def write_window(self, steps: int, label: str, payload_bytes: int) -> None:
+        """Write the window up to now.
+
+        Args:
+            steps: observed so far.
+            label: level of the window's steps.
+            payload_bytes: that one rank sent in the last of them.
+        """
+        if not self._window:
+            return
+        times = median_times([seen.times for seen, _ in self._window])
+        losses = [loss for _, loss in self._window if math.isfinite(loss)]
+        errors = [seen.error for seen, _ in self._window if not math.isnan(seen.error)]
+        self.log.write(
+            "window",
+            first_step=steps - len(self._window),
+            last_step=steps - 1,
+            steps=len(self._window),
+            level=label,
+            step_ms=times.step * 1e3,
+            compute_ms=times.compute * 1e3,
+            codec_ms=times.codec * 1e3,
+            exposed_comm_ms=times.exposed_comm * 1e3,
+            overlapped_comm_ms=times.overlapped_comm * 1e3,
+            input_wait_ms=times.input_wait * 1e3,
+            payload_bytes=payload_bytes,
+            error=median(errors) if errors else None,
+            loss=sum(losses) / len(losses) if losses else None,
+        )
+        self._window = []
+
+    def last_window(self) -> dict[str, Any] | None:
+        """The last complete window; None: there is none yet."""
+        # From the end: a progress display may ask every step of a long run.
+        return next((record for record in reversed(self.log.records) if record["kind"] == "window"), None)
+
+    def typical(self, level: str) -> dict[str, float]:
+        """Medians over the windows at a level (over all windows, if there are none), in milliseconds."""
+        windows = [record for record in self.log.records if record["kind"] == "window"]
+        last = [record for record in windows if record["level"] == level] or windows
+        return {key: median(record[key] for record in last) if last else math.nan for key in TIMES}
+
+
+def costs_of_levels(names: Sequence[str], costs: Sequence[LevelCost]) -> dict[str, dict[str, float]]:
+    """Costs as the log has them."""
+    return {
+        name: {
+            "payload_bytes": cost.payload_bytes,
+            "last_bytes": cost.last_bytes,
+            "messages": cost.messages,
+            "codec_ms": round(cost.codec * 1e6) / 1e3,
+        }
+        for name, cost in zip(names, costs, strict=True)
+    }

@@ -1,0 +1,120 @@
+"""One bucket's way through a step, where the framework computes at once: fill, encode and send it, decode its sum."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, cast
+
+from hvdplus.compression import Array, Context
+from hvdplus.exchange.bucket import BucketState, wide
+from hvdplus.exchange.codec import receive_bucket, send_bucket
+from hvdplus.transport import Grouping
+
+if TYPE_CHECKING:
+    from hvdplus.exchange.eager import EagerExchange
+
+
+def mark_ready(state: BucketState, i: int) -> None:
+    """A gradient of this step is there."""
+    state.pending = None  # of a step that was never taken
+    state.missing.discard(i)
+
+
+def fill(x: EagerExchange, state: BucketState, i: int) -> None:
+    """Pack one gradient into its bucket, together with its share of the residual."""
+    part, _ = state.places[i]
+    fraction = x.plan.flush_fraction
+    residual = state.residual[part] if state.residual is not None and fraction else None
+    # Residuals are in units of the loss, whatever its scale; so is what is sent where a level keeps anything.
+    x.backend.fill(i, vector(x, state)[part], residual, fraction * (x.loss_scale / x.sent_scale), x.sent_scale)
+    if x.plan.measure_norms:
+        x.reporter.note_norms(x, [x.backend.flat(i)])
+
+
+def complete(x: EagerExchange, state: BucketState) -> None:
+    """The backward pass is over: fill in gradients that it did not deliver, and send the bucket."""
+    for i in tuple(state.missing):
+        mark_ready(state, i)
+        if not x.together:
+            fill(x, state, i)
+    if state is x.now.carrier:  # it leaves with the metadata
+        state.payload = _in_place(x, state)
+    else:
+        send(x, state)
+
+
+def send_full(x: EagerExchange, state: BucketState) -> None:
+    """Send a bucket that nothing is missing from. Without negotiation their order is the same on every rank."""
+    if x.transport.negotiates:
+        if not state.missing:
+            send(x, state)
+        return
+    states = x.now.states
+    while x.next_bucket < len(states) and not states[x.next_bucket].missing:
+        x.next_bucket += 1
+        send(x, states[x.next_bucket - 1])
+
+
+def send(x: EagerExchange, state: BucketState) -> None:
+    """Encode a full bucket, and begin its all-reduce."""
+    name = x.tensor_name(state)
+    if x.now.in_place and not state.is_table:
+        state.payload = _in_place(x, state)
+        state.handle = cast(Grouping, x.transport).start_all(state.payload, name, x.scale)
+    else:
+        _encode(x, state)
+        state.handle = x.transport.start(state.payload, name)
+    x.meter.sum_begins(state.bucket.number, functools.partial(x.transport.done, state.handle))
+
+
+def decode(x: EagerExchange, state: BucketState) -> None:
+    """Sum of payloads -> mean of gradients, and what the level learns from it."""
+    compressor, check = x.compressor(state.bucket, x.plan.level), x.checks and state.bucket.compressible
+    got = receive_bucket(x.ops, compressor, x.context(state), state.total, x.scale * x.sent_scale, check)
+    state.mean, state.next_context, state.sum_finite = got
+    if check and x.plan.warms:
+        state.next_context = learned(x, state, state.total)
+
+
+def learned(x: EagerExchange, state: BucketState, total: Array) -> Context:
+    """The context of the level that this dense step warms up, from the sum of the gradients."""
+    learner = x.ladder.compressors[x.plan.warms]
+    total = total if x.loss_scale == 1 else total / x.loss_scale
+    return learner.warm(x.ops, x.context(state, x.plan.warms), total)
+
+
+def wire_type(x: EagerExchange, state: BucketState) -> str:
+    """Type of a bucket's vector: the gradients' own in plain dense steps, if the transport can add it up."""
+    own = state.bucket.dtype
+    return own if x.ladder.plain(x.plan) and own in x.transport.summable else wide(own)
+
+
+def vector(x: EagerExchange, state: BucketState) -> Array:
+    """Memory for the bucket, kept from step to step."""
+    dtype = wire_type(x, state)
+    if state.flat is None or state.flat_type != dtype:
+        state.flat, state.flat_type = x.backend.empty(state.bucket.spec.size, dtype), dtype
+    return state.flat
+
+
+def _in_place(x: EagerExchange, state: BucketState) -> list[Array]:
+    """The gradients themselves."""
+    arrays = x.backend.summable(state.bucket, wire_type(x, state))
+    x.reporter.note_norms(x, arrays)
+    return arrays
+
+
+def _encode(x: EagerExchange, state: BucketState) -> None:
+    compressor, ctx = x.compressor(state.bucket, x.plan.level), x.context(state)
+    if x.together:  # joined only where encoding asks for it
+        parts = x.backend.parts(state.bucket)
+        x.reporter.note_norms(x, parts)
+        state.payload = compressor.encode_parts(x.ops, ctx, parts)
+        if state.payload is not None:
+            return
+        x.backend.join(parts, vector(x, state), x.sent_scale)
+    check = x.checks and state.bucket.compressible
+    fraction = x.plan.flush_fraction
+    residual = state.residual if fraction else None
+    out = send_bucket(x.ops, compressor, ctx, vector(x, state), residual, fraction, check)
+    state.payload, state.pending, state.finite, state.overflow = out
