@@ -120,7 +120,7 @@ class TorchBackend:
             elif grad.data_ptr() == mean.data_ptr():
                 pass  # was summed where it is
             elif adopt and takes(grad, mean):
-                grad.set_(mean)  # type: ignore[call-overload]
+                grad.set_(mean)
             else:
                 grad.copy_(mean)
 
@@ -205,7 +205,7 @@ class TorchBackend:
             flat = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
             bits = flat.contiguous().view(-1).view(INTEGERS[flat.element_size()])
             sums.append(bits.sum(dtype=torch.int64))
-        return torch.stack(sums).tolist() if sums else []  # type: ignore[no-any-return]
+        return torch.stack(sums).tolist() if sums else []
 
 
 def real_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,13 +20,18 @@ class Backend(Protocol):
 
     framework: str
     """``numpy``, ``torch``: whose checkpoints these are."""
-    ops: Ops
+    on_host: bool
+    """Whether gradients are in the host's memory."""
     shapes: list[tuple[int, ...]]
     """Of all gradients."""
     dtypes: list[str]
     """Of all gradients: ``float16``, ``bfloat16``, ``float32``, ``float64``."""
     names: list[str]
     """Of all parameters, for messages."""
+
+    @property
+    def ops(self) -> Ops:
+        """The operations of the gradients' device."""
 
     def gradient(self, i: int) -> Any:
         """This rank's gradient as the framework holds it; None: there is none."""
@@ -39,6 +44,12 @@ class Backend(Protocol):
 
     def empty(self, count: int, dtype: str) -> Array:
         """An uninitialised 1-D array."""
+
+    def zeros(self, count: int, dtype: str = "float32") -> Array:
+        """1-D zeros."""
+
+    def flat(self, i: int) -> Array:
+        """This rank's gradient, dense and 1-D, in its own type, not copied where that can be avoided."""
 
     def fill(self, i: int, target: Array, residual: Array | None, fraction: float, divisor: float) -> None:
         """``target = gradient / divisor + fraction * residual``; 1-D parts of a bucket. No gradient counts as zeros."""
@@ -61,11 +72,14 @@ class Backend(Protocol):
     def mask(self, rows: Array, height: int) -> Array:
         """float32 (height,): 1 in ``rows``, else 0."""
 
-    def rows_in_use(self, counts: Array, everything_beyond: float) -> Array:
-        """Rows with a count above 0, int64 ascending; all rows if they are more than that share."""
+    def rows_in_use(self, counts: Array) -> Array:
+        """Rows with a count above 0, int64 ascending."""
 
     def place(self, union: Array, rows: Array, values: Array, length: int, dtype: str) -> Array:
         """1-D: ``length`` rows, the first of which are those of ``union``; ``values`` stand where ``rows`` are."""
+
+    def spread(self, union: Array, values: Array, height: int) -> Array:
+        """The whole table, 1-D: ``values`` (1-D) in the rows of ``union``, else zeros."""
 
     def deliver(self, i: int, mean: Array, *, adopt: bool, sparse: bool) -> None:
         """Write the mean (1-D) to the gradient. ``adopt``: its memory may become the gradient's. ``sparse``: the
@@ -80,11 +94,17 @@ class Backend(Protocol):
     def all_true(self, flags: Sequence[Array]) -> bool:
         """Of 0-d booleans, looked at once: every look waits for the device."""
 
+    def any_true(self, flags: Sequence[Array]) -> bool:
+        """The same, for any of them."""
+
     def norm_of_all(self, norms: Sequence[Array]) -> float:
         """Norm of all elements of arrays with these ``norms``."""
 
     def clone(self, array: Array) -> Array:
         """A copy, for a checkpoint or an array that will be overwritten."""
+
+    def filled_like(self, array: Array, value: float) -> Array:
+        """A new array of the same length and type."""
 
     def restore(self, values: Any) -> Array:
         """An array of a checkpoint on the parameters' device."""
@@ -92,7 +112,10 @@ class Backend(Protocol):
     def metadata_array(self, values: np.ndarray) -> Array:
         """The metadata as the transport sums them, on the host."""
 
-    def shares_memory(self, one: Array, other: Array) -> bool:
+    def to_host(self, array: Array) -> np.ndarray:
+        """An array in NumPy, not copied where that can be avoided."""
+
+    def shares_memory(self, one: Array | None, other: Array | None) -> bool:
         """Whether two 1-D arrays begin in the same place."""
 
     def wait_for_device(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from hvdplus.controller import Controller, Limits, Observation
 from hvdplus.costmodel import LevelCost
-from hvdplus.exchange.journal import TIMES, Journal, costs_of_levels
+from hvdplus.exchange.journal import Journal, costs_of_levels
 from hvdplus.exchange.metadata import Metadata, check_agreement
 from hvdplus.exchange.plan import Ladder, Plan
 from hvdplus.exchange.schedule import Schedule
@@ -112,20 +112,14 @@ class Coordinator:
         Raises:
             ValueError: the state is damaged.
         """
-        try:
-            levels, controller, steps = list(state["levels"]), state["controller"], int(state["steps"])
-            plan = Plan(*state["plan"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"The checkpoint's decisions are damaged: {error!r}") from None
+        levels, controller, steps, plan = _checked(state)
         if levels != list(self.ladder.names) or (controller is None) != (not self._controller):
             return False
+        if not self.ladder.allows(plan):
+            raise ValueError(f"The checkpoint's plan is damaged. Received: {list(plan)}")
         self._journal.write_trace(self.steps)
         self._close_window()
         self.schedule.load(state["schedule"])
-        try:
-            self.ladder.variant(plan)
-        except (ValueError, TypeError, IndexError):
-            raise ValueError(f"The checkpoint's plan is damaged. Received: {list(plan)}") from None
         self._steps_before += steps - self.steps
         self.steps, self.plan = steps, plan
         # The next times are those of a step without a beginning, and count for nothing.
@@ -178,22 +172,14 @@ class Coordinator:
     def figures(self) -> dict[str, float]:
         """Numbers for a training log: times of the last complete window in milliseconds (NaN before it), position of
         the present level in the ladder, and by how much it sends less than the gradients have."""
-        last = self._journal.last_window() or {}
-        times = {name: last.get(name, math.nan) for name in TIMES}
         sent = self.payload_bytes[self.schedule.level]
-        level = float(self.schedule.level)
-        return {**times, "level": level, "ratio": self._gradient_bytes / sent if sent else 1.0}
+        ratio = self._gradient_bytes / sent if sent else 1.0
+        return {**self._journal.last_times(), "level": float(self.schedule.level), "ratio": ratio}
 
     @property
     def status(self) -> str:
         """Level and times of the last complete window, in a few words."""
-        last = self._journal.last_window()
-        if last is None:
-            return "measuring"
-        return (
-            f"level {last['level']}  step {last['step_ms']:.2f} ms, of which {last['exposed_comm_ms']:.2f} ms "
-            "waiting for the network"
-        )
+        return self._journal.status
 
     def describe_run(self, world: World, framework: str, parameters: int, gradient_bytes: int) -> None:
         """Open the run log with the job's description.
@@ -203,20 +189,16 @@ class Coordinator:
             gradient_bytes: bytes of all gradients in their own types.
         """
         self._gradient_bytes = gradient_bytes
-        self.log.write(
-            "run",
+        limits = asdict(self._controller.limits) if self._controller else None
+        self._journal.write_run(
+            world,
             framework=framework,
-            ranks=self.ranks,
-            hosts=world.hosts,
-            transport=world.transport.name,
-            collective=world.collective,
             compression="auto" if self._controller else self.ladder.names[self.schedule.level],
-            ladder=list(self.ladder.names),
+            names=self.ladder.names,
+            costs=self.costs,
             parameters=parameters,
             gradient_bytes=gradient_bytes,
-            payload_bytes=dict(zip(self.ladder.names, self.payload_bytes, strict=True)),
-            levels=costs_of_levels(self.ladder.names, self.costs),
-            limits=asdict(self._controller.limits) if self._controller else None,
+            limits=limits,
         )
         self._running = True
         _open.add(self)
@@ -316,6 +298,14 @@ class Coordinator:
     def _close_window(self) -> None:
         sent = self.payload_bytes[self._measured.level] + self.row_bytes
         self._journal.write_window(self.steps, self._label(self._measured), sent)
+
+
+def _checked(state: Mapping[str, Any]) -> tuple[list[str], Any, int, Plan]:
+    """Levels, controller, steps and plan of a checkpoint."""
+    try:
+        return list(state["levels"]), state["controller"], int(state["steps"]), Plan(*state["plan"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"The checkpoint's decisions are damaged: {error!r}") from None
 
 
 @atexit.register

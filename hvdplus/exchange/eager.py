@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from hvdplus.compression import Array, Context
-from hvdplus.exchange import checkpoint
 from hvdplus.exchange.backend import Backend
 from hvdplus.exchange.bucket import BucketSet, BucketState, wide
 from hvdplus.exchange.engine import Exchange
@@ -62,7 +61,7 @@ class EagerExchange(Exchange):
         """Tells by how much the script scales its losses, and so its gradients; None: not at all."""
         self.loss_scale = 1.0
         """Of the current step."""
-        self._sparse_as_dense = sparse_as_dense
+        self.sparse_as_dense = sparse_as_dense
         self.agreed = False
         """Whether ranks have told each other, in the first step, which gradients are sparse, in which order gradients
         become ready, and that all go on from the same state."""
@@ -147,34 +146,6 @@ class EagerExchange(Exchange):
             self.not_taken = False
             self.follow(self.coordinator.repeat())
 
-    def agree_on_first_step(self) -> None:
-        """In the first step, before anything is sent: in which order do gradients become ready, and which are sparse?
-
-        Raises:
-            RuntimeError: on every rank, if ranks would go on from different states.
-        """
-        if self.agreed or self.idle:
-            return
-        self.agreed = True
-        mine = [i for i in range(len(self.shapes)) if self.backend.is_sparse(i)]
-        told = self.transport.gather_objects((mine, self.resumed, self.ready))
-        self.ready = []
-        checkpoint.check_same([digest for _, digest, _ in told])
-        if self.order_known:
-            return
-        self.order_known = True
-        # A script may have gone back over its first steps: what was ready twice counts as it first was.
-        before, self.order = self.order, list(dict.fromkeys([*told[0][2], *self.order]))
-        self.sparse = set().union(*(theirs for theirs, *_ in told))
-        if not self._sparse_as_dense:
-            self.tables = sorted(i for i in self.sparse if self.backend.may_share_rows(i))
-        if self.tables or self.order != before:
-            residuals = checkpoint.residuals(self)  # of a state that knew nothing of a first step
-            self.cut_anew()
-            for i, residual in residuals.items():
-                self.hold(i, residual)
-            self.follow(self.plan)
-
     # -- the end of a step
 
     def wait_for_device(self) -> None:
@@ -185,15 +156,6 @@ class EagerExchange(Exchange):
     def exchange_added(self) -> None:
         """Exchange gradients of parameters that are not in the exchange yet."""
         raise NotImplementedError
-
-    def probe(self) -> None:
-        """See how long a sum takes that nothing else goes along with; its values do not matter."""
-        if self.plan.probe_bytes:
-            zeros = self.backend.zeros(self.plan.probe_bytes // 4)
-            with self.meter.exposed_comm():  # with the metadata ranks have all sent everything
-                self.reporter.metadata.read()
-            with self.meter.sounding():
-                self.transport.wait(self.transport.start(zeros, f"{self.prefix}.probe"))
 
     def end_exchange(self, healthy: bool) -> None:
         """All is delivered: observe, forget the step, and make the next plan."""

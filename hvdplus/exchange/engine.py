@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from hvdplus.calibration import codec_seconds
-from hvdplus.compression import Compressor, NoCompression, Ops
+from hvdplus.compression import Array, Compressor, Context, NoCompression, Ops
 from hvdplus.costmodel import LevelCost, level_costs
 from hvdplus.exchange import checkpoint
-from hvdplus.exchange.bucket import Bucket, bytes_per_step, compressor_for, itemsize, make_buckets
+from hvdplus.exchange.bucket import Bucket, BucketState, bytes_per_step, compressor_for, itemsize, make_buckets
 from hvdplus.exchange.coordinator import Coordinator
 from hvdplus.exchange.plan import Ladder, Plan
 from hvdplus.runlog import RunLog
@@ -23,7 +26,7 @@ PLAIN_BUCKET_BYTES = 2 << 20
 """Of gradients that are handed to Horovod together. A sum costs some 0.15 ms of processor wherever the link is fast."""
 
 
-class Exchange:
+class Exchange(ABC):
     """Exchanges gradients of given shapes and types once a step; equal on every rank."""
 
     framework: str
@@ -126,6 +129,46 @@ class Exchange:
     def compressor(self, bucket: Bucket, level: int) -> Compressor:
         """Of a bucket at a level."""
         return compressor_for(bucket, self.ladder.compressors[level])
+
+    # -- where residuals and contexts are, for checkpoints
+
+    @property
+    @abstractmethod
+    def states(self) -> Sequence[BucketState]:
+        """All buckets that keep residuals and contexts."""
+
+    @abstractmethod
+    def follow(self, plan: Plan) -> None:
+        """The coming step runs ``plan``."""
+
+    @abstractmethod
+    def know_gradients(self, order: Sequence[int], sparse: Sequence[int], tables: Sequence[int]) -> None:
+        """A checkpoint tells what the first step would show."""
+
+    @abstractmethod
+    def know_nothing(self) -> None:
+        """A checkpoint tells nothing of that: the next step is a first one."""
+
+    @abstractmethod
+    def hold(self, i: int, residual: Any, share: float = 1.0) -> None:
+        """Make ``residual``, times ``share``, the residual of a parameter. None: zeros; whether there is a residual has
+        to be the same on all ranks."""
+
+    @abstractmethod
+    def arrays(self, ctx: Context) -> list[Any]:
+        """Copies of a context's arrays."""
+
+    @abstractmethod
+    def put_context(self, state: BucketState, level: int, arrays: Sequence[Any]) -> None:
+        """Take over a context."""
+
+    @abstractmethod
+    def copied(self, array: Array) -> Any:
+        """A copy of an array of a residual."""
+
+    @abstractmethod
+    def on_host(self, array: Any) -> np.ndarray:
+        """An array of a checkpoint, for its digest."""
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, see ``checkpoint.save``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -11,6 +11,7 @@ from hvdplus.controller import Observation
 from hvdplus.costmodel import LevelCost
 from hvdplus.meter import median_times
 from hvdplus.runlog import RunLog
+from hvdplus.transport import World
 
 TIMES = ("step_ms", "compute_ms", "codec_ms", "exposed_comm_ms", "overlapped_comm_ms", "input_wait_ms")
 """Of a window in the run log."""
@@ -26,6 +27,35 @@ class Journal:
         self._window_steps = window_steps
         self._window: list[tuple[Observation, float]] = []
         self._trace: list[list[float | None]] = []
+
+    def write_run(
+        self,
+        world: World,
+        *,
+        framework: str,
+        compression: str,
+        names: Sequence[str],
+        costs: Sequence[LevelCost],
+        parameters: int,
+        gradient_bytes: int,
+        limits: Mapping[str, Any] | None,
+    ) -> None:
+        """Open the log with the job's description."""
+        self.log.write(
+            "run",
+            framework=framework,
+            ranks=world.transport.size,
+            hosts=world.hosts,
+            transport=world.transport.name,
+            collective=world.collective,
+            compression=compression,
+            ladder=list(names),
+            parameters=parameters,
+            gradient_bytes=gradient_bytes,
+            payload_bytes={name: cost.payload_bytes for name, cost in zip(names, costs, strict=True)},
+            levels=costs_of_levels(names, costs),
+            limits=limits,
+        )
 
     @property
     def window_is_full(self) -> bool:
@@ -84,8 +114,23 @@ class Journal:
         )
         self._window = []
 
-    def last_window(self) -> dict[str, Any] | None:
-        """The last complete window; None: there is none yet."""
+    def last_times(self) -> dict[str, float]:
+        """Times of the last complete window in milliseconds, NaN before it."""
+        last = self._last_window() or {}
+        return {name: last.get(name, math.nan) for name in TIMES}
+
+    @property
+    def status(self) -> str:
+        """Level and times of the last complete window, in a few words."""
+        last = self._last_window()
+        if last is None:
+            return "measuring"
+        return (
+            f"level {last['level']}  step {last['step_ms']:.2f} ms, of which {last['exposed_comm_ms']:.2f} ms "
+            "waiting for the network"
+        )
+
+    def _last_window(self) -> dict[str, Any] | None:
         # From the end: a progress display may ask every step of a long run.
         return next((record for record in reversed(self.log.records) if record["kind"] == "window"), None)
 

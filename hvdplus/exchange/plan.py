@@ -68,6 +68,13 @@ class Ladder:
         """Index of the variant that runs ``plan``."""
         return self.variants.index(Variant(plan.level, plan.side, self.flushes(plan), plan.warms))
 
+    def allows(self, plan: Plan) -> bool:
+        """Whether there is a variant that runs ``plan``."""
+        levels = range(len(self.names))
+        if not (plan.level in levels and plan.warms in levels):
+            return False
+        return Variant(plan.level, plan.side, self.flushes(plan), plan.warms) in self.variants
+
     def flushes(self, plan: Plan) -> bool:
         """Whether the step flushes a residual that its own level would not keep."""
         return plan.flush_fraction > 0 and not self.compressors[plan.level].keeps_residual

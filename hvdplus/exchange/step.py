@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hvdplus.exchange import outcome, sparse, transfer
+from hvdplus.exchange import checkpoint, outcome, sparse, transfer
 from hvdplus.exchange.metadata import check_agreement
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def finish(x: EagerExchange, learning_rate: float = 0.0, added: int = 0, missing
         missing: see ``Slot``.
     """
     x.begin()
-    x.agree_on_first_step()
+    agree_on_first_step(x)
     used = send_rest(x)
     x.wait_for_device()
     x.reporter.start(x, used, learning_rate, added, missing)
@@ -57,10 +57,39 @@ def finish(x: EagerExchange, learning_rate: float = 0.0, added: int = 0, missing
     if added:
         check_agreement(x.reporter.metadata.read(), x.ladder.names[x.plan.level])
         x.exchange_added()
-    x.probe()
+    probe(x)
     with x.meter.codec():
         outcome.deliver(x, used)
     x.end_exchange(healthy)
+
+
+def agree_on_first_step(x: EagerExchange) -> None:
+    """In the first step, before anything is sent: in which order do gradients become ready, and which are sparse?
+
+    Raises:
+        RuntimeError: on every rank, if ranks would go on from different states.
+    """
+    if x.agreed or x.idle:
+        return
+    x.agreed = True
+    mine = [i for i in range(len(x.shapes)) if x.backend.is_sparse(i)]
+    told = x.transport.gather_objects((mine, x.resumed, x.ready))
+    x.ready = []
+    checkpoint.check_same([digest for _, digest, _ in told])
+    if x.order_known:
+        return
+    x.order_known = True
+    # A script may have gone back over its first steps: what was ready twice counts as it first was.
+    before, x.order = x.order, list(dict.fromkeys([*told[0][2], *x.order]))
+    x.sparse = set().union(*(theirs for theirs, *_ in told))
+    if not x.sparse_as_dense:
+        x.tables = sorted(i for i in x.sparse if x.backend.may_share_rows(i))
+    if x.tables or x.order != before:
+        residuals = checkpoint.residuals(x)  # of a state that knew nothing of a first step
+        x.cut_anew()
+        for i, residual in residuals.items():
+            x.hold(i, residual)
+        x.follow(x.plan)
 
 
 def send_rest(x: EagerExchange) -> list[bool]:
@@ -117,3 +146,13 @@ def agree(x: EagerExchange) -> bool:
         for state in x.states:
             outcome.settle(x, state, healthy)
     return healthy
+
+
+def probe(x: EagerExchange) -> None:
+    """Where the plan says so, see how long a sum takes that nothing else goes along with; its values do not matter."""
+    if x.plan.probe_bytes:
+        zeros = x.backend.zeros(x.plan.probe_bytes // 4)
+        with x.meter.exposed_comm():  # with the metadata ranks have all sent everything
+            x.reporter.metadata.read()
+        with x.meter.sounding():
+            x.transport.wait(x.transport.start(zeros, f"{x.prefix}.probe"))
