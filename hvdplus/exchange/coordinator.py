@@ -256,11 +256,8 @@ class Coordinator:
 
     def _next_plan(self) -> Plan:
         measures = self._measures_norms and self.steps % NORM_STEPS == 0
-        probe = self._controller.sounding() if self._controller and self._probes_now() else 0
+        probe = self._controller.sounding() if self._controller and not self.schedule.transitional else 0
         return self.schedule.next_plan()._replace(measure_norms=measures, probe_bytes=probe)
-
-    def _probes_now(self) -> bool:
-        return not (self.schedule.flushing or self.schedule.warming_up)
 
     def _label(self, plan: Plan) -> str:
         """Name of such a step in the run log."""
@@ -285,14 +282,7 @@ class Coordinator:
             self._journal.write_trace(self.steps)
         if decision:
             self._close_window()
-            record: dict[str, Any] = {
-                "step": self.steps,
-                "from": self.ladder.names[self.schedule.level],
-                "to": self.ladder.names[decision.level],
-                "reason": decision.reason,
-                "evidence": decision.evidence,
-            }
-            self.log.write("decision", **record)
+            self._journal.write_decision(self.steps, self.ladder.names, self.schedule.level, decision)
             self.set_level(decision.level)
 
     def _close_window(self) -> None:

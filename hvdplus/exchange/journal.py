@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from hvdplus.controller import Observation
+from hvdplus.controller import Decision, Observation
 from hvdplus.costmodel import LevelCost
 from hvdplus.meter import median_times
 from hvdplus.runlog import RunLog
@@ -113,6 +113,11 @@ class Journal:
             loss=sum(losses) / len(losses) if losses else None,
         )
         self._window = []
+
+    def write_decision(self, steps: int, names: Sequence[str], level: int, decision: Decision) -> None:
+        """Write the controller's decision. ``level``: the present one, of ``names``."""
+        fields = {"from": names[level], "to": names[decision.level]}
+        self.log.write("decision", step=steps, **fields, reason=decision.reason, evidence=decision.evidence)
 
     def last_times(self) -> dict[str, float]:
         """Times of the last complete window in milliseconds, NaN before it."""

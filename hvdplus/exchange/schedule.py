@@ -33,14 +33,9 @@ class Schedule:
         """The level whose contexts, and so whose side, the present one reuses in the coming plan."""
 
     @property
-    def flushing(self) -> bool:
-        """Whether a residual is outstanding that the present level does not keep."""
-        return self._flush_left > 0
-
-    @property
-    def warming_up(self) -> bool:
-        """Whether the coming step is a dense one from which the present level learns."""
-        return self._warm_up_left > 0
+    def transitional(self) -> bool:
+        """Whether the coming step warms a level up, or flushes a residual that the present level does not keep."""
+        return self._flush_left > 0 or self._warm_up_left > 0
 
     def set_level(self, level: int) -> None:
         """Run ``level`` from the next plan on."""
