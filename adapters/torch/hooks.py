@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvdplus.adapters.torch import private
 from hvdplus.adapters.torch.backend import TorchBackend, like, real_view, rows_in_use
 from hvdplus.exchange import checkpoint, step
 from hvdplus.exchange.eager import EagerExchange
@@ -132,14 +133,14 @@ class HookedExchange(EagerExchange):
             )
         grad = parameter.grad
         if not left and grad is not None:
-            self._sent[i] = grad, grad._version
+            self._sent[i] = grad, private.version(grad)
             step.gradient_ready(self, i)
 
     def _check_unchanged(self) -> None:
         if self.idle:
             return
         for i, (grad, version) in self._sent.items():
-            if self.parameters[i].grad is not grad or grad._version != version:
+            if self.parameters[i].grad is not grad or private.version(grad) != version:
                 raise RuntimeError(
                     "A gradient was changed after backward() and before the ranks' gradients were exchanged, so the "
                     "change would be lost. Call optimizer.synchronize() first, then clip or unscale, then "

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from hvdplus.adapters.torch import private
 from hvdplus.adapters.torch.backend import type_name
 from hvdplus.adapters.torch.hooks import HookedExchange
 from hvdplus.adapters.torch.ops import TorchOps
@@ -377,8 +378,7 @@ class Distributed(torch.optim.Optimizer):
             self._input_hook.remove()  # no module ran since the last step
             self._input_hook = None
         # A hook on all modules breaks graphs that are compiled, and `torch.compile` warns of it.
-        compiling = sys.modules.get("torch._dynamo.utils")
-        if compiling is not None and compiling.counters["frames"]:
+        if private.compiles():
             return
         handle = self._input_hook = register_module_forward_pre_hook(began)
 
