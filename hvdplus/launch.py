@@ -10,7 +10,7 @@ from typing import Any
 
 from hvdplus.compression import Compressor, HorovodCompressor, Ops, Spec, known, parse
 from hvdplus.exchange import Ladder
-from hvdplus.runlog import RunLog
+from hvdplus.log.runlog import RunLog
 from hvdplus.settings import SETTINGS, Settings
 from hvdplus.transport import World
 

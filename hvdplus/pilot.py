@@ -19,16 +19,12 @@ import numpy as np
 from hvdplus.controller import Controller, Limits, Observation
 from hvdplus.costmodel import LevelCost
 from hvdplus.exchange import Ladder, Plan, SideSlot, check_absent, check_newcomers, read_side
+from hvdplus.log.runlog import DRAINING, WARMING, RunLog
 from hvdplus.meter import StepTimes, median_times, reduce_times
 from hvdplus.residual import release_factor
-from hvdplus.runlog import RunLog
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 
-DRAINING = "draining"
-"""What the run log calls dense steps that pay out a residual: neither a level of the ladder nor plain dense."""
-WARMING = "warming"
-"""What it calls dense steps from which a level's contexts learn before it begins."""
 GAUGE_STEPS = 5
 """In every so manieth step ranks say how large gradients and residuals are: it costs passes over memory."""
 TIMES = ("step_ms", "compute_ms", "codec_ms", "exposed_comm_ms", "overlapped_comm_ms", "input_wait_ms")

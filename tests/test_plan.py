@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hvdplus.cli import main
 from hvdplus.costmodel import ALL_REDUCES, LevelCost, Link, Wire, ring_all_reduce
 from hvdplus.exchange import SLOT_FLOATS
-from hvdplus.forecast import (
+from hvdplus.log.forecast import (
     DENSE,
     MARGIN,
     Seen,

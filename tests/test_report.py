@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 
 from hvdplus.cli import main
+from hvdplus.log.facts import stretches
+from hvdplus.log.picture import picture
+from hvdplus.log.runlog import Record, RunLog
+from hvdplus.log.table import table
+from hvdplus.log.words import closing, explain
 from hvdplus.pilot import DRAINING, WARMING
-from hvdplus.report import closing, explain, picture, stretches, table
-from hvdplus.runlog import Record, RunLog
 
 SENT = {"none": 493824, "fp16": 246912, "lowrank:4": 23456}
 TIMES = {"none": (11.0, 0.4, 8.0, 0.4), "fp16": (11.0, 0.6, 0.1, 0.4), "lowrank:4": (11.0, 1.6, 0.0, 0.4)}

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdplus import __version__
-from hvdplus.runlog import FORMAT, RunLog, read
+from hvdplus.log.runlog import FORMAT, RunLog, read
 
 WINDOW = {"first_step": 0, "last_step": 9, "level": "none", "step_ms": 12.5}
 DECISION = {"step": 10, "from": "none", "to": "fp16", "reason": "communication holds up 40% of a 20.00 ms step"}
@@ -134,7 +134,7 @@ def test_every_record_is_readable_at_once(tmp_path: Path) -> None:
 def test_a_killed_job_leaves_a_readable_log(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     script = (
-        "import os, signal, sys; from hvdplus.runlog import RunLog; log = RunLog(sys.argv[1]); "
+        "import os, signal, sys; from hvdplus.log.runlog import RunLog; log = RunLog(sys.argv[1]); "
         "log.write('end', steps=1); os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", script, str(path)], cwd=tmp_path).returncode == -9

@@ -26,10 +26,10 @@ from hvdplus.calibration import codec_seconds
 from hvdplus.compression import Array, Compressor, Context, NoCompression
 from hvdplus.costmodel import LevelCost, level_costs
 from hvdplus.exchange import Ladder, Plan, SideSlot, check_newcomers, read_side, side_tensor, split_checksum
+from hvdplus.log.runlog import RunLog
 from hvdplus.meter import StepMeter
 from hvdplus.pilot import Pilot
 from hvdplus.residual import unreleased
-from hvdplus.runlog import RunLog
 from hvdplus.settings import Settings
 from hvdplus.transport import Grouping, Transport
 

@@ -16,7 +16,7 @@ from itertools import zip_longest
 from hvdplus.buckets import Bucket, bytes_per_step, make_buckets
 from hvdplus.compression import TABLE, Compressor, NoCompression, known, parse
 from hvdplus.compression.registry import ENTRY_POINTS
-from hvdplus.report import count
+from hvdplus.log.words import count
 from hvdplus.settings import Settings
 
 EXAMPLE = ((4096, 1024), (4096,), (1024,))

@@ -4,7 +4,7 @@
     hvdplus plan run.jsonl --ranks 64,1024       what a job would do on more ranks and other links, from its run log
 
 From shapes, the model is cut into buckets as in a job, so the same tensors travel whole and the same bytes are counted.
-From a run log, see ``hvdplus.forecast``.
+From a run log, see ``hvdplus.log.forecast``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hvdplus.buckets import Bucket, bytes_per_step, make_buckets
 from hvdplus.cli.compressors import columns, ratio, reason, whole
 from hvdplus.compression import Compressor, NoCompression, parse
 from hvdplus.costmodel import ALL_REDUCES, Collective, Wire, ring_all_reduce
-from hvdplus.forecast import (
+from hvdplus.log.forecast import (
     DENSE,
     MARGIN,
     Shown,
@@ -33,8 +33,8 @@ from hvdplus.forecast import (
     predict,
     what_the_run_showed,
 )
-from hvdplus.report import count
-from hvdplus.runlog import read
+from hvdplus.log.runlog import read
+from hvdplus.log.words import count
 from hvdplus.settings import Settings
 
 USUAL = ("auto", "int4", "signsgd", "randomk:0.01", "topk:0.01", "topk:0.05+int8", "lowrank:4")

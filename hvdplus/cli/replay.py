@@ -10,9 +10,9 @@ from dataclasses import asdict
 from itertools import takewhile
 
 from hvdplus.controller import Limits
-from hvdplus.replay import replay
-from hvdplus.report import explain
-from hvdplus.runlog import read
+from hvdplus.log.replay import replay
+from hvdplus.log.runlog import read
+from hvdplus.log.words import explain
 
 DEFAULTS: dict[str, float] = asdict(Limits())
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from hvdplus.report import picture, table
-from hvdplus.runlog import read
+from hvdplus.log.picture import picture
+from hvdplus.log.runlog import read
+from hvdplus.log.table import table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

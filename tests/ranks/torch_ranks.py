@@ -1696,7 +1696,7 @@ def test_collectives(monkeypatch):
 
 
 def test_run_log_tells_where_the_time_went(tmp_path, monkeypatch):
-    from hvdplus.runlog import read
+    from hvdplus.log.runlog import read
 
     path = tmp_path / "run.jsonl"
     monkeypatch.setenv("HVDPLUS_RUN_LOG", str(path))

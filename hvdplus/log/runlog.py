@@ -31,6 +31,10 @@ from typing import Any
 from hvdplus import __version__
 
 FORMAT = 1
+DRAINING = "draining"
+"""Level of windows of dense steps that flush a residual: no level of the ladder, and not plain dense."""
+WARMING = "warming"
+"""Level of windows of dense warm-up steps, from which a level's contexts learn before it begins."""
 
 Record = dict[str, Any]
 """One line of the log: plain JSON values, ``kind`` among them."""
