@@ -55,8 +55,8 @@ def at_import(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def imports(source: str, module: str, walk: Callable[[ast.AST], Iterable[ast.AST]] = ast.walk) -> Iterator[str]:
-    """Dotted names that a module imports, anywhere or where ``walk`` goes; ``from a import b`` is ``a.b``, because b may
-    be a module."""
+    """Dotted names that a module imports, anywhere or where ``walk`` goes; ``from a import b`` is ``a.b``: b may be a
+    module."""
     for node in walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -15,7 +15,7 @@ import pytest
 
 from hvdplus import cli
 from hvdplus.cli import doctor
-from hvdplus.cli.install_horovod import Framework
+from hvdplus.cli.horovod.stack import Framework
 from hvdplus.compression import TABLE, Compressor
 from hvdplus.compression.registry import Row
 from hvdplus.settings import SETTINGS, Settings, variable

@@ -15,7 +15,7 @@ from importlib import import_module
 #: Command -> (module of this package, one line of help).
 COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("doctor", "show versions, MPI and settings, and how to mend what is missing"),
-    "install-horovod": ("install_horovod", "build and install Horovod for the PyTorch, TensorFlow and MPI found here"),
+    "install-horovod": ("horovod", "build and install Horovod for the PyTorch, TensorFlow and MPI found here"),
     "compressors": ("compressors", "list the compressors: what each of them sends, keeps and learns"),
     "plan": ("plan", "say what compression would cost and save: for a model, or on more ranks from a run log"),
     "report": ("report", "show what a run did: times, levels, decisions"),

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from hvdplus.adapters.local import Local
 from hvdplus.adapters.numpy import NumpyOps
 from hvdplus.cli.compressors import reason
-from hvdplus.cli.install_horovod import (
+from hvdplus.cli.horovod.stack import (
     TENSORFLOW_NAMES,
     default_jobs,
     environment,
