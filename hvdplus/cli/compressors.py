@@ -10,10 +10,11 @@ import argparse
 import math
 import sys
 import textwrap
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 from hvdplus.buckets import Bucket, bytes_per_step, make_buckets
+from hvdplus.cli.text import columns, ratio, reason, whole
 from hvdplus.compression import TABLE, Compressor, NoCompression, known, parse
 from hvdplus.compression.registry import ENTRY_POINTS
 from hvdplus.log.words import count
@@ -61,44 +62,6 @@ def run(args: argparse.Namespace) -> int:
         f"name build as an entry point of your package, in the group {ENTRY_POINTS}."
     ))  # fmt: skip
     return 0
-
-
-def whole(option: str, text: str) -> int:
-    """The whole number of at least 1 that an option was given.
-
-    Raises:
-        ValueError: it is none; the message says what was received.
-    """
-    if not (text.isascii() and text.isdigit() and int(text)):
-        raise ValueError(f"{option} wants a whole number of at least 1. Received: {text!r}")
-    return int(text)
-
-
-def reason(error: Exception) -> str:
-    """What went wrong, in one line; errors that are not worded for users say their type."""
-    words = " ".join(str(error).split())
-    return words if type(error) is ValueError else f"{type(error).__name__}: {words}"
-
-
-def ratio(buckets: Sequence[Bucket], sent_bytes: int) -> str:
-    """How many times less than fp32 that is."""
-    return f"{bytes_per_step(buckets, NoCompression()) / sent_bytes:.1f} x" if sent_bytes else "-"
-
-
-def columns(rows: Sequence[Sequence[str]], figures: Container[int]) -> str:
-    """Rows under each other; ``figures`` are columns set to the right. The last cell of a shorter row runs on."""
-    full = [row for row in rows if len(row) == len(rows[0])]
-    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
-    widths[0] = max(len(row[0]) for row in rows)
-
-    def line(row: Sequence[str]) -> str:
-        whole_row = len(row) == len(widths)
-        cells = enumerate(zip(row, widths, strict=whole_row))
-        return "  ".join(
-            cell.rjust(width) if whole_row and place in figures else cell.ljust(width) for place, (cell, width) in cells
-        ).rstrip()
-
-    return "\n".join(map(line, rows))
 
 
 def _example(ranks: int) -> tuple[Bucket, ...]:

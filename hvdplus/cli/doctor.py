@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 from hvdplus.adapters.local import Local
 from hvdplus.adapters.numpy import NumpyOps
-from hvdplus.cli.compressors import reason
 from hvdplus.cli.horovod.stack import (
     TENSORFLOW_NAMES,
     default_jobs,
@@ -31,6 +30,7 @@ from hvdplus.cli.horovod.stack import (
     package_version,
     which,
 )
+from hvdplus.cli.text import reason
 from hvdplus.launch import AUTO, choose_ladder
 from hvdplus.settings import CONFIG, Settings, describe, unknown
 from hvdplus.transport import World

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hvdplus.buckets import Bucket, bytes_per_step, make_buckets
-from hvdplus.cli.compressors import columns, ratio, reason, whole
+from hvdplus.cli.text import columns, ratio, reason, whole
 from hvdplus.compression import Compressor, NoCompression, parse
 from hvdplus.costmodel import ALL_REDUCES, Collective, Wire, ring_all_reduce
 from hvdplus.log.forecast import (
