@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from hvdplus.cli import main
-from hvdplus.log.facts import stretches
+from hvdplus.log.facts import Record, stretches
 from hvdplus.log.picture import picture
-from hvdplus.log.runlog import Record, RunLog
+from hvdplus.log.runlog import RunLog, read
 from hvdplus.log.table import table
 from hvdplus.log.words import closing, explain
 from hvdplus.pilot import DRAINING, WARMING
@@ -69,7 +69,8 @@ class Job:
 
     @property
     def records(self) -> list[Record]:
-        return self.log.records
+        """From the file, if there is one: memory holds the older windows of a long job taken together."""
+        return read(self.log.path) if self.log.path else self.log.records
 
 
 def demo(path: Path | None = None) -> Job:
@@ -430,10 +431,10 @@ def test_the_closing_sentence(case: str) -> None:
     assert closing(job().records) == sentence
 
 
-def test_a_job_of_days_is_summed_up_in_a_moment() -> None:
-    job = Job().run("none", 20).run("fp16", 500_000)
+def test_a_job_of_days_is_summed_up_in_a_moment(tmp_path: Path) -> None:
+    records = Job(tmp_path / "run.jsonl").run("none", 20).run("fp16", 500_000).records
     began = time.perf_counter()
-    closing(job.records)
+    closing(records)
     assert time.perf_counter() - began < 5  # takes half a second; every window against every other took minutes
 
 
@@ -559,9 +560,17 @@ def test_times_of_nothing_at_all(drawn: Callable[[Job], Any]) -> None:
     drawn(Job().run("none", 30, (0.0, 0.0, 0.0, 0.0)))
 
 
-def test_a_very_long_run_takes_windows_together(drawn: Callable[[Job], Any]) -> None:
-    figure = drawn(Job().run("none", 20).run("fp16", 100_000, loss=0.5))
+def test_a_very_long_run_takes_windows_together(drawn: Callable[[Job], Any], tmp_path: Path) -> None:
+    figure = drawn(Job(tmp_path / "run.jsonl").run("none", 20).run("fp16", 100_000, loss=0.5))
     assert remark(figure) == "one column: median of 26 windows"
+    assert len(figure.axes[2].lines[0].get_xdata()) <= 500
+
+
+def test_at_the_end_of_a_very_long_run_the_picture_still_shows_all_of_it(drawn: Callable[[Job], Any]) -> None:
+    """Memory holds nine windows of old in one by then, and a column four of those."""
+    figure = drawn(Job().run("none", 20).run("fp16", 50_000, loss=0.5))
+    assert figure.axes[0].get_xlim() == (0, 50_020)
+    assert remark(figure) == "one column: median of 36 windows"
     assert len(figure.axes[2].lines[0].get_xdata()) <= 500
 
 

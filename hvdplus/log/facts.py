@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from hvdplus.log.runlog import Record, run_of
+Record = dict[str, Any]
+"""One line of the log: plain JSON values, ``kind`` among them."""
 
 DENSE = "none"
 
@@ -52,6 +53,17 @@ class Span(NamedTuple):
     def held_up_ms(self) -> float:
         """The part of the step that depends on the level."""
         return min(self.exposed_comm_ms + self.codec_ms, self.step_ms)
+
+
+def check_not_empty(records: Sequence[Record]) -> None:
+    """Raises ValueError where there is no record at all."""
+    if not records:
+        raise ValueError("the log is empty; the job wrote nothing")
+
+
+def run_of(records: Iterable[Record]) -> Record:
+    """The record of the run; empty if the log has none."""
+    return next((record for record in records if record["kind"] == "run"), {})
 
 
 def stretches(records: Sequence[Record]) -> list[Span]:
@@ -115,6 +127,11 @@ def level_of(window: Record) -> str:
 def windows_of(records: Iterable[Record]) -> list[Record]:
     """The records of windows of steps."""
     return [record for record in records if record["kind"] == "window"]
+
+
+def windows_in(windows: Iterable[Record]) -> int:
+    """How many windows they are, as the job wrote them: one in memory may stand for several."""
+    return sum(window.get("windows", 1) for window in windows)
 
 
 def decisions_of(records: Iterable[Record]) -> list[Record]:

@@ -19,7 +19,7 @@ from hvdplus.compression import NoCompression, Spec, parse
 from hvdplus.controller import Limits
 from hvdplus.costmodel import ALL_REDUCES, Collective, LevelCost, Link, Wire, fit_link, job_link, ring_wire
 from hvdplus.exchange import SLOT_FLOATS
-from hvdplus.log.runlog import Record, check_not_empty, run_of
+from hvdplus.log.facts import Record, check_not_empty, run_of
 
 DENSE = NoCompression().name
 MARGIN = Limits().margin

@@ -12,8 +12,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hvdplus.log.facts import Span, decisions_of, level_of, span_of, windows_of
-from hvdplus.log.runlog import DRAINING, WARMING, Record, run_of
+from hvdplus.log.facts import Record, Span, decisions_of, level_of, run_of, span_of, windows_in, windows_of
+from hvdplus.log.runlog import DRAINING, WARMING
 from hvdplus.log.words import (
     FRAMEWORKS,
     TRANSPORTS,
@@ -115,13 +115,14 @@ def picture(records: Sequence[Record], path: str | os.PathLike[str]) -> Path:
 
 
 def _columns(windows: Sequence[Record], run_record: Record) -> tuple[list[Span], int]:
-    """What is drawn: one span a window, or a few windows of one level a span; and how many windows that is."""
+    """The columns to draw, each a span of one window or of a few windows of one level; and how many windows a column
+    stands for, at most."""
     together = math.ceil(len(windows) / MOST_COLUMNS)
     columns = []
     for _, group in groupby(windows, key=level_of):
         stretch = list(group)
-        columns += [span_of(stretch[i : i + together], run_record) for i in range(0, len(stretch), together)]
-    return columns, together
+        columns += [stretch[i : i + together] for i in range(0, len(stretch), together)]
+    return [span_of(column, run_record) for column in columns], max(map(windows_in, columns))
 
 
 def _levels(run_record: Record, columns: Sequence[Span]) -> list[str]:

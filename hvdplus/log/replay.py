@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from hvdplus.controller import Controller, Decision, Limits, Observation
 from hvdplus.costmodel import LevelCost
-from hvdplus.log.runlog import Record, check_not_empty, run_of
+from hvdplus.log.facts import Record, check_not_empty, run_of
 from hvdplus.meter import StepTimes
 
 

@@ -18,17 +18,27 @@ fields that it does not know, so both may be added without a new ``FORMAT``.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
+import stat
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from hvdplus import __version__
+from hvdplus.log.facts import Record
+from hvdplus.log.history import History, Medians
+
+try:
+    import fcntl
+except ImportError:  # no POSIX system: two jobs that write one file go unnoticed
+    fcntl = None  # type: ignore[assignment]
 
 FORMAT = 1
 DRAINING = "draining"
@@ -36,10 +46,10 @@ DRAINING = "draining"
 WARMING = "warming"
 """Level of windows of dense warm-up steps, from which a level's contexts learn before it begins."""
 
-Record = dict[str, Any]
-"""One line of the log: plain JSON values, ``kind`` among them."""
+TIMES = ("step_ms", "compute_ms", "codec_ms", "exposed_comm_ms", "overlapped_comm_ms", "input_wait_ms")
+"""Times of a window, in milliseconds."""
 
-# What the report cannot do without; everything else may be missing or null.
+# The report needs these fields; all others may be missing or null.
 REQUIRED: dict[str, dict[str, type]] = {
     "window": {"first_step": int, "last_step": int, "level": str},
     "decision": {"step": int, "from": str, "to": str, "reason": str},
@@ -47,39 +57,57 @@ REQUIRED: dict[str, dict[str, type]] = {
 
 
 class RunLog:
-    """Writes a run log, and keeps its records for the report at the end of the job.
+    """Writes a run log, and keeps in memory what a report at the end of the job needs.
 
-    A job that runs for days keeps a few hundred bytes a window in memory. An existing file is overwritten.
+    Memory is bounded: see ``hvdplus.log.history``. An existing file is overwritten.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None) -> None:
-        """Open ``path`` and create its folder; with None (or "") records are only kept in memory.
+    def __init__(self, path: str | os.PathLike[str] | None, *, keep: bool = True) -> None:
+        """Open ``path`` (``~`` is the home folder) and create its folder; with None (or "") there is no file.
+
+        Args:
+            keep: records stay in memory, in ``records``. False for ranks that make no report: ``last_window`` and
+                ``medians`` serve them all the same.
 
         Raises:
-            OSError: the file cannot be written; the message names it and the reason.
+            OSError: the file cannot be written, or another job is writing it; the message names it and the reason.
         """
         # Absolute, so that messages and reports find it again after the script has changed folder.
-        self.path = Path(path).absolute() if path else None
-        self.records: list[Record] = []
+        self.path = Path(path).expanduser().absolute() if path else None
+        self.last_window: Record | None = None
+        """The last complete window of steps."""
+        self._history = History() if keep else None
+        self._medians: dict[str | None, dict[str, Medians]] = {}
+        """Level, or None for all of them -> time -> its median over windows."""
         self._file = None
         if self.path:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                # Unbuffered: a line is out when it is written, and a failed write leaves nothing behind to retry.
-                self._file = self.path.open("wb", buffering=0)
+                self._file = _open(self.path)
             except OSError as error:
                 raise OSError(
                     f"Cannot write the run log {self.path}: {error.strerror}. Name a file that can be written "
                     "(HVDPLUS_RUN_LOG), or none."
                 ) from error
-            weakref.finalize(self, self._file.close)
+            weakref.finalize(self, _close, self._file)
+
+    @property
+    def records(self) -> list[Record]:
+        """The records of the job so far, older windows of one level taken together; empty unless they are kept."""
+        return self._history.records if self._history else []
+
+    def medians(self, level: str) -> dict[str, float]:
+        """``TIMES`` as medians over the windows at ``level``, in milliseconds; over all windows where none ran at it,
+        and NaN where there is none at all."""
+        found = self._medians.get(level) or self._medians.get(None) or {}
+        return {name: found[name].median if name in found else math.nan for name in TIMES}
 
     def write(self, kind: str, *, keep: bool = True, **fields: Any) -> None:
         """Append one record: numbers, text, None, and lists and dicts of them. ``run`` gets format, version and time.
 
-        ``keep``: also in memory, for the report at the end of the job.
+        ``keep``: also in memory, if this log keeps records.
 
-        A disk that fills up later does not end the training: the log ends there with a warning, memory goes on.
+        A disk that fills up later does not end the training: the file ends there with a warning, memory goes on.
 
         Raises:
             TypeError: a field is none of these; the message names it.
@@ -88,8 +116,10 @@ class RunLog:
             now = datetime.now(timezone.utc).isoformat(timespec="seconds")
             fields = {"format": FORMAT, "hvdplus": __version__, "started_at": now, **fields}
         record = {"kind": kind, **{name: _plain(value, name) for name, value in fields.items()}}
-        if keep:
-            self.records.append(record)
+        if kind == "window":
+            self._note_window(record)
+        if keep and self._history:
+            self._history.add(record)
         if self._file is None or self._file.closed:
             return
         line = json.dumps(record, allow_nan=False).encode() + b"\n"
@@ -105,7 +135,54 @@ class RunLog:
     def close(self) -> None:
         """Close the file; records written later are only kept in memory."""
         if self._file is not None:
-            self._file.close()
+            _close(self._file)
+
+    def _note_window(self, window: Record) -> None:
+        self.last_window = window
+        for level in (window.get("level"), None):
+            times = self._medians.setdefault(level, {})
+            for name in TIMES:
+                if isinstance(value := window.get(name), (int, float)):
+                    times.setdefault(name, Medians()).add(value)
+
+
+def _open(path: Path) -> BinaryIO:
+    """Open a file for writing, empty, and lock it against other jobs.
+
+    Unbuffered: a line is out when it is written, and a failed write leaves nothing behind to retry.
+    """
+    # Opening a pipe that nobody reads would wait for ever.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_NONBLOCK", 0), 0o666)
+    try:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            _lock(descriptor)
+            os.ftruncate(descriptor, 0)  # not before it is ours
+        os.set_blocking(descriptor, True)
+        return os.fdopen(descriptor, "wb", buffering=0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _lock(descriptor: int) -> None:
+    """Raises OSError if another job holds the lock. File systems without locks go without."""
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
+            raise OSError(error.errno, "another job is writing it") from error
+
+
+def _close(file: BinaryIO) -> None:
+    """Close it and let go of the lock, which a forked child (of a data loader) would hold on to."""
+    if file.closed:
+        return
+    if fcntl is not None:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)
+    file.close()
 
 
 def read(path: str | os.PathLike[str]) -> list[Record]:
@@ -128,17 +205,6 @@ def read(path: str | os.PathLike[str]) -> list[Record]:
             start = line[:60].decode(errors="replace")
             raise ValueError(f"{path}, line {number}: expected {error}. Received: {start!r}") from None
     return records
-
-
-def check_not_empty(records: Sequence[Record]) -> None:
-    """Raises ValueError where there is no record at all."""
-    if not records:
-        raise ValueError("the log is empty; the job wrote nothing")
-
-
-def run_of(records: Iterable[Record]) -> Record:
-    """The record of the run; empty if the log has none."""
-    return next((record for record in records if record["kind"] == "run"), {})
 
 
 def _record(line: bytes) -> Record:

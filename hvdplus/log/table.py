@@ -7,14 +7,15 @@ from collections.abc import Sequence
 
 from hvdplus.log.facts import (
     MEDIANS,
+    Record,
     Span,
     decisions_of,
     levels_passed_over,
     levels_refused,
     number_of,
+    run_of,
     stretches,
 )
-from hvdplus.log.runlog import Record, run_of
 from hvdplus.log.words import (
     FRAMEWORKS,
     TRANSPORTS,
@@ -36,6 +37,7 @@ def table(records: Sequence[Record]) -> str:
             _facts(records),
             _rows(stretches(records), number_of(run_of(records).get("gradient_bytes"))),
             _decision_list(records),
+            _left_out(records),
             fill(_end(records), "") + "\n" + fill(closing(records), ""),
         )
         if block
@@ -119,6 +121,11 @@ def _decision_list(records: Sequence[Record]) -> str:
     )
     lines = [explain(number, decision) for number, decision in enumerate(decisions, start=1)]
     return "\n".join([f"Decisions{rests_on}", *lines]) if lines else ""
+
+
+def _left_out(records: Sequence[Record]) -> str:
+    left_out = sum(record["records"] for record in records if record["kind"] == "left_out")
+    return f"{count(left_out, 'older record')} of this run are not shown; the run log has them." if left_out else ""
 
 
 def _end(records: Sequence[Record]) -> str:

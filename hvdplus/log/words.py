@@ -14,17 +14,19 @@ from collections.abc import Sequence
 from hvdplus.controller import Limits
 from hvdplus.log.facts import (
     DENSE,
+    Record,
     Span,
     decisions_of,
     dense_exposed_share,
     evidence_by_level,
     level_of,
     levels_refused,
+    run_of,
     span_of,
     steps_in,
     windows_of,
 )
-from hvdplus.log.runlog import DRAINING, WARMING, Record, run_of
+from hvdplus.log.runlog import DRAINING, WARMING
 
 LIMITS = Limits()
 """The controller's thresholds for a bottleneck and for a difference between steps; the report uses the same."""
