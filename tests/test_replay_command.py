@@ -122,9 +122,9 @@ def test_decisions_missing_from_the_log_or_from_the_replay_are_code_1(
     code, text = replayed(capsys, edit(log, forget("decision", 1)))
     left = len(decisions(read(log)))
     assert code == 1 and f"{left} of the run's {left} decisions come out the same" in text
-    assert "rests on steps" in text and "next decision" not in text
+    assert "rest on steps" in text and "next decision" not in text
     code, text = replayed(capsys, edit(write(log), forget("trace", 2)))
-    assert code == 1 and "rests on steps" not in text and "The run's next decision was:" in text
+    assert code == 1 and "rest on steps" not in text and "The run's next decision was:" in text
 
 
 def test_other_limits_lead_to_other_decisions_and_that_is_no_failure(
@@ -132,7 +132,7 @@ def test_other_limits_lead_to_other_decisions_and_that_is_no_failure(
 ) -> None:
     code, text = replayed(capsys, str(log), "--limit", "bottleneck=0.9")
     assert code == 0 and "1. stays at none: communication is no bottleneck" in text and "(limit 90%)" in text
-    assert "0 of the run's " in text and "rests on steps that happened to run" in text
+    assert "0 of the run's " in text and "rest on steps that the run took at other levels" in text
     code, text = replayed(capsys, str(log), "--limit", "trial_steps=14", "--limit", "patience=9")
     assert code == 0 and "1 of the run's " in text
     code, text = replayed(capsys, str(log), "--limit", "probe_steps=401")

@@ -154,8 +154,8 @@ def full_window(number: int) -> dict[str, Any]:
 
 
 def test_a_log_stays_small_however_long_the_job() -> None:
-    """A million windows take no more than a hundred thousand do (2.8 MB at most, measured), and next to nothing on ranks
-    that show no report."""
+    """A million windows take no more than a hundred thousand do (2.8 MB, measured), and next to nothing on ranks that
+    show no report."""
     shows, silent = RunLog(None), RunLog(None, keep=False)
     shows.write("run", ranks=2)
     sizes = []

@@ -32,6 +32,7 @@ from hvdplus.cli.horovod.stack import (
 )
 from hvdplus.cli.text import reason
 from hvdplus.launch import AUTO, choose_ladder
+from hvdplus.log.words import printable
 from hvdplus.settings import CONFIG, Settings, describe, unknown
 from hvdplus.transport import World
 
@@ -128,7 +129,7 @@ def _section(title: str, rows: Iterator[ROW] | list[ROW]) -> None:
     rows = list(rows)
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
-        print(f"  {name:<{width}}  {value}".rstrip())
+        print(f"  {name:<{width}}  {printable(value)}".rstrip())
 
 
 def _optional(finding: Finding) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hvdplus.buckets import Bucket, bytes_per_step, make_buckets
-from hvdplus.cli.text import columns, ratio, reason, whole
+from hvdplus.cli.text import FOREIGN, columns, foreign, ratio, read_log, reason, whole
 from hvdplus.compression import Compressor, NoCompression, parse
 from hvdplus.costmodel import ALL_REDUCES, Collective, Wire, ring_all_reduce
 from hvdplus.log.forecast import (
@@ -33,7 +33,6 @@ from hvdplus.log.forecast import (
     predict,
     what_the_run_showed,
 )
-from hvdplus.log.runlog import read
 from hvdplus.log.words import count
 from hvdplus.settings import Settings
 
@@ -238,21 +237,22 @@ def _from_run_log(args: argparse.Namespace, path: str) -> str:
         if args.all_reduce not in ALL_REDUCES:
             raise ValueError(f"--all-reduce wants {' or '.join(ALL_REDUCES)}. Received: {args.all_reduce!r}")
         kinds = {args.all_reduce: ALL_REDUCES[args.all_reduce]}
+    records = read_log(path)
     try:
-        shown = what_the_run_showed(read(path))
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+        shown = what_the_run_showed(records)
+        if args.gbit is None and shown.hosts > 1 and shown.gbit < math.inf:
+            rates = [shown.gbit, *rates]
+        blocks = (
+            _what_it_showed(shown),
+            _forecasts(shown, ranks, rates, latency, kinds),
+            _limits(shown, ranks, latency, kinds),
+            _assumed(shown, latency, kinds),
+        )
+        return "\n\n".join(blocks)
     except ValueError as error:
-        raise ValueError(str(error) if str(error).startswith(path) else f"{path}: {error}") from None
-    if args.gbit is None and shown.hosts > 1 and shown.gbit < math.inf:
-        rates = [shown.gbit, *rates]
-    blocks = (
-        _what_it_showed(shown),
-        _forecasts(shown, ranks, rates, latency, kinds),
-        _limits(shown, ranks, latency, kinds),
-        _assumed(shown, latency, kinds),
-    )
-    return "\n\n".join(blocks)
+        raise ValueError(f"{path}: {error}") from None
+    except FOREIGN as error:
+        raise ValueError(foreign(path, error)) from None
 
 
 def _wire(gbit: float, latency: float) -> Wire:

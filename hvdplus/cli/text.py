@@ -1,4 +1,4 @@
-"""Text that several commands print or read: tables, reasons, ratios, whole numbers."""
+"""Text that several commands print or read: tables, reasons, ratios, whole numbers, run logs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from collections.abc import Container, Sequence
 
 from hvdplus.buckets import Bucket, bytes_per_step
 from hvdplus.compression import NoCompression
+from hvdplus.log.facts import Record
+from hvdplus.log.runlog import read
+from hvdplus.log.words import printable
+
+FOREIGN = (ArithmeticError, AttributeError, LookupError, RuntimeError, StopIteration, TypeError, ValueError)
+"""Errors of code that expects the records of a run log, and finds JSON of another make."""
 
 
 def whole(option: str, text: str) -> int:
@@ -49,3 +55,22 @@ def columns(rows: Sequence[Sequence[str]], figures: Container[int]) -> str:
         ).rstrip()
 
     return "\n".join(map(line, rows))
+
+
+def read_log(path: str) -> list[Record]:
+    """The records of a run log, with all text in them safe to print.
+
+    Raises:
+        ValueError: the file cannot be read, or is no run log; the message names it.
+    """
+    try:
+        return [printable(record) for record in read(path)]
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except RecursionError:
+        raise ValueError(foreign(path, "nested without end")) from None
+
+
+def foreign(path: str, error: object) -> str:
+    """The message for a log on which one of ``FOREIGN`` was raised."""
+    return f"{path} holds records that hvdplus does not write: {error!r}"

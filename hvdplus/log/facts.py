@@ -110,8 +110,11 @@ def weighted_median(values: Sequence[float], weights: Sequence[int]) -> float:
 
 
 def number_of(value: object) -> float:
-    """A figure of a record; NaN for null, missing, or no number."""
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else math.nan
+    """A figure of a record; NaN for null, missing, no number, or one that no float can hold."""
+    try:
+        return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else math.nan
+    except OverflowError:
+        return math.nan
 
 
 def steps_in(window: Record) -> int:

@@ -19,7 +19,15 @@ from hvdplus.compression import NoCompression, Spec, parse
 from hvdplus.controller import Limits
 from hvdplus.costmodel import ALL_REDUCES, Collective, LevelCost, Link, Wire, fit_link, job_link, ring_wire
 from hvdplus.exchange import SLOT_FLOATS
-from hvdplus.log.facts import Record, check_not_empty, run_of
+from hvdplus.log.facts import (
+    Record,
+    check_not_empty,
+    level_of,
+    number_of,
+    run_of,
+    weighted_median,
+    windows_of,
+)
 
 DENSE = NoCompression().name
 MARGIN = Limits().margin
@@ -174,26 +182,28 @@ def _levels_as_seen(records: Sequence[Record], costs: Mapping[str, LevelCost]) -
 
     Draining and warming are no levels, and so are left out.
     """
-    later: dict[str, list[Seen]] = {}
-    first: dict[str, list[Seen]] = {}
-    for level, group in groupby((r for r in records if r["kind"] == "window"), key=lambda window: str(window["level"])):
+    later: dict[str, list[tuple[Seen, int]]] = {}
+    first: dict[str, list[tuple[Seen, int]]] = {}
+    for level, group in groupby(windows_of(records), key=level_of):
         for place, window in enumerate(group):
             seen, steps = _seen(window), window.get("steps")
             if not any(map(math.isnan, seen)):
                 count = steps if isinstance(steps, int) else 1
-                (later if place else first).setdefault(level, []).extend([seen] * count)
+                (later if place else first).setdefault(level, []).append((seen, count))
     found = {}
     for name in costs:
         head, rest = first.get(name, []), later.get(name, [])
-        if some := rest if len(rest) >= len(head) else head + rest:
-            found[name] = Seen(*map(median, zip(*some, strict=True)))
+        enough = sum(steps for _, steps in rest) >= sum(steps for _, steps in head)
+        if some := rest if enough else head + rest:
+            seen_there, weights = zip(*some, strict=True)
+            found[name] = Seen(*(weighted_median(values, weights) for values in zip(*seen_there, strict=True)))
     return found
 
 
 def _seen(window: Mapping[str, Any]) -> Seen:
     """One window; NaN for what it does not say."""
     step, codec, exposed, overlapped, sent = (
-        float(value) if isinstance(value := window.get(name), (int, float)) else math.nan
+        number_of(window.get(name))
         for name in ("step_ms", "codec_ms", "exposed_comm_ms", "overlapped_comm_ms", "payload_bytes")
     )
     return Seen(step / 1e3, max(0.0, step - codec - exposed) / 1e3, codec / 1e3, exposed / 1e3, overlapped / 1e3, sent)

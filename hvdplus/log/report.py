@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from hvdplus.log.picture import picture
 from hvdplus.log.runlog import RunLog
 from hvdplus.log.table import table
+from hvdplus.log.words import printable
 from hvdplus.transport import World
 
 
@@ -28,12 +29,13 @@ def report(job: Job, world: World, png: str | os.PathLike[str] | None, facts: di
     """
     summary = job.finish(**facts)
     if world.transport.rank == 0:
-        print(f"\n{table(job.log.records)}", flush=True)
+        records = printable(job.log.records)
+        print(f"\n{table(records)}", flush=True)
         if job.log.path:
             print(f"\nRun log: {job.log.path}", flush=True)
         if png:
             try:
-                print(f"Picture: {picture(job.log.records, png).absolute()}", flush=True)
+                print(f"Picture: {picture(records, png).absolute()}", flush=True)
             except (ImportError, OSError, ValueError) as error:
                 print(f"hvdplus: no picture: {error}", file=sys.stderr, flush=True)
     job.log.close()

@@ -211,7 +211,7 @@ def _record(line: bytes) -> Record:
     """Parse one line. Raises ValueError with what was expected."""
     try:
         record = json.loads(line.decode(), parse_constant=lambda name: None)
-    except ValueError:
+    except (ValueError, RecursionError):  # text that is no JSON, or nested without end
         raise ValueError("one JSON object, as hvdplus writes them") from None
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
         raise ValueError('a JSON object with a text field "kind"')

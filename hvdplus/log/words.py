@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hvdplus.controller import Limits
 from hvdplus.log.facts import (
@@ -34,6 +35,8 @@ ENOUGH_STEPS = 5
 """Fewer steps at a level are no evidence."""
 LETTERS = 110
 """Letters in a line of text."""
+MOST_LETTERS = 4000
+"""Letters of one text of a log that are shown; hvdplus itself writes fewer."""
 
 FRAMEWORKS = {"torch": "PyTorch", "keras": "Keras"}
 TRANSPORTS = {
@@ -208,6 +211,22 @@ def explain(number: int, decision: Record) -> str:
     """A decision with its reason, and below it what it rests on."""
     lines = [fill(decision_line(decision, " -> "), f"{number:3}. "), fill(evidence_text(decision), " " * 5)]
     return "\n".join(filter(None, lines))
+
+
+def printable(value: Any) -> Any:
+    """A copy of ``value`` (text, or lists and dictionaries with text in them) that is safe to print.
+
+    A log may come from anybody. Control characters would move the cursor, retitle the window or hide text; here they
+    become visible escapes, as in ``repr``.
+    """
+    if isinstance(value, str):
+        text = value if len(value) <= MOST_LETTERS else value[:MOST_LETTERS] + "..."
+        if text.isprintable():
+            return text
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    if isinstance(value, Mapping):
+        return {printable(key): printable(item) for key, item in value.items()}
+    return [printable(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def fill(text: str, indent: str) -> str:
