@@ -9,8 +9,8 @@ run log. Every rank runs it on the same figures and so decides the same at the s
 
 The level that is held is the least compression among the fastest levels *measured*: the model only says which level is
 worth a try. Times of levels are compared as lower quartiles of a few pairs of steps each, which noise can turn around.
-So the held level is compared once more with one that took less, or would take less if only the machine had been slower
-when that one was measured; comparisons become rarer and rarer. In a comparison, and in a look at dense, the held level
+So the held level is compared once more with one that might take less now, be it that the machine was slower when that
+one was measured; comparisons become rarer and rarer. In a comparison, and in a look at dense, the held level
 has a turn before the other's and one after it, and is left only if it loses both.
 """
 
@@ -375,13 +375,13 @@ class Controller:
             other = min(others, key=others.__getitem__)
             if others[other] < (1 - self.limits.margin) * held.step:
                 self._compare_after *= 4
-                paced = " at the machine's present pace"
                 self._rivals = [self.level, other]
                 return self._try(
                     other,
                     f"{self.names[self.level]} takes {_ms(held.step)} a step over {len(self._samples[self.level])} "
                     f"steps, {self.names[other]} took {_ms(self._measured(other).step)} and might be "
-                    f"{1 - others[other] / held.step:.0%} faster{paced}: compared once more",
+                    f"{1 - others[other] / held.step:.0%} faster at the machine's present pace: compared once "
+                    "more",
                 )
         if self.level and self._steps_held >= self._probe_after:
             look = self.limits.drain_steps + self.limits.settle_steps + self.limits.trial_steps

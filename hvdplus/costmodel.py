@@ -127,43 +127,8 @@ def tree_all_reduce(payload_bytes: float, ranks: int, wire: Wire) -> float:
     """
     stages, folds = _stages(ranks)
     halved = 1 - 0.5**stages
-    return 2 * (stages * wire.alpha + halved * payload_bytes * wire.beta) + folds * _whole(payload_bytes, wire)
-
-
-def recursive_doubling(payload_bytes: float, ranks: int, wire: Wire) -> float:
-    """log₂N (α + M β), an all-reduce for small payloads: everything to a partner twice as far away at every stage.
-
-    Where N is no power of two, 2 (α + M β) more, as in ``tree_all_reduce``.
-    """
-    stages, folds = _stages(ranks)
-    return (stages + folds) * _whole(payload_bytes, wire)
-
-
-def parameter_server(payload_bytes: float, ranks: int, wire: Wire) -> float:
-    """2 N (α + M β): one server's link takes in N payloads and, when it has them all, gives out N results.
-
-    One server of Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI 2014); S servers,
-    each with a link of its own and a part of M/S bytes, take 2 N (α + M β / S).
-    """
-    return 2 * ranks * _whole(payload_bytes, wire)
-
-
-def binomial_broadcast(payload_bytes: float, ranks: int, wire: Wire) -> float:
-    """⌈log₂N⌉ (α + M β): whoever has it passes it on, so twice as many have it after every stage."""
-    return (ranks - 1).bit_length() * _whole(payload_bytes, wire)
-
-
-def ring_all_gather(payload_bytes: float, ranks: int, wire: Wire) -> float:
-    """(N-1) (α + M β), where every rank has M bytes of its own: what payloads need that do not add up (index lists).
-
-    It grows with N, where a ring all-reduce of as many bytes never takes longer than 2 M β and its messages.
-    """
-    return (ranks - 1) * _whole(payload_bytes, wire)
-
-
-def _whole(payload_bytes: float, wire: Wire) -> float:
-    """A message that carries everything."""
-    return wire.alpha + payload_bytes * wire.beta
+    whole = wire.alpha + payload_bytes * wire.beta
+    return 2 * (stages * wire.alpha + halved * payload_bytes * wire.beta) + folds * whole
 
 
 def _stages(ranks: int) -> tuple[int, int]:

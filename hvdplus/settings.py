@@ -177,7 +177,7 @@ def describe(settings: Settings) -> Iterable[Described]:
 def unknown(environ: Mapping[str, str]) -> list[tuple[str, str]]:
     """Variables that look like settings and are none, each with the setting spelled most like it, or nothing."""
     known = {variable(name): name for name in SETTINGS} | {CONFIG: "config"}
-    others = [name for name in environ if name.startswith(PREFIX) and name not in (*known, "HVDPLUS_VENV")]
+    others = [name for name in environ if name.startswith(PREFIX) and name not in known]
     nearest = {name: _nearest(name, known.values()) for name in sorted(others)}
     return [(name, variable(near) if near else "") for name, near in nearest.items()]
 
