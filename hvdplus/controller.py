@@ -61,7 +61,7 @@ class Mode(Enum):
 
 @dataclass(frozen=True)
 class Limits:
-    """The numbers that decisions hang on."""
+    """The thresholds of all decisions."""
 
     dense_steps: int = 10
     """Steps at level 0 before anything else is tried, and in a critical phase; twice as many at the start while
@@ -77,8 +77,8 @@ class Limits:
     optimism: float = 0.1
     """Share of the step by which a prediction may be too long: a level that could be the fastest is tried."""
     mild_optimism: float = 0.25
-    """The same for the least compression, where communication is a bottleneck at dense: that a step is no longer than
-    at float16 shall be known, and the model cannot know how far computing and communication are in each other's way."""
+    """The same for the least compression, if communication is a bottleneck at dense: the model ignores that computation
+    and communication compete for the machine, so fp16 is nearly always worth a trial."""
     change: float = 0.3
     """Relative change of communication, or of computation as a share of the step, that may change the choice; then a
     level must promise to save ``worthwhile`` of the step to be tried. Communication has to change by so much of a step
@@ -163,7 +163,7 @@ class Controller:
     _beaten: list[int] = field(default_factory=list)
     """Levels that lost a comparison by more than ``worthwhile``: a slow phase of the machine is no excuse for them."""
     _sounding_pause: int = 1
-    """Only every so manieth sounding takes place."""
+    """One in so many soundings takes place."""
     _larger: int = 0
     """Bytes of a sounding that shall follow a quick one; 0: none shall."""
     _larger_after: int = 0

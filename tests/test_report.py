@@ -245,7 +245,7 @@ def test_what_the_records_do_not_hold_is_a_dash() -> None:
     log = RunLog(None)
     log.write("window", first_step=0, last_step=9, level="none")
     lines = table(log.records).splitlines()
-    assert lines[0] == "hvdplus run: the log has no record of who ran."
+    assert lines[0] == "hvdplus run: the log does not describe the run."
     assert re.split(r"\s{2,}", lines[4]) == ["0-9", "none", *["-"] * 10]
     assert lines[-2] == "The log has no end: the job is still running, or was stopped."
     assert lines[-1] == "Too little was measured (10 steps) to say what hvdplus did."
@@ -339,7 +339,7 @@ CASES: dict[str, tuple[Callable[[], Job], str]] = {
             .decide("none", "no bottleneck", **{**PROMISES, "none.exposed_comm_ms": 0.9, "none.step_ms": 18.5})
             .run("none", 100, DENSE_FREE)
         ),
-        "Communication held up 40% of a 19.8 ms step (step 20), but no level promised enough (lowrank:4, the best: "
+        "Communication held up 40% of a 19.8 ms step (step 20), but no level promised enough (the best, lowrank:4: "
         "20.1 ms): gradients were sent uncompressed.",
     ),
     "a bottleneck, and no other level": (
@@ -384,7 +384,7 @@ CASES: dict[str, tuple[Callable[[], Job], str]] = {
     ),
     "one rank": (
         lambda: Job(ranks=1, transport="local").run("none", 100, (20.0, 0.0, 0.0, 1.0)),
-        "One rank has nobody to talk to: 21.0 ms a step, and no communication to shorten.",
+        "The job ran on one rank and had no communication to shorten (21.0 ms a step).",
     ),
     "draining is no level": (
         lambda: (

@@ -1,7 +1,7 @@
-"""``hvdplus compressors``: every compressor that can be named here, what it sends, keeps and learns.
+"""``hvdplus compressors``: all compressors that are known here, with what they send, keep and learn.
 
-Ours, those that were registered, and those that other packages bring along. Nothing is run: sizes follow from the
-compressors' own ``payload_bytes``.
+They are hvdplus's own, those that were registered, and those of other packages' entry points. None is run: sizes follow
+from the compressors' own ``payload_bytes``.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from hvdplus.log.words import count
 from hvdplus.settings import Settings
 
 EXAMPLE = ((4096, 1024), (4096,), (1024,))
-"""Shapes in the bucket that ratios are given for."""
+"""Shapes of the bucket for which ratios are given."""
 CHAINS = ("topk:0.05+int8", "lowrank:4+fp16")
 HEAD = (("spelling", "class", "ratio", "keeps", "paper", "learns"), ("", "", "to fp32", "", "arXiv", "(its context)"))
 FIGURES = (2,)
-"""Columns of ``HEAD`` that are set to the right."""
+"""Columns of ``HEAD`` that are aligned to the right."""
 WIDEST = {4: 11, 5: 38}
-"""Column of ``HEAD`` -> letters in a line of it."""
+"""Column of ``HEAD`` -> its width in letters."""
 LINE = 100
 """Letters in a line of text."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the arguments of ``hvdplus compressors``."""
-    parser.add_argument("--ranks", metavar="N", default="4", help="ranks that ratios are given for (default: 4)")
+    parser.add_argument("--ranks", metavar="N", default="4", help="number of ranks for the ratios (default: 4)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,7 +75,7 @@ def _names() -> list[str]:
 
 
 def _row(spelling: str, buckets: Sequence[Bucket]) -> list[str]:
-    """A compressor's cells; or its spelling and what is wrong, which may be anything in another package's code."""
+    """A compressor's cells; or its spelling and an error, which may be of any type in another package's code."""
     try:
         compressor = parse(spelling)
     except Exception as error:
@@ -93,7 +93,7 @@ def _cells(compressor: Compressor, buckets: Sequence[Bucket]) -> list[str]:
 
 
 def _wrapped(row: Sequence[str]) -> Iterator[Sequence[str]]:
-    """The row, in several lines where cells are wider than ``WIDEST``."""
+    """The row in several lines, if a cell is wider than ``WIDEST``."""
     if len(row) < len(HEAD[0]):
         return iter([row])
     lines = (textwrap.wrap(cell, WIDEST.get(place, LINE)) for place, cell in enumerate(row))

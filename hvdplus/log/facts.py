@@ -35,18 +35,18 @@ class Span(NamedTuple):
     codec_ms: float
     exposed_comm_ms: float
     overlapped_comm_ms: float
-    """Hidden behind computation: no part of the step."""
+    """Hidden behind computation, so it does not make the step longer."""
     input_wait_ms: float
     error: float
     """Norm of the residuals over the norm of the gradients."""
     payload_bytes: float
-    """What one rank sends a step."""
+    """Bytes that one rank sends in a step."""
     loss: float
     """The last one known."""
 
     @property
     def exposed_share(self) -> float:
-        """Exposed communication as a share of the step. (Parts beyond the step: logs of old, sparse gradients.)"""
+        """Exposed communication as a share of the step, 1 at most: logs of older versions hold parts that exceed it."""
         return min(self.exposed_comm_ms / self.step_ms, 1.0) if self.step_ms else math.nan
 
     @property
@@ -73,7 +73,7 @@ def stretches(records: Sequence[Record]) -> list[Span]:
 
 
 def span_of(windows: Sequence[Record], run_record: Record) -> Span:
-    """Take one or more windows of one level together."""
+    """Windows of one level as one span: medians weighted by steps, and the last known loss."""
     steps = [steps_in(window) for window in windows]
     level = level_of(windows[-1])
     sent = number_of(windows[-1].get("payload_bytes"))
@@ -153,7 +153,7 @@ def evidence_by_level(decision: Record) -> dict[str, dict[str, float]]:
 
 
 def dense_exposed_share(decision: Record) -> float:
-    """Exposed communication as a share of the dense step, as a decision found it; 0: it does not say."""
+    """Exposed communication as a share of the dense step, by the evidence of a decision; 0 without evidence."""
     dense = evidence_by_level(decision).get(DENSE, {})
     step_ms = dense.get("step_ms")
     return min(dense.get("exposed_comm_ms", 0.0) / step_ms, 1.0) if step_ms else 0.0
@@ -176,7 +176,8 @@ def levels_passed_over(records: Sequence[Record]) -> list[tuple[str, float, str,
 
 
 def levels_refused(records: Sequence[Record]) -> dict[str, str]:
-    """Levels that may not run any more -> why. One that is forbidden takes those above it along."""
+    """Level -> reason, for each level that may run no more. A ``forbid`` record also rules out the levels above its
+    own."""
     ladder, refused = list(run_of(records).get("ladder") or []), dict[str, str]()
     for record in records:
         reason = str(record.get("reason")).partition(";")[0]

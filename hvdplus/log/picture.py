@@ -126,7 +126,7 @@ def _columns(windows: Sequence[Record], run_record: Record) -> tuple[list[Span],
 
 
 def _levels(run_record: Record, columns: Sequence[Span]) -> list[str]:
-    """Names on the level axis, lowest first; draining and warming lie below dense, being the ways from it and back."""
+    """Names on the level axis, lowest first. Flushing and warm-up steps come below dense."""
     names = dict.fromkeys([*(run_record.get("ladder") or []), *(span.level for span in columns)])
     return sorted(names, key=lambda name: name not in (DRAINING, WARMING))
 
@@ -142,7 +142,7 @@ def _headline(run_record: Record) -> list[str]:
 
 
 def _notes(decisions: Sequence[Record]) -> list[str]:
-    """The decisions as lines under the picture; what does not fit is counted."""
+    """The decisions as lines under the picture; the last line counts those that do not fit."""
     lines: list[str] = []
     for number, record in enumerate(decisions, start=1):
         new = textwrap.wrap(f"{number}   {decision_line(record, ' → ')}", 185, subsequent_indent=" " * 6)
@@ -154,7 +154,7 @@ def _notes(decisions: Sequence[Record]) -> list[str]:
 
 
 def _draw_times(axis: Axes, columns: Sequence[Span], a_column: int) -> None:
-    """The parts of a step, stacked; outliers are cut off and counted."""
+    """Draw the parts of a step, stacked. Outliers are cut off and counted in a remark."""
     edges = [span.first_step for span in columns] + [columns[-1].last_step + 1]
     stack = [[_zero(getattr(span, field)) for span in columns] for field, _, _ in PARTS]
     totals = [sum(parts) for parts in zip(*stack, strict=True)]
@@ -181,7 +181,7 @@ def _draw_times(axis: Axes, columns: Sequence[Span], a_column: int) -> None:
 
 
 def _sensible_top(columns: Sequence[Span], totals: Sequence[float]) -> float:
-    """Top of the axis in ms: the usual step of every level fits, and most windows; a compilation need not."""
+    """Top of the axis in ms. The usual step of each level fits, and so do most windows; a compilation need not."""
     by_level: dict[str, list[float]] = {}
     for span, total in zip(columns, totals, strict=True):
         by_level.setdefault(span.level, []).append(total)
@@ -192,7 +192,7 @@ def _sensible_top(columns: Sequence[Span], totals: Sequence[float]) -> float:
 
 
 def _draw_levels(axis: Axes, columns: Sequence[Span], levels: Sequence[str], colours: object) -> None:
-    """A band for each stretch, at the height of its level."""
+    """Draw a band for each stretch at the height of its level."""
     assert callable(colours)
     heights = {level: place for place, level in enumerate(levels)}
     edges = [span.first_step for span in columns] + [columns[-1].last_step + 1]
@@ -223,7 +223,8 @@ def _draw_loss(axis: Axes, columns: Sequence[Span]) -> None:
 
 
 def _mark_decisions(axes: Sequence[Axes], decisions: Sequence[Record], width: int) -> None:
-    """Thin lines through all panels, numbers over the level's; neighbours too close for two numbers share one."""
+    """Draw a thin line for each decision through all panels, and its number over the panel of levels. Neighbours that
+    are too close for two labels share one."""
     steps = [record["step"] for record in decisions]
     for step in steps:
         for axis in axes:
@@ -271,5 +272,5 @@ def _labels(steps: Sequence[float], letter: float) -> list[_Label]:
 
 
 def _zero(value: float) -> float:
-    """What is not known has no height."""
+    """0 for NaN: an unknown part has no height."""
     return 0.0 if math.isnan(value) else value

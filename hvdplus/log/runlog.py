@@ -1,16 +1,16 @@
 """The run log: what a job measured and decided, as JSON lines that survive a crash.
 
-One JSON object a line, written by rank 0, each line handed to the operating system at once. ``kind`` says what it is:
+One JSON object a line, written by rank 0; each line reaches the operating system at once. ``kind`` tells its type:
 
-    run       who ran: framework, ranks, hosts, transport, ladder, bytes a level sends
+    run       the job: framework, ranks, hosts, transport, ladder, bytes that each level sends
     window    medians over a few steps: level, step_ms and its four parts, hidden communication, error, loss
-    trace     what the controller saw, step by step, in whole microseconds: [level, step, codec, exposed_comm,
+    trace     the controller's input, step by step, in whole microseconds: [level, step, codec, exposed_comm,
               input_wait, overlapped_comm, sounding, error, gradient_norm, learning_rate, sounding_bytes]
     decision  a change of level (or a choice to stay): from, to, reason, evidence
-    resize    levels: what they send since buckets were cut anew (sparse gradients)
-    forbid    level: it and those above it are out, with the reason
-    resume    a checkpoint was loaded: the step and level it was taken at, and what the controller knew
-    end       steps, wall_seconds, and whatever else the job wants to keep
+    resize    levels: their costs since the buckets were made anew (sparse gradients)
+    forbid    level: it and the levels above it may run no more, with the reason
+    resume    a checkpoint was loaded: its step and level, and the controller's state
+    end       steps, wall_seconds, and further figures of the job
 
 Times are in milliseconds, sizes in bytes. Strict JSON: NaN and infinities are written as null. A reader skips kinds and
 fields that it does not know, so both may be added without a new ``FORMAT``.

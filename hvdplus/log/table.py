@@ -30,7 +30,8 @@ from hvdplus.log.words import (
 
 
 def table(records: Sequence[Record]) -> str:
-    """The report as plain text: facts, one row a stretch of windows at one level, decisions, end, one sentence."""
+    """The report as plain text: facts, one row for each stretch of windows at one level, decisions, end, one
+    sentence."""
     return "\n\n".join(
         block
         for block in (
@@ -47,7 +48,7 @@ def table(records: Sequence[Record]) -> str:
 def _facts(records: Sequence[Record]) -> str:
     run_record = run_of(records)
     if not run_record:
-        return "hvdplus run: the log has no record of who ran."
+        return "hvdplus run: the log does not describe the run."
     hosts = run_record.get("hosts") or {}
     names = ", ".join(f"{host}: {ranks}" for host, ranks in list(hosts.items())[:4])
     more = f", +{len(hosts) - 4} more" if len(hosts) > 4 else ""
@@ -83,7 +84,7 @@ COLUMNS = (
 
 
 def _rows(spans: Sequence[Span], gradient_bytes: float) -> str:
-    """``gradient_bytes``: what an uncompressed step sends."""
+    """One row for each stretch. ``gradient_bytes``: bytes of an uncompressed step."""
     if not spans:
         return ""
     rows = [list(row) for row in zip(*COLUMNS, strict=True)]

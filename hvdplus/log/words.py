@@ -48,7 +48,7 @@ TRANSPORTS = {
 
 
 def closing(records: Sequence[Record]) -> str:
-    """One sentence: what hvdplus did for this run, as far as the records show it."""
+    """One sentence on what compression did for this run, as far as the records show it."""
     run_record, windows = run_of(records), windows_of(records)
     by_level: dict[str, list[Record]] = {}
     for window in windows:
@@ -63,7 +63,7 @@ def closing(records: Sequence[Record]) -> str:
     if main.steps < ENOUGH_STEPS or math.isnan(main.step_ms) or math.isnan(main.exposed_share):
         return f"Too little was measured ({count(steps, 'step')}) to say what hvdplus did."
     if run_record.get("ranks") == 1:
-        return f"One rank has nobody to talk to: {in_ms(main.step_ms)} a step, and no communication to shorten."
+        return f"The job ran on one rank and had no communication to shorten ({in_ms(main.step_ms)} a step)."
     asked = run_record.get("compression") not in (None, "auto")
     others = [span for level, span in levels.items() if level != main.level and span.steps >= ENOUGH_STEPS]
     if main.level != DENSE:
@@ -80,7 +80,8 @@ def closing(records: Sequence[Record]) -> str:
 
 
 def _closing_tried(dense: Span, best: Span, steps: int, refused: str | None) -> str:
-    """More steps ran uncompressed than at any other level; of those, ``best`` saved most."""
+    """Sentence for a run with more uncompressed steps than steps at any other level; ``best`` is the best other
+    level."""
     if saved_share(best, dense) <= LIMITS.margin:
         return (
             f"Compression did not pay: the best level tried, {best.level}, took {_versus(best, dense)}, so "
@@ -91,7 +92,7 @@ def _closing_tried(dense: Span, best: Span, steps: int, refused: str | None) -> 
 
 
 def _closing_dense(dense: Span, steps: int, decisions: Sequence[Record]) -> str:
-    """Nothing but uncompressed steps, or as good as nothing."""
+    """Sentence for a run that compressed no steps, or too few to compare."""
     share = f"{dense.exposed_share:.0%} of the step"
     held_up = [decision for decision in decisions if dense_exposed_share(decision) > LIMITS.bottleneck]
     if not held_up and dense.exposed_share <= LIMITS.bottleneck:
@@ -101,7 +102,7 @@ def _closing_dense(dense: Span, steps: int, decisions: Sequence[Record]) -> str:
     decision, found = held_up[-1], evidence_by_level(held_up[-1])
     promises = {name: level["predicted_step_ms"] for name, level in found.items() if "predicted_step_ms" in level}
     best = min(promises, key=lambda name: promises[name], default="")
-    why = f"no level promised enough ({best}, the best: {in_ms(promises[best])})" if best else "no other level may run"
+    why = f"no level promised enough (the best, {best}: {in_ms(promises[best])})" if best else "no other level may run"
     return (
         f"Communication held up {dense_exposed_share(decision):.0%} of a {in_ms(found[DENSE]['step_ms'])} step "
         f"(step {decision['step']}), but {why}: gradients were sent uncompressed."
@@ -109,7 +110,7 @@ def _closing_dense(dense: Span, steps: int, decisions: Sequence[Record]) -> str:
 
 
 def _closing_compressed(main: Span, dense: Span | None, steps: int, asked: bool) -> str:
-    """Most steps ran at a compressed level."""
+    """Sentence for a run with more steps at the compressed level ``main`` than at any other."""
     share = f"{main.exposed_share:.0%} of the step"
     if dense is None:
         why = ", as asked for" if asked else ""
@@ -126,19 +127,19 @@ def _closing_compressed(main: Span, dense: Span | None, steps: int, asked: bool)
 
 
 def like_for_like(span: Span, dense: Span) -> float:
-    """Milliseconds of a dense step that computes as long as ``span`` does."""
+    """The step of ``dense`` in milliseconds, if computation had taken as long as in ``span``."""
     alike = span.step_ms + dense.held_up_ms - span.held_up_ms
     return dense.step_ms if math.isnan(alike) else alike
 
 
 def saved_share(span: Span, dense: Span) -> float:
-    """Share of the dense step that a level saves: as measured, and not because computation took less."""
+    """Share of the dense step that a level saves by less communication and codec, whatever computation took."""
     least = min(like_for_like(span, dense), dense.step_ms)
     return 1 - span.step_ms / least if least else 0.0
 
 
 def _versus(span: Span, dense: Span) -> str:
-    """A level's step and the dense one; where they computed unequally, that is said."""
+    """A level's step beside the dense step, with a remark where computation took unequally long."""
     alike, tolerance = like_for_like(span, dense), LIMITS.margin * dense.step_ms
     if alike < dense.step_ms - tolerance:
         return (
@@ -152,11 +153,12 @@ def _versus(span: Span, dense: Span) -> str:
 
 
 def in_ms(value: float) -> str:
+    """``12.3 ms``; ``value`` is in milliseconds."""
     return f"{three_digits(value)} ms"
 
 
 def three_digits(value: float) -> str:
-    """Three significant digits or all whole ones, without exponents; - for what is not known."""
+    """A figure with three significant digits, or all digits before the point, and no exponent; ``-`` for NaN."""
     if math.isnan(value):
         return "-"
     decimals = 2 - math.floor(math.log10(abs(value))) if value else 0
@@ -188,7 +190,7 @@ def decision_line(record: Record, arrow: str) -> str:
 
 
 def evidence_text(decision: Record) -> str:
-    """The figures that a decision rests on, in sentences; logs of old hold fewer."""
+    """The evidence of a decision, in sentences. Logs of older versions hold less."""
     measured, predicted, last = [], [], []
     parts = {"exposed_comm_ms": "exposed", "overlapped_comm_ms": "hidden", "codec_ms": "codec"}
     for name, figures in evidence_by_level(decision).items():
@@ -208,7 +210,7 @@ def evidence_text(decision: Record) -> str:
 
 
 def explain(number: int, decision: Record) -> str:
-    """A decision with its reason, and below it what it rests on."""
+    """A decision with its reason, and below it its evidence."""
     lines = [fill(decision_line(decision, " -> "), f"{number:3}. "), fill(evidence_text(decision), " " * 5)]
     return "\n".join(filter(None, lines))
 
@@ -230,7 +232,7 @@ def printable(value: Any) -> Any:
 
 
 def fill(text: str, indent: str) -> str:
-    """``text`` in lines that a terminal shows whole; all but the first as far in as ``indent`` is wide."""
+    """``text`` in lines of at most ``LETTERS``; further lines are indented by the width of ``indent``."""
     glued = re.sub(r"(?<=\d) (?=ms|MB|x)", "\xa0", text)  # a figure and its unit
     further = " " * len(indent)
     lines = textwrap.fill(glued, LETTERS, initial_indent=indent, subsequent_indent=further, break_on_hyphens=False)
