@@ -33,9 +33,9 @@ class Observation(NamedTuple):
 
     times: StepTimes
     error: float = math.nan
-    """Norm of the residuals over the norm of the gradients, ranks' root mean squares; NaN: not gauged in this step."""
+    """Norm of the residuals over the norm of the gradients, ranks' root mean squares; NaN: not measured in this step."""
     gradient_norm: float = math.nan
-    """Root mean square over the ranks; NaN: not gauged."""
+    """Root mean square over the ranks; NaN: not measured."""
     learning_rate: float = 0.0
     """0: unknown."""
     sounding_bytes: int = 0
@@ -108,7 +108,7 @@ class Limits:
     sounding_most: int = 64 << 20
     """Bytes that it takes no more than, whatever the model."""
     drain_steps: int = 10
-    """Dense steps that pay out a residual before a look at dense begins."""
+    """Dense steps that flush a residual before a look at dense begins."""
     error_budget: float = 1.0
     """Largest error of a level, smoothed as the median of the last 10 readings: at 1, no more than about one step's
     gradient is held back. ``benchmarks/quality.py`` shows what that costs. A level whose trial ends at twice as much is

@@ -31,7 +31,7 @@ from hvdplus.log.forecast import (
 )
 
 SLOT = 4 * SLOT_FLOATS
-"""Bytes of a rank's slot in the side tensor."""
+"""Bytes of a rank's slot in the metadata tensor."""
 thoroughly = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
 # A job on two ranks that computes for 50 ms and hides 30, over a link of 1 ms an all-reduce and 16 ns a byte of

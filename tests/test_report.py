@@ -16,10 +16,9 @@ import pytest
 from hvdplus.cli import main
 from hvdplus.log.facts import Record, stretches
 from hvdplus.log.picture import picture
-from hvdplus.log.runlog import RunLog, read
+from hvdplus.log.runlog import DRAINING, WARMING, RunLog, read
 from hvdplus.log.table import table
 from hvdplus.log.words import closing, explain
-from hvdplus.pilot import DRAINING, WARMING
 
 SENT = {"none": 493824, "fp16": 246912, "lowrank:4": 23456}
 TIMES = {"none": (11.0, 0.4, 8.0, 0.4), "fp16": (11.0, 0.6, 0.1, 0.4), "lowrank:4": (11.0, 1.6, 0.0, 0.4)}
@@ -112,7 +111,7 @@ def test_the_table_of_a_designed_log() -> None:
 
 
 def test_hidden_communication_and_error_have_columns() -> None:
-    """Medians of what is known: gradients and residuals are not gauged in every window."""
+    """Medians of what is known: gradients and residuals are not measured in every window."""
     job = Job().run("lowrank:4", 20, overlapped_comm_ms=3.25, error=None).run("lowrank:4", 10, error=1.5)
     row = re.split(r"\s{2,}", table(job.run("lowrank:4", 10, error=1.25).records).splitlines()[10])
     assert row[:9] == ["0-39", "lowrank:4", "13.00", "11.00", "1.60", "0.00", "3.25", "0.40", "1.38"]
