@@ -108,9 +108,9 @@ def _from_shapes(args: argparse.Namespace) -> str:
     for option, value in (("--latency-us", args.latency_us), ("--all-reduce", args.all_reduce)):
         if value is not None:
             raise ValueError(f"{option} goes with a run log. Received: {option} {value}, and no run log")
+    compressors = {spelling: _compressor(spelling) for spelling in _spellings(args.what or USUAL)}
     model, ranks = _model(args.shape, args.parameters), whole("--ranks", "2" if args.ranks is None else args.ranks)
     gbit = None if args.gbit is None else _rate(args.gbit)
-    compressors = {spelling: _compressor(spelling) for spelling in _spellings(args.what or USUAL)}
     buckets = _buckets(model, ranks)
     rows = [_row(spelling, compressor, buckets, gbit) for spelling, compressor in compressors.items()]
     heads = _heads(gbit)

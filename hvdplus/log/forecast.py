@@ -23,6 +23,7 @@ from hvdplus.log.facts import (
     Record,
     check_not_empty,
     level_of,
+    levels_refused,
     number_of,
     run_of,
     weighted_median,
@@ -73,6 +74,8 @@ class Shown(NamedTuple):
     """Seconds of communication that computation can hide."""
     assumptions: tuple[str, ...]
     """Sentences on what the run did not show and this model assumes."""
+    rejected: frozenset[str] = frozenset()
+    """Levels that the run may run no more; they are in ``costs``, and get no forecast."""
 
     @property
     def gbit(self) -> float:
@@ -150,9 +153,12 @@ def what_the_run_showed(records: Sequence[Record]) -> Shown:
     collective = str(about.get("collective") or "unknown")
     if collective not in ("ring", "segmented ring"):
         assumptions.append(f"The run's all-reduce ({collective}) is taken for a ring.")
+    rejected = {name: why for name, why in levels_refused(records).items() if name in costs and name != DENSE}
+    assumptions += [f"No forecast is for {name}: the run rejected it {why}." for name, why in rejected.items()]
     return Shown(
-        ranks, hosts, collective, gradient_bytes // 4, seen, costs, link, compute, hideable, tuple(assumptions)
-    )
+        ranks, hosts, collective, gradient_bytes // 4, seen, costs, link, compute, hideable, tuple(assumptions),
+        frozenset(rejected),
+    )  # fmt: skip
 
 
 def _costs_as_tried(records: Sequence[Record]) -> dict[str, LevelCost]:
@@ -213,7 +219,8 @@ def _seen(window: Mapping[str, Any]) -> Seen:
 
 
 def costs_on(shown: Shown, ranks: int) -> tuple[dict[str, LevelCost], dict[str, str]]:
-    """Costs of the levels that can serve ``ranks`` ranks; and level -> reason for the levels that cannot.
+    """Costs of the levels that can serve ``ranks`` ranks; and level -> reason for those that cannot. Rejected levels are
+    in neither.
 
     Most payloads have the same size on any number of ranks. Those that hold sums of signs grow with the number of
     ranks, as a matrix with the model's number of elements does. The metadata tensor has a slot for each rank.
@@ -221,6 +228,8 @@ def costs_on(shown: Shown, ranks: int) -> tuple[dict[str, LevelCost], dict[str, 
     more_slots = 4 * SLOT_FLOATS * max(0, ranks - shown.ranks)
     costs, reasons = {}, {}
     for name, cost in shown.costs.items():
+        if name in shown.rejected:
+            continue
         try:
             growth = _growth(name, shown, ranks)
         except ValueError as error:
