@@ -219,8 +219,8 @@ def _seen(window: Mapping[str, Any]) -> Seen:
 
 
 def costs_on(shown: Shown, ranks: int) -> tuple[dict[str, LevelCost], dict[str, str]]:
-    """Costs of the levels that can serve ``ranks`` ranks; and level -> reason for those that cannot. Rejected levels are
-    in neither.
+    """Costs of the levels that can serve ``ranks`` ranks, and level -> reason for those that cannot. Neither holds
+    rejected levels.
 
     Most payloads have the same size on any number of ranks. Those that hold sums of signs grow with the number of
     ranks, as a matrix with the model's number of elements does. The metadata tensor has a slot for each rank.

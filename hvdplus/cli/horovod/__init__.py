@@ -36,11 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--without-torch", action="store_true", help="leave PyTorch out although it is here")
     parser.add_argument("--without-tensorflow", action="store_true", help="leave TensorFlow out although it is here")
     parser.add_argument("--without-mpi", action="store_true", help="leave MPI out: ranks talk through Gloo only")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan, and do nothing")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Install Horovod; print each step. Return 0 when two ranks have added two numbers, 2 after an error."""
+    """Install Horovod and print each step. Return 0 if two ranks then add two numbers, 2 after an error."""
     try:
         return _run(args)
     except InstallError as error:
@@ -94,7 +94,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _describe(stack: Stack) -> Iterator[str]:
-    """Say what was found, a line each."""
+    """The stack, one line for each part."""
     yield f"Horovod {VERSION} for Python {platform.python_version()} in {sys.prefix}"
     for framework in stack.frameworks:
         yield f"  found {framework}"

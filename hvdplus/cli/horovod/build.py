@@ -41,7 +41,8 @@ def sha256(path: Path) -> str:
 
 
 def fetch_sdist(run: Runner, folder: Path, use_cache: bool) -> Path:
-    """Return Horovod's source archive, from the cache or by ``pip download``, its hash verified before it runs."""
+    """Return Horovod's source archive, from the cache or by ``pip download``. Its hash is verified before any code of
+    it runs."""
     name = f"horovod-{VERSION}.tar.gz"
     kept = cache_root() / name
     if use_cache and kept.exists() and sha256(kept) == SDIST_SHA256:
@@ -70,7 +71,7 @@ def fetch_sdist(run: Runner, folder: Path, use_cache: bool) -> Path:
 
 
 def build_environment(stack: Stack, jobs: int) -> dict[str, str]:
-    """Return the variables that steer Horovod's build; everything else of the user's environment stays."""
+    """Return the variables that control Horovod's build; they are added to the user's environment."""
     present = {framework.module for framework in stack.frameworks}
 
     def choose(feature: str, wanted: bool) -> dict[str, str]:
@@ -112,7 +113,7 @@ def build_wheel(run: Runner, stack: Stack, folder: Path, jobs: int, use_cache: b
 
 
 def install_wheel(run: Runner, wheel: Path) -> None:
-    """Install the wheel alone; what it needs at run time is there by now."""
+    """Install the wheel alone; the packages that it needs are installed already."""
     with run.progress.step("installing the wheel"):
         code, output = run([sys.executable, "-m", "pip", "install", "--no-deps", "--force-reinstall", str(wheel)])
     if code:

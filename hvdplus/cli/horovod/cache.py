@@ -34,7 +34,7 @@ def run_path(stack: Stack) -> str:
 
 
 def cache_key(stack: Stack) -> dict[str, str]:
-    """Return everything that makes one build of Horovod unlike another, in words."""
+    """Return everything by which builds of Horovod differ, in words."""
     try:
         cpu = set(Path("/proc/cpuinfo").read_text().split()) & {"f16c", "avx", "fma"}
     except OSError:
@@ -58,7 +58,8 @@ def cache_key(stack: Stack) -> dict[str, str]:
 
 
 def cache_folder(stack: Stack) -> Path:
-    """Return where the wheel of this stack lies in the cache: a name to read, and a hash of the whole key."""
+    """Return the folder of this stack's wheel in the cache. Its name is readable and ends in a hash of the whole
+    key."""
     key = cache_key(stack)
     parts = [VERSION, f"py{sys.version_info[0]}.{sys.version_info[1]}", *map(str, stack.frameworks), key["mpi"]]
     name = re.sub(r"[^\w.+-]+", "", "-".join(parts).replace(" ", "").lower())
@@ -76,7 +77,7 @@ def cached_wheel(folder: Path) -> Path | None:
 
 
 def store(source: Path, folder: Path, key: Mapping[str, str] | None = None) -> None:
-    """Put ``source`` into ``folder`` of the cache; a reader at the same time sees all of it or nothing."""
+    """Copy ``source`` into ``folder`` of the cache, at once: a simultaneous reader sees all of it or nothing."""
     folder.mkdir(parents=True, exist_ok=True)
     if key is not None:
         (folder / "key.json").write_text(json.dumps(key, indent=2) + "\n", encoding="utf-8")

@@ -37,9 +37,10 @@ hvd.shutdown()
 
 
 def check_framework(run: Runner, framework: Framework, mpi: Mpi | None) -> str:
-    """All-reduce one number over two ranks with the installed Horovod; return what was seen, in words.
+    """All-reduce one number over two ranks with the installed Horovod, and return the result as a sentence.
 
-    Raises `InstallError` when it cannot be imported, gives no or a wrong answer, or lacks the MPI that is here.
+    Raises `InstallError` if Horovod cannot be imported, gives no answer or a wrong one, or lacks this environment's
+    MPI.
     """
     program = CHECKS[framework.module] + _TELL
     extra = {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONSAFEPATH": "1"}
@@ -73,7 +74,7 @@ def check_framework(run: Runner, framework: Framework, mpi: Mpi | None) -> str:
 
 
 def check_installed(run: Runner, stack: Stack) -> tuple[list[str], str]:
-    """Return (what was seen, "") if the Horovod that is installed serves every framework, else ([], why not)."""
+    """Return (sentences, "") if the installed Horovod works with every framework, else ([], reason)."""
     known = package_version("horovod")
     if known is None or known[1].partition("+")[0] != VERSION:
         return [], f"Horovod {known[1]} is installed" if known else ""

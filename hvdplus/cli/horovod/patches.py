@@ -61,7 +61,7 @@ def unpack(archive: Path, folder: Path) -> Path:
 
 
 def apply_patches(source: Path, patches: Sequence[Patch] = PATCHES) -> None:
-    """Make every change, or raise `InstallError` if one does not fit exactly."""
+    """Make all changes. Raises `InstallError` if one does not fit exactly."""
     for patch in patches:
         path = source / patch.path
         text = path.read_text(encoding="utf-8") if path.exists() else ""

@@ -21,14 +21,14 @@ HEARTBEAT_SECONDS = 15.0
 
 
 class Progress:
-    """What the user sees meanwhile: a moving line on a terminal with rich, else a plain line now and then."""
+    """Shows how far a command is: by a moving line on a terminal with rich, else by a plain line now and then."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()
         self._bar: Any = None
         self._step = ""
         self._percent: int | None = None
-        self._said = (0.0, 0)  # when (seconds), and at which percent, a plain line last came
+        self._said = (0.0, 0)  # time in seconds and percent of the last plain line
         if sys.stdout.isatty() and find_spec("rich"):
             from rich import progress
 
@@ -52,7 +52,7 @@ class Progress:
         self.say(f"{text}: {time.monotonic() - began:.0f} s")
 
     def tick(self, percent: int | None) -> None:
-        """Note that time passed, and how far the step is, if that is known."""
+        """Show that time has passed, and the percentage of the step, if it is known."""
         now = time.monotonic()
         self._percent = percent if percent is not None else self._percent
         if self._bar is not None:
@@ -72,7 +72,7 @@ class Progress:
 
 
 class Runner:
-    """Runs commands into one log file while the progress moves on."""
+    """Runs commands with their output in one log file, and updates the progress meanwhile."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
@@ -87,7 +87,7 @@ class Runner:
         extra: Mapping[str, str] | None = None,
         timeout_seconds: float = float("inf"),
     ) -> tuple[int | None, str]:
-        """Run ``command`` and return (exit code, its output); the code is None when it ran out of time."""
+        """Run ``command`` and return (exit code, output). The code is None if it ran out of time."""
         deadline = time.monotonic() + timeout_seconds
         env = {**environment(), **(extra or {})}
         with self.log.open("a", encoding="utf-8") as out, self.log.open(encoding="utf-8", errors="replace") as lines:
@@ -103,7 +103,7 @@ class Runner:
                     self.progress.tick(_last_percent(lines))
                     time.sleep(0.2)
             finally:
-                if timed_out := process.poll() is None:  # out of time, or the user has had enough
+                if timed_out := process.poll() is None:  # out of time, or interrupted
                     os.killpg(process.pid, signal.SIGTERM)
                     try:
                         process.wait(10)
@@ -115,7 +115,7 @@ class Runner:
 
 
 def _last_percent(lines: IO[str]) -> int | None:
-    """Return the last ``[ 42%]`` that make printed since the last call, if any."""
+    """Return the number of the last ``[ 42%]`` that make printed since the last call, or None."""
     found = re.findall(r"\[\s*(\d+)%\]", lines.read())
     return int(found[-1]) if found else None
 

@@ -25,11 +25,11 @@ CUSTOM_BUILD = re.compile(
 
 
 class InstallError(Exception):
-    """What stands in the way, with the command that mends it, in words for the user."""
+    """A reason for not building, and the command that mends it, in words for the user."""
 
 
 class Framework(NamedTuple):
-    """A deep-learning framework found here: its module, the package that brought it, and its version."""
+    """A deep-learning framework of this environment: its module, its package and the package's version."""
 
     module: str
     package: str
@@ -40,7 +40,7 @@ class Framework(NamedTuple):
 
 
 class Mpi(NamedTuple):
-    """An MPI found here: the compiler wrapper, the launcher, what it calls itself, and where its libraries are."""
+    """An MPI of this environment: compiler wrapper, launcher, name with version, and folders of its libraries."""
 
     wrapper: str
     mpirun: str | None
@@ -74,7 +74,7 @@ def which(*names: str) -> str | None:
 
 
 def output_of(*command: str) -> str:
-    """Return what ``command`` prints, on either stream, or ``""`` when it fails."""
+    """Return the output of ``command``, from either stream, or ``""`` if it fails."""
     try:
         done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -116,7 +116,7 @@ def find_mpi() -> Mpi | None:
 
 
 def find_stack(args: argparse.Namespace) -> Stack:
-    """Look at this environment; raise `InstallError` when something that a build needs is missing."""
+    """Return the stack of this environment. Raises `InstallError` if something that a build needs is missing."""
     stdlib = Path(sysconfig.get_path("stdlib"))
     if sys.prefix == sys.base_prefix and (stdlib / "EXTERNALLY-MANAGED").exists():
         raise InstallError(
@@ -149,7 +149,7 @@ def find_stack(args: argparse.Namespace) -> Stack:
 
 
 def default_jobs() -> int:
-    """Return how many compiler jobs the cores and the free memory allow."""
+    """Return the number of compiler jobs that cores and free memory allow."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         free = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
