@@ -17,6 +17,8 @@ VERSION = re.findall(r'__version__ = "(.+)"', (HERE / "hvdplus/__init__.py").rea
 PACKAGE_DIR = {
     "hvdplus": "hvdplus",
     "hvdplus.cli": "hvdplus/cli",
+    "hvdplus.cli.horovod": "hvdplus/cli/horovod",
+    "hvdplus.log": "hvdplus/log",
     "hvdplus.torch": "hvdplus/torch",
     "hvdplus.keras": "hvdplus/keras",
     "hvdplus.compression": "compression",

@@ -10,7 +10,7 @@ from typing import Any
 
 from hvdplus.compression import Compressor, HorovodCompressor, Ops, Spec, known, parse
 from hvdplus.exchange.plan import Ladder
-from hvdplus.runlog import RunLog
+from hvdplus.log.runlog import RunLog
 from hvdplus.settings import SETTINGS, Settings
 from hvdplus.transport import World
 
@@ -207,7 +207,7 @@ def open_log(settings: Settings, world: World, instance: int, rejoined: int = 0)
     other ranks; only rank 0 writes a file, and only if asked to."""
     path = settings.run_log if world.transport.rank == 0 else ""
     ending = (f".{instance}" if instance else "") + (f".rejoined{rejoined}" if rejoined else "")
-    return RunLog(path + ending if path else None)
+    return RunLog(path + ending if path else None, keep=world.transport.rank == 0)
 
 
 def _one(compression: Any, ops: Ops) -> Compressor:

@@ -29,10 +29,12 @@ class Transport(Protocol):
     local_rank: int
     """Rank among those on the same host."""
     local_size: int
-    summable: Sequence[str]
-    """Types of arrays that it can add up, such as ``float16``."""
     negotiates: bool
     """Whether ranks may start sums in any order, and small ones that are ready together are made as one."""
+
+    @property
+    def summable(self) -> Sequence[str]:
+        """Types of arrays that it can add up, such as ``float16``."""
 
     def start(self, array: Array, name: str, scale: float = 1.0) -> Any:
         """Begin to sum ``array`` over all ranks, in place where the framework allows; returns a handle at once.

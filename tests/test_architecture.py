@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -29,6 +29,8 @@ OWN_FRAMEWORK = {
 """Folder of ``adapters`` -> frameworks that it may import."""
 STANDS_ON = {"hvdplus.adapters.keras": {"torch", "tensorflow"}, "hvdplus.tensorflow": {"keras"}}
 """What may import others of its kind: Keras has backends, and TensorFlow's front door leads into Keras' house."""
+SHOWS = {f"hvdplus.log.{name}" for name in ("words", "table", "picture", "report")}
+"""Words and axes: training imports none of them. A front door's ``report()`` may, when it is called."""
 
 
 def modules(folder: str) -> dict[str, Path]:
@@ -42,9 +44,20 @@ def modules(folder: str) -> dict[str, Path]:
     return found
 
 
-def imports(source: str, module: str) -> Iterator[str]:
-    """Dotted names that a module imports, anywhere in it; ``from a import b`` is ``a.b``, because b may be a module."""
-    for node in ast.walk(ast.parse(source)):
+def at_import(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that run when a module is imported: all but what is in functions, or for type checkers alone."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield node
+            yield from at_import(node)
+
+
+def imports(source: str, module: str, walk: Callable[[ast.AST], Iterable[ast.AST]] = ast.walk) -> Iterator[str]:
+    """Dotted names that a module imports, anywhere or where ``walk`` goes; ``from a import b`` is ``a.b``: b may be a
+    module."""
+    for node in walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -92,6 +105,12 @@ def violations(name: str, source: str) -> list[str]:
             allowed = top not in FRAMEWORKS
         if not allowed:
             found.append(f"{name} imports {target}")
+    if name not in CLI and name not in SHOWS:  # a front door may import them later, nobody else at all
+        shown = imports(source, name, at_import if name in DOORS else ast.walk)
+        found += [f"{name} imports {target}, which only shows" for target in shown if within(target, *SHOWS)]
+    if name not in CLI:
+        loads = imports(source, name, at_import)
+        found += [f"{name} imports {target} when it is imported" for target in loads if within(target, "matplotlib")]
     return found
 
 
@@ -127,6 +146,16 @@ def test_no_arrow_goes_back(name: str) -> None:
         ("hvdplus.torch", "import hvdplus.keras", True),
         ("hvdplus.torch.elastic", "import hvdplus.keras", True),
         ("hvdplus.torch.elastic", "import hvdplus.torch", False),
+        ("hvdplus.pilot", "from hvdplus.log.runlog import RunLog", False),
+        ("hvdplus.pilot", "def f():\n    from hvdplus.log import words", True),
+        ("hvdplus.log.facts", "from hvdplus.log.words import count", True),
+        ("hvdplus.adapters.torch.new", "from hvdplus.log.table import table", True),
+        ("hvdplus.torch", "from hvdplus.log.report import report", True),
+        ("hvdplus.torch", "class C:\n    from hvdplus.log import words", True),
+        ("hvdplus.torch", "def report():\n    from hvdplus.log.report import report", False),
+        ("hvdplus.cli.report", "from hvdplus.log.table import table", False),
+        ("hvdplus.log.picture", "import matplotlib", True),
+        ("hvdplus.log.picture", "if TYPE_CHECKING:\n    from matplotlib.axes import Axes", False),
     ],
 )
 def test_the_rule_itself_has_teeth(name: str, line: str, forbidden: bool) -> None:
@@ -140,11 +169,12 @@ def test_every_room_is_there() -> None:
     assert {"hvdplus", "hvdplus.pilot", "hvdplus.controller", "hvdplus.exchange", "hvdplus.launch"} <= set(CORE)
     assert {"hvdplus.torch", "hvdplus.keras", "hvdplus.tensorflow"} <= set(DOORS)
     assert {"hvdplus.cli", "hvdplus.cli.doctor"} <= set(CLI)
+    assert {"hvdplus.log.runlog"} | SHOWS <= set(CORE)
 
 
 def loaded(statement: str, folder: Path) -> set[str]:
-    """Top-level modules in a fresh interpreter after ``statement``, run in an empty folder."""
-    code = f"import sys\n{statement}\nprint(' '.join({{name.partition('.')[0] for name in sys.modules}}))"
+    """Modules in a fresh interpreter after ``statement``, run in an empty folder."""
+    code = f"import sys\n{statement}\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
     return set(done.stdout.split())
 
@@ -163,6 +193,16 @@ def test_importing_it_imports_no_framework_and_starts_no_mpi(statement: str, tmp
     names = loaded(statement, tmp_path)
     assert "hvdplus" in names
     assert not names & FRAMEWORKS
+
+
+@pytest.mark.parametrize("door", sorted(FRONT_DOORS))
+def test_training_imports_neither_words_nor_axes(door: str, tmp_path: Path) -> None:
+    if door != "torch":
+        pytest.importorskip("tensorflow")
+    names = loaded(f"import hvdplus.{door}", tmp_path)
+    assert "hvdplus.log.runlog" in names
+    assert not names & SHOWS
+    assert door != "torch" or "matplotlib" not in names  # Keras imports it for itself
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ from hvdplus.adapters.local import Local
 from hvdplus.controller import Controller, Decision, Limits, Observation
 from hvdplus.costmodel import LevelCost
 from hvdplus.exchange import Ladder, Plan, SideSlot, side_tensor
+from hvdplus.log.runlog import RunLog, read
 from hvdplus.meter import StepTimes
 from hvdplus.pilot import GAUGE_STEPS, TRACE_STEPS, Pilot
-from hvdplus.runlog import RunLog, read
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hvdplus.cli import main
 from hvdplus.costmodel import ALL_REDUCES, LevelCost, Link, Wire, ring_all_reduce
 from hvdplus.exchange import SLOT_FLOATS
-from hvdplus.forecast import (
+from hvdplus.log.forecast import (
     DENSE,
     MARGIN,
     Seen,
@@ -31,7 +31,7 @@ from hvdplus.forecast import (
 )
 
 SLOT = 4 * SLOT_FLOATS
-"""Bytes of a rank's slot in the side tensor."""
+"""Bytes of a rank's slot in the metadata tensor."""
 thoroughly = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
 # A job on two ranks that computes for 50 ms and hides 30, over a link of 1 ms an all-reduce and 16 ns a byte of
@@ -368,6 +368,25 @@ def test_the_kind_of_all_reduce_and_the_latency_can_be_chosen(log: str, capsys: 
     ring, tree = dense("--all-reduce", "ring"), dense("--all-reduce", "tree")
     assert ring > tree == dense()
     assert dense("--latency-us", "100") > tree
+
+
+def test_what_the_run_rejected_is_no_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A level over the error budget loses accuracy, however fast it is."""
+    why = "the residual at lowrank:4 is 3.10 times the gradient (budget 1)"
+    decision = {"kind": "decision", "step": 80, "from": "lowrank:4", "to": "fp16", "reason": f"{why}; fp16 is best"}
+    before = printed(capsys, write(tmp_path / "before.jsonl", records()), "--gbit", "1")
+    assert {row[2] for row in forecasts(before).values()} == {"lowrank:4"}
+    text = printed(capsys, write(tmp_path / "after.jsonl", [*records(), decision]), "--gbit", "1")
+    assert {row[2] for row in forecasts(text).values()} == {"fp16", "int8"}
+    assert f"No forecast is for lowrank:4: the run rejected it from step 80 on, since {why}." in " ".join(text.split())
+    forbidden = {"kind": "forbid", "step": 5, "level": "fp16", "reason": "loss scaling"}
+    only_dense = printed(capsys, write(tmp_path / "log", [*records(ladder=list(LEVELS)), forbidden]), "--gbit", "1")
+    assert {row[2] for row in forecasts(only_dense).values()} == {"none"}
+    assert "No forecast is for int8: " in only_dense and "it never pays" in only_dense
+
+
+def test_a_wrong_level_is_named_before_a_missing_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "int9x" in refused(capsys, "int9x")
 
 
 def test_assumptions_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,10 +18,11 @@ from simulating import LOSSY, NAMES, NOISES, Job, jobs, ms
 
 from hvdplus.adapters.local import Local
 from hvdplus.exchange import Ladder, Plan, SideSlot, side_tensor
+from hvdplus.log.facts import Record
+from hvdplus.log.replay import replay
+from hvdplus.log.runlog import RunLog, read
 from hvdplus.meter import StepTimes
 from hvdplus.pilot import Pilot
-from hvdplus.replay import replay
-from hvdplus.runlog import Record, RunLog, read
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 

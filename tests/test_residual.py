@@ -22,9 +22,9 @@ from hvdplus.buckets import make_buckets
 from hvdplus.compression import Array, Compressor, Context, Ops, parse
 from hvdplus.costmodel import LevelCost
 from hvdplus.exchange import Ladder, Plan, SideSlot, side_tensor
+from hvdplus.log.runlog import RunLog
 from hvdplus.pilot import Pilot
 from hvdplus.residual import join, release_factor, unreleased
-from hvdplus.runlog import RunLog
 from hvdplus.settings import Settings
 
 LADDER = (

@@ -329,8 +329,7 @@ def test_what_describe_prints_can_be_set_again(wanted: Settings) -> None:
 
 
 def test_misspelled_variables_are_found() -> None:
-    """``HVDPLUS_VENV`` belongs to the batch scripts."""
-    environ = {"HVDPLUS_COMPRESION": "fp16", "HVDPLUS_VENV": "/x", "HVDPLUS_SEED": "1", "HVDPLUS_XYZ": "", "HOME": "/"}
+    environ = {"HVDPLUS_COMPRESION": "fp16", "HVDPLUS_SEED": "1", "HVDPLUS_XYZ": "", "HOME": "/"}
     environ |= {CONFIG: "", "HVDPLUS_CONFG": ""}
     assert unknown(environ) == [("HVDPLUS_COMPRESION", "HVDPLUS_COMPRESSION"), ("HVDPLUS_CONFG", CONFIG),
                                 ("HVDPLUS_XYZ", "")]  # fmt: skip

@@ -65,7 +65,7 @@ def test_batch_script(framework, launcher, tmp_path):
     settings = {
         "PYTHONSAFEPATH": "",  # the examples import what lies beside them
         "LAUNCHER": launcher,
-        "HVDPLUS_VENV": str(BIN.parent),
+        "VENV": str(BIN.parent),
         "HVDPLUS_RUN_LOG": str(tmp_path / "run.jsonl"),
     }
     code, said = run([*submit, f"examples/slurm/{framework}_digits.sbatch", "--epochs", "2"], 60, cwd=ROOT, **settings)

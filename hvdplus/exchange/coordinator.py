@@ -21,15 +21,11 @@ from hvdplus.exchange.journal import Journal, costs_of_levels
 from hvdplus.exchange.metadata import Metadata, check_agreement
 from hvdplus.exchange.plan import Ladder, Plan
 from hvdplus.exchange.schedule import Schedule
+from hvdplus.log.runlog import DRAINING, WARMING, RunLog
 from hvdplus.meter import StepTimes
-from hvdplus.runlog import RunLog
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 
-DRAINING = "draining"
-"""Name, in the run log, of dense steps that flush a residual: neither a level of the ladder nor plain dense."""
-WARMING = "warming"
-"""Name, in the run log, of dense steps from which a level's contexts learn before it begins."""
 NORM_STEPS = 5
 """Every so many steps ranks report the norms of gradients and residuals: they cost passes over memory."""
 LOSS_SCALING = "loss scaling would mix the units of residual and gradient"
@@ -242,7 +238,7 @@ class Coordinator:
         self._journal.write_trace(self.steps)
         self._close_window()
         name = self.ladder.names[self.schedule.level]
-        figures = self._journal.typical(name)
+        figures = self.log.medians(name)
         seconds = time.monotonic() - self._began
         steps = self.steps - self._steps_before + self.unread_steps
         self.log.write("end", steps=steps, wall_seconds=round(seconds, 3), **facts)

@@ -18,7 +18,7 @@ from hvdplus.exchange import checkpoint
 from hvdplus.exchange.bucket import Bucket, BucketState, bytes_per_step, compressor_for, itemsize, make_buckets
 from hvdplus.exchange.coordinator import Coordinator
 from hvdplus.exchange.plan import Ladder, Plan
-from hvdplus.runlog import RunLog
+from hvdplus.log.runlog import RunLog
 from hvdplus.settings import Settings
 from hvdplus.transport import Transport
 

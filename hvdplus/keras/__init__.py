@@ -15,7 +15,6 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdplus import report as _report
 from hvdplus.adapters.connect import INSTALL_HOROVOD, connect, wants_horovod
 from hvdplus.transport import NeedsHorovod, World
 
@@ -250,7 +249,9 @@ def report(optimizer: Any, png: str | None = None, **facts: Any) -> dict[str, An
         job's ranks and transport.
     """
     ours = getattr(optimizer, "inner_optimizer", optimizer)
-    return _report.close(ours.hvdplus, _require_world(), png, facts)
+    from hvdplus.log.report import report as end_with_report  # words and axes: training needs neither
+
+    return end_with_report(ours.hvdplus, _require_world(), png, facts)
 
 
 def _require_world() -> World:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from hvdplus import report as _report
 from hvdplus.adapters.connect import INSTALL_HOROVOD, Cpu, connect, wants_horovod
 from hvdplus.adapters.torch import cpu
 from hvdplus.adapters.torch.collectives import Collectives
@@ -169,7 +168,9 @@ def report(optimizer: Any, png: str | None = None, **facts: Any) -> dict[str, An
         level, steps, and median times in milliseconds (``step_ms``, ``compute_ms``, ``exposed_comm_ms``, ...), and the
         job's ranks and transport.
     """
-    return _report.close(optimizer.hvdplus, _require_world(), png, facts)
+    from hvdplus.log.report import report as end_with_report  # words and axes: training needs neither
+
+    return end_with_report(optimizer.hvdplus, _require_world(), png, facts)
 
 
 def _require_world() -> World:
