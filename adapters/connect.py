@@ -66,11 +66,11 @@ def connect(binding: str, cpu: Cpu, *arguments: Any, **keywords: Any) -> World:
         collective = "ring"
     else:  # only Open MPI hears what was set
         collective = openmpi.allreduce_algorithm(made) if "OMPI_COMM_WORLD_SIZE" in os.environ else "MPI's choice"
-    expected = transport.gather_objects(cpu.expected())
+    expected = transport.gather_objects(cpu.expected(), "hvd.init (CPU)")
     if len(set(expected)) > 1:
         cpu.pin(expected)
     mine = {"host": socket.gethostname(), "CPU": cpu.capability(), "machine": platform.machine(), **_versions(binding)}
-    ranks = transport.gather_objects(mine)
+    ranks = transport.gather_objects(mine, "hvd.init (host and versions)")
     world = World(
         transport,
         hosts=dict(Counter(facts["host"] for facts in ranks)),

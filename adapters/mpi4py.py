@@ -21,6 +21,7 @@ from mpi4py import MPI
 
 from hvdplus.compression import Array
 from hvdplus.launch import several
+from hvdplus.transport import OBJECTS, gather_in_parts
 
 LOOK_SECONDS, LOOKS = 5.0, 12
 """How often who waits looks whether a rank has left, and how many looks after that a call may still take: its bytes may
@@ -73,8 +74,9 @@ class Mpi4py:
             "the same calls, as all others."
         )
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        told: list[Any] = self.wait(self._calls.submit(self._main.allgather, value))
+    def gather_objects(self, value: Any, what: str = OBJECTS) -> list[Any]:
+        gathered = self._calls.submit(gather_in_parts, value, what, self.size, self._main.allgather)
+        told: list[Any] = self.wait(gathered)
         return told
 
     def sum_now(self, array: Array) -> Array:
