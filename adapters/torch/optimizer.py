@@ -62,7 +62,7 @@ def wrap(
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     check_types([names[id(p)] for p in parameters], list(map(type_name, parameters)), TYPES)
     _check_devices(parameters, world)
-    resolved, number = Settings.load(settings), next_instance()
+    resolved, number, kind_name = Settings.load(settings), next_instance(), optimizer.__class__.__name__
 
     def join_ranks(world: World, parameters: list[torch.nn.Parameter], times: int) -> TorchExchange:
         agreed: dict[str, Any] = {"passes": passes, "average": average, "sparse_as_dense": sparse_as_dense}
@@ -77,6 +77,7 @@ def wrap(
             dtypes=[type_name(p) for p in parameters],
             names=[names.get(id(p), "added later") for p in parameters],
             times=times,
+            optimizer=kind_name,
             scales_losses=grad_scaler is not None,
             **agreed,
         )
