@@ -238,7 +238,7 @@ def identical(values: torch.nn.Module | Iterable[Any], world: World) -> bool:
     for place, entry in enumerate(state.items() if isinstance(state, Mapping) else state):
         name, value = entry if isinstance(entry, tuple) else (f"tensor {place}", entry)
         described = f"{name} ({type_name(value)} {tuple(value.shape)})"
-        digests.append((described, hashlib.sha256(_bytes(value)).hexdigest()))
+        digests.append((described, hashlib.sha256(_bytes(value).data).hexdigest()))
     return same_bytes(digests, world)
 
 
