@@ -146,8 +146,14 @@ class Collectives:
             for (_, tensor), content in zip(pairs, arriving, strict=True):
                 tensor.copy_(_tensor(content, tensor.dtype, tensor.shape))
 
-    def broadcast_optimizer_state(self, optimizer: torch.optim.Optimizer, root_rank: int) -> None:
-        """Load rank ``root_rank``'s optimizer state on every rank."""
+    def broadcast_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+    ) -> None:
+        """Load rank ``root_rank``'s optimizer state on every rank.
+
+        Where it has none yet, gradients that are missing are zeros afterwards, as scripts know it from Horovod, which
+        takes a step for that. ``model`` tells which parameters get sparse gradients: they are left alone.
+        """
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError("cannot broadcast torch.optim.LBFGS state")
         self._check_root(root_rank)
@@ -155,6 +161,12 @@ class Collectives:
         state = self.broadcast_state(optimizer.state_dict() if mine else None, root_rank)
         if not mine or "hvdplus" in state:  # where exchanges go on, all of them do so together
             optimizer.load_state_dict(state)
+        if not state["state"] and not isinstance(optimizer, torch.optim.SparseAdam):
+            tables = [m.weight for m in model.modules() if getattr(m, "sparse", False)] if model is not None else []
+            sparse = {id(weight) for weight in tables}
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                if parameter.requires_grad and parameter.grad is None and id(parameter) not in sparse:
+                    parameter.grad = torch.zeros_like(parameter)
 
     def broadcast_state(self, state: Any, root_rank: int) -> Any:
         """Rank ``root_rank``'s nested state with its tensors, on the CPU, on every rank: whatever holds them in one

@@ -144,11 +144,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0, model: Any = None) -> None:
-    """Load rank ``root_rank``'s optimizer state on every rank. ``model``: accepted, as no step has to be taken for it.
+    """Load rank ``root_rank``'s optimizer state on every rank. ``model``: tells which gradients are sparse.
 
-    Horovod's own function takes steps with optimizers that have no state yet, which would exchange gradients.
+    Horovod's own function takes steps with optimizers that have no state yet, which would exchange gradients. Of them
+    this one leaves the gradients: zeros, where there were none.
     """
-    Collectives(_require_world()).broadcast_optimizer_state(optimizer, root_rank)
+    Collectives(_require_world()).broadcast_optimizer_state(optimizer, root_rank, model)
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:

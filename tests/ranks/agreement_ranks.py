@@ -187,6 +187,16 @@ def test_optimizer_states_of_any_length(short_messages):
     assert short_messages[0] <= 2000 // SIZE
 
 
+def test_an_optimizer_without_state_has_gradients_of_zeros_afterwards_as_with_horovod():
+    net = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Embedding(5, 2, sparse=True), torch.nn.Linear(2, 2)])
+    net[0].bias.requires_grad_(False)
+    net[2].weight.grad = torch.ones(2, 2)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), compression="none")
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0, model=net)
+    assert torch.equal(net[0].weight.grad, torch.zeros(2, 2)) and net[0].bias.grad is None
+    assert net[1].weight.grad is None and torch.equal(net[2].weight.grad, torch.ones(2, 2))
+
+
 OTHER_TYPES = [torch.bfloat16, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.uint16]
 TYPES = [*OTHER_TYPES, torch.float32, torch.float16, torch.int64, torch.int16, torch.uint8]
 
