@@ -1,4 +1,4 @@
-# Everything these targets set up lives in .venv. Needed beforehand: Python 3.10 or newer with venv and headers, a C++
+# Everything these targets set up lives in .venv. Needed beforehand: Python 3.11 or newer with venv and headers, a C++
 # compiler and make (Debian: apt-get install g++ make python3-venv python3-dev).
 #
 # hvdplus is installed as a wheel, not editable: the tests then run against exactly what a user gets, and a module
@@ -32,8 +32,8 @@ install: $(VENV)/.stamp-package
 
 $(VENV)/.stamp-venv:
 	@command -v $(PYTHON) >/dev/null || { echo "No Python found. Mend it with: sudo apt-get install python3"; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "$(PYTHON) is $$($(PYTHON) --version);" \
-		"hvdplus wants 3.10 or newer. Name another: make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is $$($(PYTHON) --version);" \
+		"hvdplus wants 3.11 or newer. Name another: make PYTHON=/path/to/python3"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) cannot make environments." \
 		"Mend it with: sudo apt-get install python3-venv"; exit 1; }
 	@{ command -v c++ || command -v g++ || command -v clang++; } >/dev/null || { echo "No C++ compiler found." \

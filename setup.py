@@ -45,7 +45,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     packages=list(PACKAGE_DIR),
     package_dir=PACKAGE_DIR,
     package_data={"hvdplus": ["py.typed"]},

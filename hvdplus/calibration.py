@@ -57,7 +57,7 @@ def codec_seconds(
         0.0 if isinstance(c, NoCompression) or not tried else factor * _seconds(ops, tried, grads, c, compiled)
         for c in compressors
     ]
-    return tuple(max(ranks) for ranks in zip(*transport.gather_objects(own), strict=True))
+    return tuple(max(ranks) for ranks in zip(*transport.gather_objects(own, "codec seconds"), strict=True))
 
 
 def _typical(buckets: Sequence[Bucket]) -> tuple[Sequence[Spec], float]:

@@ -14,6 +14,8 @@ LAUNCHES = [
     ("torch", gloo, 2, "auto", "horovod-gloo"),
     ("torch", mpirun, 2, "mpi4py", "mpi4py"),
     ("torch", mpirun, 1, "local", "local"),
+    ("agreement", mpirun, 2, "auto", "horovod-mpi"),
+    ("agreement", mpirun, 2, "mpi4py", "mpi4py"),
     ("keras", mpirun, 1, "auto", "horovod-mpi"),
     ("keras", mpirun, 2, "auto", "horovod-mpi"),
     ("keras", mpirun, 4, "auto", "horovod-mpi"),

@@ -152,7 +152,7 @@ class HookedExchange(EagerExchange):
     def exchange_added(self) -> None:
         """As they are rare, ranks just tell each other who has gradients, and sum them one by one."""
         forms = [(p.grad is not None, p.grad is not None and p.grad.is_sparse) for p in self._added]
-        used, sparse = np.any(self.transport.gather_objects(forms), axis=0).T
+        used, sparse = np.any(self.transport.gather_objects(forms, f"added parameters of {self.prefix}"), axis=0).T
         handles = []
         for number, parameter in enumerate(self._added):
             grad = real_view(

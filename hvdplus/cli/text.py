@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-from hvdplus.exchange.bucket import Bucket, bytes_per_step
 from hvdplus.compression import NoCompression
+from hvdplus.exchange.bucket import Bucket, bytes_per_step
 from hvdplus.log.facts import Record
 from hvdplus.log.runlog import read
 from hvdplus.log.words import printable

@@ -73,7 +73,7 @@ def agree_on_first_step(x: EagerExchange) -> None:
         return
     x.agreed = True
     mine = [i for i in range(len(x.shapes)) if x.backend.is_sparse(i)]
-    told = x.transport.gather_objects((mine, x.resumed, x.ready))
+    told = x.transport.gather_objects((mine, x.resumed, x.ready), f"first step of {x.prefix}")
     x.ready = []
     checkpoint.check_same([digest for _, digest, _ in told])
     if x.order_known:

@@ -27,7 +27,7 @@ import stat
 import warnings
 import weakref
 from collections.abc import Mapping
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -113,7 +113,7 @@ class RunLog:
             TypeError: a field is none of these; the message names it.
         """
         if kind == "run":
-            now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            now = datetime.now(UTC).isoformat(timespec="seconds")
             fields = {"format": FORMAT, "hvdplus": __version__, "started_at": now, **fields}
         record = {"kind": kind, **{name: _plain(value, name) for name, value in fields.items()}}
         if kind == "window":

@@ -26,8 +26,9 @@ several = pytest.mark.ranks(2, 4)
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
-    """Several buckets, even for small models."""
+    """Several buckets, even for small models, and objects that travel in several messages."""
     monkeypatch.setenv("HVDPLUS_BUCKET_BYTES", "6000")
+    monkeypatch.setattr("hvdplus.transport.PART_BYTES", 1000)
 
 
 def model(seed=0, inputs=True):
@@ -106,6 +107,25 @@ def test_the_wire_is_sounded_where_the_controller_asks_for_it_and_nothing_else_c
         assert (each.times.sounding > 0) == (each.sounding_bytes > 0), each
         assert each.times.sounding < each.times.step, each
     assert len({str(theirs) for theirs in hvd.allgather_object(seen)}) == 1
+
+
+@several
+def test_variables_begin_equal_and_the_first_that_differs_is_named(capfd):
+    net = model(seed=RANK)
+    hvd.broadcast_global_variables(1, net)
+    assert hvd.identical(net) and hvd.identical([np.zeros(3)]) and "not identical" not in capfd.readouterr().err
+    if RANK == 1:
+        net.layers[1].bias.assign(np.ones(30))
+    assert not hvd.identical(net)
+    line = f"{net.layers[1].bias.path} (float32 (30,)) on rank 1 is not rank 0's; 1 of 6 tensors differ"
+    assert (line in capfd.readouterr().err) == (RANK == 0)
+
+
+@several
+def test_optimizers_of_different_classes_are_an_error_on_every_rank():
+    kind = keras.optimizers.Adam if RANK == 0 else keras.optimizers.SGD
+    with pytest.raises(ValueError, match="Ranks 0 and 1 differ in optimizer: 'Adam' against 'SGD'"):
+        hvd.DistributedOptimizer(kind(0.1), compression="none").build(zeros((3, 3)))
 
 
 @several

@@ -1759,7 +1759,7 @@ def test_collectives(monkeypatch):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1 * (RANK + 1), momentum=0.9)
     train(net, optimizer, 1)
     hvd.broadcast_parameters(net.state_dict(), root_rank=0)
-    monkeypatch.setattr("hvdplus.adapters.torch.collectives.PART_BYTES", 1000)  # of which it takes several
+    monkeypatch.setattr("hvdplus.transport.PART_BYTES", 1000)  # of which it takes several
     hvd.broadcast_optimizer_state(optimizer, root_rank=0, model=net)
     assert hvd.identical(net)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
