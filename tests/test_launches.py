@@ -6,6 +6,8 @@ import sys
 import pytest
 from launching import TESTS, gloo, mpirun, run
 
+pytestmark = pytest.mark.jobs
+
 LAUNCHES = [
     # framework, launcher, ranks, transport asked for, transport expected
     ("torch", mpirun, 1, "auto", "horovod-mpi"),

@@ -16,6 +16,7 @@ PAUSE_SECONDS = 15
 WHY_NOT = unavailable()
 
 
+@pytest.mark.lab
 @pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 @pytest.mark.parametrize("framework", ["torch", "keras"])
 def test_communication_is_measured_within_a_tenth(framework):

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from frameworks import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdplus.cli import main
@@ -32,7 +33,7 @@ from hvdplus.forecast import (
 
 SLOT = 4 * SLOT_FLOATS
 """Bytes of a rank's slot in the side tensor."""
-thoroughly = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+thoroughly = examples(100)
 
 # A job on two ranks that computes for 50 ms and hides 30, over a link of 1 ms an all-reduce and 16 ns a byte of
 # payload; on two ranks a ring sends each byte once, so that is a wire of 0.5 Gbit/s. Five buckets of 8 MB in fp32.
