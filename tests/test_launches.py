@@ -38,7 +38,7 @@ LAUNCHES = [
 @pytest.mark.parametrize(("framework", "launcher", "ranks", "asked", "expected"), LAUNCHES)
 def test_launch(framework, launcher, ranks, asked, expected):
     framework, _, backend = framework.partition(" ")
-    body = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:warnings", "-q", "--color=no"]
+    body = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "--color=no"]
     body += ["-o", "faulthandler_timeout=120"]  # a rank that waits says where
     code, output = run(
         launcher(ranks, *body, f"{framework}_ranks.py"),

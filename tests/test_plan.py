@@ -293,7 +293,7 @@ def test_compression_pays_below_its_limit_and_not_above(
     limit = pays_up_to(shown, ranks, 20e-6)
     able, _ = costs_on(shown, ranks)
     for gbit in (1e-3, 1e-2, 0.1, 1, 10, 100, 1e3, 1e4, limit * 0.99, limit * 1.01):
-        if not 0 < gbit < math.inf:
+        if not 0 < gbit < math.inf or math.isclose(gbit, limit, rel_tol=1e-3):  # which is found by halving
             continue
         steps = {name: predict(shown, cost, ranks, Wire(20e-6, 8e-9 / gbit)) for name, cost in able.items()}
         assert (best_level(steps) != DENSE) == (gbit < limit)
