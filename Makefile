@@ -19,7 +19,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
-.PHONY: help venv install demo check test lint slurm-up clean
+.PHONY: help venv install demo check types test lint slurm-up clean
 
 help:
 	@echo "make check     under a minute: ruff, mypy, and the tests that need NumPy alone"
@@ -88,8 +88,11 @@ check: export PATH := $(CHECK)/bin:$(PATH)
 check: $(CHECK)/.stamp
 	$(CHECK)/bin/ruff check .
 	$(CHECK)/bin/ruff format --check --quiet .
-	$(CHECK)/bin/mypy --exclude '(^|/)(torch|tensorflow|keras)(/|\.py$$)' hvdplus
+	@$(MAKE) --no-print-directory types
 	cd tests && $(CHECK)/bin/python -m pytest -q -n 2 --hypothesis-profile check -m "not ($(ALONE))" . $(PYTEST_ARGS)
+
+types: $(CHECK)/.stamp
+	$(CHECK)/bin/mypy --exclude '(^|/)(torch|tensorflow|keras)(/|\.py$$)' hvdplus
 
 # From tests/, so that no folder of the repository can be imported in place of the installed package. With ALL_FRAMEWORKS
 # a framework that cannot be imported is a failure; without, its tests are left out.

@@ -30,7 +30,3 @@ def pytest_collection_modifyitems(items):
             size = importlib.import_module(item.module.__name__).hvd.size()
             if size not in marker.args:
                 items.remove(item)
-
-
-def pytest_configure(config):
-    config.addinivalue_line("markers", "ranks(*sizes): runs on these world sizes only")
