@@ -70,8 +70,10 @@ demo: install
 	HVDPLUS_RUN_LOG=runs/pytorch_digits.jsonl $(LAUNCH) examples/pytorch_digits.py --png runs/pytorch_digits.png
 	HVDPLUS_RUN_LOG=runs/keras_digits.jsonl $(LAUNCH) examples/keras_digits.py --png runs/keras_digits.png
 
-# Tests that start no jobs share the cores; a job of several ranks has them to itself.
-ALONE := jobs or lab or slurm
+# What starts no jobs needs no more than NumPy, or frameworks where they are. It shares the cores with jobs of one rank;
+# a job of several ranks has them to itself.
+PURE := not (jobs or lab or slurm)
+SHARED := $(PURE) or one_rank
 # pytest ends with 5 where it was told to pick tests and there is none of them in this half.
 PICKED := $(if $(PYTEST_ARGS),|| [ $$? -eq 5 ])
 
@@ -89,7 +91,7 @@ check: $(CHECK)/.stamp
 	$(CHECK)/bin/ruff check .
 	$(CHECK)/bin/ruff format --check --quiet .
 	@$(MAKE) --no-print-directory types
-	cd tests && $(CHECK)/bin/python -m pytest -q -n 2 --hypothesis-profile check -m "not ($(ALONE))" . $(PYTEST_ARGS)
+	cd tests && $(CHECK)/bin/python -m pytest -q -n 2 --hypothesis-profile check -m "$(PURE)" . $(PYTEST_ARGS)
 
 types: $(CHECK)/.stamp
 	$(CHECK)/bin/mypy --exclude '(^|/)(torch|tensorflow|keras)(/|\.py$$)' hvdplus
@@ -98,8 +100,8 @@ types: $(CHECK)/.stamp
 # a framework that cannot be imported is a failure; without, its tests are left out.
 test: export ALL_FRAMEWORKS := 1
 test: install
-	cd tests && $(VENV)/bin/python -m pytest -q -n 2 -m "not ($(ALONE))" . $(PYTEST_ARGS) $(PICKED)
-	cd tests && $(VENV)/bin/python -m pytest -m "$(ALONE)" . $(PYTEST_ARGS) $(PICKED)
+	cd tests && $(VENV)/bin/python -m pytest -q -n 2 -m "$(SHARED)" . $(PYTEST_ARGS) $(PICKED)
+	cd tests && $(VENV)/bin/python -m pytest -m "not ($(SHARED))" . $(PYTEST_ARGS) $(PICKED)
 
 lint: install
 	$(VENV)/bin/ruff check .

@@ -35,7 +35,10 @@ LAUNCHES = [
 """Keras' backend stands behind the name of a body that runs on several."""
 
 
-@pytest.mark.parametrize(("framework", "launcher", "ranks", "asked", "expected"), LAUNCHES)
+@pytest.mark.parametrize(
+    ("framework", "launcher", "ranks", "asked", "expected"),
+    [pytest.param(*launch, marks=pytest.mark.one_rank if launch[2] == 1 else ()) for launch in LAUNCHES],
+)
 def test_launch(framework, launcher, ranks, asked, expected):
     framework, _, backend = framework.partition(" ")
     body = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "--color=no"]
