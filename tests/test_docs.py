@@ -11,11 +11,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-TREES = [
-    ast.parse(path.read_text(encoding="utf-8"))
+PARSED = {
+    path: ast.parse(path.read_text(encoding="utf-8"))
     for folder in ("hvdplus", "adapters")  # links are not followed
     for path in sorted((ROOT / folder).rglob("*.py"))
-]
+}
+TREES = PARSED.values()
 
 
 def written() -> Iterator[tuple[str, str]]:
@@ -59,10 +60,14 @@ def test_every_field_of_a_checkpoint_is_described() -> None:
 
 
 def test_formats_have_the_numbers_of_the_sources() -> None:
-    from hvdplus import runlog, saved
-
-    for name, number in (("log-format.md", runlog.FORMAT), ("checkpoint-format.md", saved.FORMAT)):
-        assert f", format {number}\n" in (DOCS / name).read_text(encoding="utf-8")
+    for module, page in (("runlog", "log-format.md"), ("saved", "checkpoint-format.md")):
+        (tree,) = (tree for path, tree in PARSED.items() if path.stem == module)
+        (number,) = (
+            ast.literal_eval(node.value)
+            for node in tree.body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FORMAT"
+        )
+        assert f", format {number}\n" in (DOCS / page).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", [ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name)
