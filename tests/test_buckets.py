@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import example, given, settings
+from frameworks import examples
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hvdplus.buckets import DENSE_ONLY, Bucket, bytes_per_step, compressible, compressor_for, make_buckets
@@ -28,7 +29,7 @@ parameters = st.lists(
 )
 limits = st.integers(4, 4000)
 
-thoroughly = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+thoroughly = examples(200)
 
 
 def cut(model: list[Parameter], bucket_bytes: int, ranks: int = 2, seed: int = 5) -> tuple[Bucket, ...]:

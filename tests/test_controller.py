@@ -12,7 +12,8 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from frameworks import examples as up_to
+from hypothesis import given
 from hypothesis import strategies as st
 from simulating import (
     GAUGE_STEPS,
@@ -46,9 +47,9 @@ WORTHWHILE = 1 / (1 - LIMITS.worthwhile) / (1 - LIMITS.margin)
 """The same after a change of the link, when only what promises to save so much is tried."""
 EXACT = 1 + 1e-9
 
-examples = settings(max_examples=60, deadline=None, derandomize=True, database=None)
-some_examples = settings(examples, max_examples=40)
-few_examples = settings(examples, max_examples=20)
+examples = up_to(60)
+some_examples = up_to(40)
+few_examples = up_to(20)
 
 FAST = Job(rate=10e9)
 SLOW = Job(rate=10e6)

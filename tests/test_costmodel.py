@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from frameworks import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdplus.costmodel import (
@@ -23,7 +24,7 @@ from hvdplus.costmodel import (
     tree_all_reduce,
 )
 
-thoroughly = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+thoroughly = examples(200)
 WIRE = Wire(20e-6, 8e-9)
 
 # -- collectives, played -----------------------------------------------------------------------------------------------

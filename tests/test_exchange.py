@@ -7,7 +7,8 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from frameworks import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdplus.adapters.numpy import NumpyOps
@@ -29,7 +30,7 @@ NAMES = ("none", "fp16", "qsgd:8", "int8:stochastic", "topk:0.2", "lowrank:1", "
 OP_NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*")
 """What TensorFlow accepts as the name of an operation."""
 
-quickly = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+quickly = examples(100)
 
 
 def every_plan(ladder: Ladder) -> list[Plan]:

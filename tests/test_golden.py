@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from launching import TESTS, mpirun, run
 
+pytestmark = pytest.mark.jobs
+
 RANKS = 2
 
 

@@ -6,6 +6,8 @@ import textwrap
 import pytest
 from launching import gloo, mpirun, run
 
+pytestmark = pytest.mark.jobs
+
 TRAIN = """
     import sys, torch
     import hvdplus.torch as hvd

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from frameworks import need
 
 from hvdplus.adapters.local import Local
 from hvdplus.adapters.numpy import NumpyOps
@@ -236,9 +237,7 @@ class Four(Local):
 
 def test_a_level_that_four_ranks_leave_no_room_for_is_refused_when_the_exchange_is_made() -> None:
     """With the fewest bits that would do."""
-    pytest.importorskip("torch")
-    import torch
-
+    torch = need("torch")
     from hvdplus.adapters.torch.exchange import TorchExchange
 
     def exchange(level: str) -> TorchExchange:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from frameworks import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdplus.cli import main
@@ -32,7 +33,7 @@ from hvdplus.log.forecast import (
 
 SLOT = 4 * SLOT_FLOATS
 """Bytes of a rank's slot in the metadata tensor."""
-thoroughly = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+thoroughly = examples(100)
 
 # A job on two ranks that computes for 50 ms and hides 30, over a link of 1 ms an all-reduce and 16 ns a byte of
 # payload; on two ranks a ring sends each byte once, so that is a wire of 0.5 Gbit/s. Five buckets of 8 MB in fp32.
@@ -292,7 +293,7 @@ def test_compression_pays_below_its_limit_and_not_above(
     limit = pays_up_to(shown, ranks, 20e-6)
     able, _ = costs_on(shown, ranks)
     for gbit in (1e-3, 1e-2, 0.1, 1, 10, 100, 1e3, 1e4, limit * 0.99, limit * 1.01):
-        if not 0 < gbit < math.inf:
+        if not 0 < gbit < math.inf or math.isclose(gbit, limit, rel_tol=1e-3):  # which is found by halving
             continue
         steps = {name: predict(shown, cost, ranks, Wire(20e-6, 8e-9 / gbit)) for name, cost in able.items()}
         assert (best_level(steps) != DENSE) == (gbit < limit)

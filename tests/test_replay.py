@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from frameworks import examples as up_to
+from hypothesis import given
 from hypothesis import strategies as st
 from simulating import LOSSY, NAMES, NOISES, Job, jobs, ms
 
@@ -29,7 +30,7 @@ from hvdplus.transport import World
 RANKS = 2
 SLOW = Job(rate=20e6, alpha=0.0, noise=NOISES["jitter"])
 """Everything pays on it, and lowrank:8 most."""
-examples = settings(max_examples=30, deadline=None, derandomize=True, database=None)
+examples = up_to(30)
 
 
 class Run:

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from compressing import Trip, add, bits_of, drawn, every_framework, in_numpy, norm, ops_of
-from hypothesis import given, settings
+from frameworks import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdplus.adapters.numpy import NumpyOps
@@ -139,7 +140,8 @@ class Job:
                 joined = join(self.ops.from_numpy(grads[rank][number]), residual, plan.release)
                 sent.append(self._wide(joined))
                 if compressor.keeps_residual:
-                    payload, residual, whole, _ = compressor.send(self.ops, ctx, joined, residual)  # may overwrite joined
+                    # It may overwrite joined.
+                    payload, residual, whole, _ = compressor.send(self.ops, ctx, joined, residual)
                     sound[rank] &= bool(whole)
                 else:
                     payload = compressor.encode(self.ops, ctx, joined)
@@ -275,7 +277,7 @@ def run(job: Job, schedule: Sequence[Stretch], steps: int) -> None:
 
 
 @given(STRETCHES, st.sampled_from((1, 2, 4)), st.integers(0, 1000))
-@settings(max_examples=50, deadline=None, derandomize=True, database=None)
+@examples(50)
 def test_gradients_are_what_was_sent_plus_what_is_left(schedule: list[Stretch], ranks: int, seed: int) -> None:
     """Over 200 steps at most, random changes of level, steps that are not finite, and drains and warm-ups cut short."""
     run(Job(NumpyOps(), ranks, seed=seed), schedule, steps=200)

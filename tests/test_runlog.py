@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from frameworks import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdplus import __version__
@@ -50,7 +51,7 @@ def written(path: Path, *records: tuple[str, dict[str, Any]]) -> RunLog:
 
 
 @given(st.lists(FIELDS, max_size=4))
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@examples(60)
 def test_any_json_value_survives_and_memory_equals_file(fields: list[dict[str, Any]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.jsonl"
