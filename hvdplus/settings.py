@@ -107,7 +107,7 @@ class Settings:
     )
     bucket_bytes: int = _setting(8 << 20, _at_least(4), "size of the buckets that gradients are exchanged in, in bytes")
     weights_check_steps: int = _setting(
-        100, _at_least(0), "steps between two checks that all ranks hold the same weights (also after the first); 0: none"
+        100, _at_least(0), "steps between checks that weights are equal on all ranks (also after the first); 0: none"
     )
     window_steps: int = _setting(10, _at_least(1), "steps summed up in one line of the run log")
     run_log: str = _setting("", _text, "file for the run log (JSON lines, written by rank 0); empty: none")

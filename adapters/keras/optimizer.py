@@ -182,7 +182,8 @@ class _Setup:
             mine = self.world.transport.rank == loaded[0]
             theirs = gather(self.state if mine else None)[loaded[0]]
             if self.state is None:
-                self.state = {**theirs, "rank": checkpoint.FROM_OTHER} if theirs["rank"] == checkpoint.KEEP_LOCAL else theirs
+                own = theirs["rank"] == checkpoint.KEEP_LOCAL
+                self.state = {**theirs, "rank": checkpoint.FROM_OTHER} if own else theirs
         try:
             same, wrong = self.exchange.load(self.state), ""
         except ValueError as error:

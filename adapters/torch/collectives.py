@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdplus.adapters.torch.tensors import type_name
+from hvdplus.adapters.torch.backend import type_name
 from hvdplus.launch import check_same_model, same_bytes
 from hvdplus.transport import Transport, TransportError, World, broadcast_each, broadcast_object
 

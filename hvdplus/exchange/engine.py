@@ -109,8 +109,11 @@ class Exchange(ABC):
         return tuple(bucket._replace(parameters=tuple(chosen[i] for i in bucket.parameters)) for bucket in buckets)
 
     def costs(self) -> tuple[LevelCost, ...]:
-        """Costs of every level, tables left out. Where dense steps are summed in place, Horovod groups sums as it likes:
-        as many as buckets comes nearest, but the last that leaves is that of the dense steps' own buckets."""
+        """Costs of every level, tables left out.
+
+        Where dense steps are summed in place, Horovod groups sums as it likes: as many as buckets comes nearest, but
+        the last that leaves is that of the dense steps' own buckets.
+        """
         dense = self.buckets[: len(self.buckets) - len(self.tables)]
         elements = sum(bucket.spec.size for bucket in dense)
         share = elements / self._codec_elements if self._codec_elements else 0.0

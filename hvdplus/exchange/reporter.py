@@ -51,8 +51,10 @@ class MetadataInFlight:
 
 
 class Reporter:
-    """Reports this rank's part of a step, and observes all ranks'. Holds no exchange, which holds it: an exchange that is
-    dropped has to be gone at once."""
+    """Reports this rank's part of a step, and observes all ranks'.
+
+    Holds no exchange, which holds it: an exchange that is dropped has to be gone at once.
+    """
 
     def __init__(self, parameters: int) -> None:
         self.loss = math.nan

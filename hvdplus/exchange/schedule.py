@@ -106,6 +106,5 @@ class Schedule:
         fits = 0 <= level < levels == len(sides) and all(s in p for s, p in zip(sides, possible, strict=True))
         if not fits or flush_left < 0 or warm_up_left < 0:
             raise ValueError(f"The checkpoint's schedule is damaged. Received: {dict(state)}")
-        # Settings of another job may have asked for more steps than are needed here: a residual is flushed all the same.
         self.level, self._sides, self._flush_left, self._warm_up_left = level, sides, flush_left, warm_up_left
         self._context_source = None
