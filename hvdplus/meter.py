@@ -113,8 +113,10 @@ class StepMeter:
     def sounding(self) -> Iterator[None]:
         """Time spent inside is that of a sounding."""
         began = self._clock()
-        yield
-        self._sounding += self._clock() - began
+        try:
+            yield
+        finally:
+            self._sounding += self._clock() - began
 
     def sum_begins(self, key: int, done: Callable[[], bool]) -> None:
         """A sum is on its way; ``done`` tells whether it is there."""

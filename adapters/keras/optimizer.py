@@ -17,11 +17,13 @@ from typing import Any
 
 import keras
 
+from hvdplus.adapters.keras import private
 from hvdplus.exchange import checkpoint
 from hvdplus.launch import check_types, choose_ladder, join, next_instance
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 
+private.check()
 backend: Any = importlib.import_module(f"hvdplus.adapters.keras.on_{keras.backend.backend()}")
 """What is different between Keras' backends."""
 _alive: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -142,7 +144,7 @@ class _Setup:
         """
         local = {id(v) for layer in self.local_layers for v in layer.trainable_variables}
         local |= {id(v) for v in self.local_variables}
-        everything = optimizer._trainable_variables
+        everything = private.trainable_variables(optimizer)
         chosen = [i for i, v in enumerate(everything) if id(v) not in local]
         variables = [everything[i] for i in chosen]
         self.places = {i: place for place, i in enumerate(chosen)}
@@ -262,7 +264,7 @@ class Distributed:
     def _variables_of(self, grads: Sequence[Any], variables: Any) -> list[Any] | None:
         """The variables of these gradients, for which the optimizer is built by now; None: Keras will not take them."""
         if variables is None:
-            variables = self._trainable_variables if self.built else []
+            variables = private.trainable_variables(self) if self.built else []
         variables = list(variables)
         if grads and variables and len(grads) != len(variables):
             raise ValueError(f"apply() wants a gradient for every variable. Received: {len(grads)}, {len(variables)}")
@@ -356,7 +358,7 @@ def _apply(scaler: Any, grads: Sequence[Any], trainable_variables: Any = None) -
         scaler.step_counter.assign(ops.where(grows, 0, scaler.step_counter + 1))
 
     def skipped() -> None:
-        scaler._stateful_handle_non_finite_grads()
+        private.handle_non_finite(scaler)
         exchange.skip_step()
 
     ops.cond(finite, taken, skipped)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 import time
 import warnings
 from collections.abc import Iterable, Mapping
@@ -18,7 +19,7 @@ import torch
 
 from hvdplus.adapters.connect import INSTALL_HOROVOD, Cpu, connect, wants_horovod
 from hvdplus.adapters.torch import collectives as _functions
-from hvdplus.adapters.torch import cpu
+from hvdplus.adapters.torch import cpu, private
 from hvdplus.adapters.torch.collectives import Collectives
 from hvdplus.adapters.torch.optimizer import check_groups, refuses_join, wrap
 from hvdplus.launch import NO_JOIN
@@ -43,6 +44,8 @@ def init(*arguments: Any, **keywords: Any) -> None:
     """
     global _world, _collectives
     if _world is None:
+        for sentence in private.check():
+            print(f"hvdplus: {sentence}", file=sys.stderr, flush=True)
         _world = connect(_BINDING, Cpu(cpu.expected, cpu.pin, cpu.capability), *arguments, **keywords)
         if not _world.transport.name.startswith("horovod"):
             _collectives = Collectives(_world)
