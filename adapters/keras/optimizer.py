@@ -114,6 +114,8 @@ class _Setup:
         self.instance = next_instance()
         self.times_joined = 0
         self.exchange: Any = None
+        self.updated = False
+        """Whether Keras has called ``_backend_update_step`` in the current step."""
         self.places: dict[int, int] = {}
         """Position of a variable in the optimizer -> in the exchange; without those that stay local."""
         self._enter(world)
@@ -299,7 +301,10 @@ class Distributed:
         ]
 
     def _take_step(self, grads: Sequence[Any], variables: Any) -> None:
+        setup = self._hvdplus
+        setup.updated = bool(self.gradient_accumulation_steps)  # not in every step
         super().apply(grads, variables)  # type: ignore[misc]
+        private.check_updated(setup.updated or setup.exchange is None)
 
     def _clip_gradients(self, grads: list[Any]) -> list[Any]:
         """Not yet where gradients have been accumulated: clipping comes after the exchange, once."""
@@ -309,6 +314,7 @@ class Distributed:
         if self.gradient_accumulation_steps:
             grads = super()._clip_gradients(self._reduced(grads, trainable_variables))  # type: ignore[misc]
         super()._backend_update_step(grads, trainable_variables, learning_rate)  # type: ignore[misc]
+        self._hvdplus.updated = True
         self._hvdplus.exchange.end_step(trainable_variables)
 
 

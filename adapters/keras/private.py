@@ -50,3 +50,12 @@ def check() -> None:
     if lost:
         uses = "; ".join(f"{name}, which {use}" for name, use in lost.items())
         raise ImportError(f"hvdplus does not work with Keras {keras.__version__}, whose optimizers have no {uses}.")
+
+
+def check_updated(updated: bool) -> None:
+    """Raise RuntimeError if an optimizer was applied without the method that hvdplus hears of it by."""
+    if not updated:
+        raise RuntimeError(
+            f"hvdplus does not work with Keras {keras.__version__}: Optimizer.apply() no longer calls "
+            "_backend_update_step(), so that the end of a step goes unnoticed."
+        )

@@ -67,7 +67,7 @@ class HookedExchange(EagerExchange):
         self, learning_rate: float = 0.0, added: Sequence[torch.nn.Parameter] = (), missing: float = 0.0
     ) -> None:
         """See ``step.finish``. ``added``: parameters that are not in the exchange yet; their gradients are summed
-        besides, dense (see ``admit``)."""
+        besides, dense (see ``add_parameters``)."""
         self._check_unchanged()
         self._added = added
         step.finish(self, learning_rate, len(added), missing)
@@ -170,7 +170,7 @@ class HookedExchange(EagerExchange):
                 else:
                     parameter.grad.copy_(mean)
 
-    def admit(self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str] = ()) -> None:
+    def add_parameters(self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str] = ()) -> None:
         """``parameters``, those of before among them, are exchanged from the coming step on. All ranks call it alike.
 
         The residual of a parameter stays with it, and goes with it, too; buckets that stay the same keep what their

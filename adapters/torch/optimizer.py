@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from hvdplus.adapters.torch import private
+from hvdplus.adapters.torch import amp, private
 from hvdplus.adapters.torch.backend import type_name
 from hvdplus.adapters.torch.hooks import HookedExchange
 from hvdplus.adapters.torch.ops import TorchOps
@@ -98,7 +98,7 @@ def wrap(
     wrapped._join, wrapped._times_joined = join_ranks, 0
     wrapped._exchange = join_ranks(world, parameters, 0)
     wrapped._known = frozenset(id(p) for p in parameters)
-    wrapped._newcomers = []
+    wrapped._added = []
     wrapped._world = world
     wrapped._synchronized = False
     wrapped._should_synchronize = True
@@ -130,13 +130,13 @@ class Distributed(torch.optim.Optimizer):
     """Makes it."""
     _times_joined: int
     _known: frozenset[int]
-    _newcomers: list[torch.nn.Parameter]
+    _added: list[torch.nn.Parameter]
     """Parameters that were unfrozen or added since the last step."""
     _world: World
     _synchronized: bool
     _should_synchronize: bool
     _input_hook: Any = None
-    # Tells GradScaler to leave gradients alone and to say what it knows (see _scaler_says_skip): by itself it would
+    # Tells GradScaler to leave gradients alone and to say what it knows (see scaler_says_skip): by itself it would
     # unscale this rank's gradients while they are on their way.
     _step_supports_amp_scaling = True
 
@@ -168,7 +168,7 @@ class Distributed(torch.optim.Optimizer):
 
         A closure is evaluated by the optimizer itself; its gradients are exchanged every time.
         """
-        if self._scaler_says_skip():
+        if amp.scaler_says_skip(self, self._exchange, self._synchronized):
             self._synchronized = False
             self._exchange.meter.end_step()
             return None
@@ -194,7 +194,7 @@ class Distributed(torch.optim.Optimizer):
             self.__dict__.update(said)
         self._synchronized = False
         self._exchange.commit()
-        self._admit_newcomers()
+        self._add_parameters()
         self._watch_input()
         return result
 
@@ -241,7 +241,7 @@ class Distributed(torch.optim.Optimizer):
             RuntimeError: gradients are on their way.
         """
         if STATE_KEY in state_dict:
-            self._admit_saved(state_dict[STATE_KEY]["shapes"])
+            self._add_saved_parameters(state_dict[STATE_KEY]["shapes"])
             self._exchange.load(state_dict[STATE_KEY])
         elif not self._exchange.idle and self._exchange.transport.rank == 0:
             note = "the checkpoint has no state of hvdplus, whose compressors and controller go on as they are."
@@ -260,7 +260,7 @@ class Distributed(torch.optim.Optimizer):
     def _abandon(self) -> None:
         """Forget the exchange that is under way, after a failure that ended the transport."""
         self._exchange.abandon()
-        self._synchronized, self._newcomers = False, []
+        self._synchronized, self._added = False, []
 
     def _rejoin(self, world: World) -> None:
         """Go on in ``world``, which has other ranks, with what this rank has held back. See ``rejoin``."""
@@ -300,30 +300,30 @@ class Distributed(torch.optim.Optimizer):
     def _finish(self) -> None:
         if not self._exchange.idle:
             known, groups = self._known, self.param_groups
-            self._newcomers = [p for group in groups for p in group["params"] if p.requires_grad and id(p) not in known]
-            if self._newcomers:
-                names = [f"newcomer {i}" for i in range(len(self._newcomers))]
-                check_types(names, list(map(type_name, self._newcomers)), TYPES)
-        self._exchange.finish(self._learning_rate(), self._newcomers)
+            self._added = [p for group in groups for p in group["params"] if p.requires_grad and id(p) not in known]
+            if self._added:
+                names = [f"added parameter {i}" for i in range(len(self._added))]
+                check_types(names, list(map(type_name, self._added)), TYPES)
+        self._exchange.finish(self._learning_rate(), self._added)
 
-    def _admit_newcomers(self) -> None:
+    def _add_parameters(self) -> None:
         """Parameters that were unfrozen or added take part from the coming step on."""
-        if self._newcomers:
-            members = self._known.union(map(id, self._newcomers))
+        if self._added:
+            members = self._known.union(map(id, self._added))
             parameters = [p for group in self.param_groups for p in group["params"] if id(p) in members]
             check_same_model([(tuple(p.shape), str(p.dtype)) for p in parameters], self._world)
-            self._exchange.admit(parameters)
+            self._exchange.add_parameters(parameters)
             # Of those that are gone, another may get the id.
-            self._known, self._newcomers = frozenset(map(id, parameters)), []
+            self._known, self._added = frozenset(map(id, parameters)), []
 
-    def _admit_saved(self, shapes: list[list[int]]) -> None:
+    def _add_saved_parameters(self, shapes: list[list[int]]) -> None:
         """Parameters that were unfrozen or added since the last step, or will be, join at once where a state of such
         ``shapes`` has them."""
         known, everything = self._known, [p for group in self.param_groups for p in group["params"]]
         for members in ([p for p in everything if p.requires_grad or id(p) in known], everything):
             if len(members) > len(self._known) and [list(p.shape) for p in members] == shapes:
                 check_types([f"parameter {i}" for i in range(len(members))], list(map(type_name, members)), TYPES)
-                self._exchange.admit(members)
+                self._exchange.add_parameters(members)
                 self._known = frozenset(map(id, members))
 
     def _learning_rate(self) -> float:
@@ -343,31 +343,6 @@ class Distributed(torch.optim.Optimizer):
             return loss
 
         return exchanged
-
-    def _scaler_says_skip(self) -> bool:
-        """Whether ``torch.amp.GradScaler`` found infinities; it must have looked after the exchange, not before.
-
-        Raises:
-            RuntimeError: it looked at this rank's own gradients, so that ranks would decide and scale differently.
-        """
-        found_inf = getattr(self, "found_inf", None)
-        if found_inf is None:
-            return False
-        grad_scale = getattr(self, "grad_scale", None)
-        if not self._exchange.idle and (grad_scale is not None or not self._synchronized):
-            raise RuntimeError(
-                "GradScaler has to look at gradients after their exchange. Call optimizer.synchronize() first, then "
-                "scaler.unscale_(optimizer), then `with optimizer.skip_synchronize(): scaler.step(optimizer)`."
-            )
-        if self._exchange.get_loss_scale is None:  # gradients arrive scaled, who knows how: a residual would mix units
-            self._exchange.leave_out_residuals()
-        if grad_scale is not None:
-            with torch.no_grad():
-                for group in self.param_groups:
-                    for parameter in group["params"]:
-                        if parameter.grad is not None:
-                            parameter.grad.div_(grad_scale)
-        return bool(found_inf)
 
     def _watch_input(self) -> None:
         """From now until any module's next forward pass, this rank waits for input."""
