@@ -44,9 +44,9 @@ def init(*arguments: Any, **keywords: Any) -> None:
     """
     global _world, _collectives
     if _world is None:
-        for sentence in private.check():
-            print(f"hvdplus: {sentence}", file=sys.stderr, flush=True)
         _world = connect(_BINDING, Cpu(cpu.expected, cpu.pin, cpu.capability), *arguments, **keywords)
+        for sentence in private.check():  # not before: it computes, and so decides which instructions are used
+            print(f"hvdplus: {sentence}", file=sys.stderr, flush=True)
         if not _world.transport.name.startswith("horovod"):
             _collectives = Collectives(_world)
 
