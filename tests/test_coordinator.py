@@ -393,7 +393,7 @@ def test_the_log_of_a_fixed_level_names_it(tmp_path: Path) -> None:
     assert (came_to["level"], came_to["step_ms"]) == ("lowrank:4", pytest.approx(15.0))
 
 
-# -- what ranks report besides times ------------------------------------------------------------------------------------
+# -- what ranks report besides times ----------------------------------------------------------------------------------
 
 
 @pytest.fixture

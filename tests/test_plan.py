@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hvdplus.cli import main
 from hvdplus.costmodel import ALL_REDUCES, LevelCost, Link, Wire, ring_all_reduce
-from hvdplus.exchange import SLOT_FLOATS
+from hvdplus.exchange.metadata import Slot
 from hvdplus.forecast import (
     DENSE,
     MARGIN,
@@ -30,8 +30,8 @@ from hvdplus.forecast import (
     what_the_run_showed,
 )
 
-SLOT = 4 * SLOT_FLOATS
-"""Bytes of a rank's slot in the side tensor."""
+SLOT = 4 * len(Slot._fields)
+"""Bytes of a rank's slot in the metadata."""
 thoroughly = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
 # A job on two ranks that computes for 50 ms and hides 30, over a link of 1 ms an all-reduce and 16 ns a byte of

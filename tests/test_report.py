@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hvdplus.cli import main
-from hvdplus.pilot import DRAINING, WARMING
+from hvdplus.exchange.coordinator import DRAINING, WARMING
 from hvdplus.report import closing, explain, picture, stretches, table
 from hvdplus.runlog import Record, RunLog
 
