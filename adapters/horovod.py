@@ -5,6 +5,7 @@ Each framework has its own binding with its own native library; only one of the 
 
 from __future__ import annotations
 
+import functools
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from hvdplus.compression import Array
-from hvdplus.transport import TransportError
+from hvdplus.transport import OBJECTS, TransportError, gather_in_parts
 
 SECONDS_TO_END = 20
 """What a rank that failed has for ending in order: the others' waiting ends with it at the latest."""
@@ -36,11 +37,13 @@ class Horovod:
         if self.size > 1:
             _end_soon_on_exception()
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any, what: str = OBJECTS) -> list[Any]:
         if self.size == 1:
             return [value]
-        # With a name: Horovod would take the type's, and wait for ever where ranks bring different types.
-        return list(self.binding.allgather_object(value, name="hvdplus.objects"))
+        # With a name: Horovod would take the type's, and wait for ever where ranks bring different types. One name for
+        # all purposes: ranks that gather for different ones meet, and learn of it.
+        gather = functools.partial(self.binding.allgather_object, name="hvdplus.objects")
+        return gather_in_parts(value, what, self.size, gather)
 
     def barrier(self) -> None:
         self.binding.barrier() if hasattr(self.binding, "barrier") else self.gather_objects(None)

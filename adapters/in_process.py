@@ -2,8 +2,8 @@
 
     means = run(4, lambda transport: train(transport))        # one result a rank
 
-A call that not every rank makes, or that ranks make with other shapes or types, is an error on every rank that waits, and
-names who is missing.
+A call that not every rank makes, or that ranks make with other shapes or types, is an error on every rank that waits,
+and names who is missing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hvdplus.compression import Array
-from hvdplus.transport import TransportError
+from hvdplus.transport import OBJECTS, TransportError
 
 Result = TypeVar("Result")
 
@@ -118,8 +118,12 @@ class InProcess:
             total = np.sum(np.stack(parts), axis=0, dtype=parts[0].dtype)
             return total if scale == 1.0 else (total * total.dtype.type(scale)).astype(total.dtype)
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        return self._hub.take(self._hub.bring(self.rank, "objects", value))
+    def gather_objects(self, value: Any, what: str = OBJECTS) -> list[Any]:
+        told = self._hub.take(self._hub.bring(self.rank, "objects", (what, value)))
+        if len({purpose for purpose, _ in told}) > 1:
+            purposes = [purpose for purpose, _ in told]
+            raise TransportError(f"Ranks gather for different purposes. Received, rank by rank: {purposes}")
+        return [theirs for _, theirs in told]
 
     def barrier(self) -> None:
         self.gather_objects(None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hvdplus.compression import Array
+from hvdplus.transport import OBJECTS
 
 
 class Local:
@@ -27,10 +28,10 @@ class Local:
     def wait(self, handle: Any) -> Array:
         return handle
 
-    def sum_now(self, array: Array) -> Array:
+    def sum_now(self, array: Array, what: str = "sum") -> Array:
         return array
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any, what: str = OBJECTS) -> list[Any]:
         return [value]
 
     def barrier(self) -> None:

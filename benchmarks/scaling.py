@@ -25,10 +25,11 @@ from typing import NamedTuple
 
 from lab import Lab, LabError, bits_per_second
 
-from hvdplus.cli.compressors import columns
+from hvdplus.cli.text import columns
 from hvdplus.costmodel import ring_all_reduce, ring_wire
-from hvdplus.forecast import Seen, Shown, Step, costs_on, predict, what_the_run_showed
-from hvdplus.runlog import Record, read
+from hvdplus.log.facts import Record
+from hvdplus.log.forecast import Seen, Shown, Step, costs_on, predict, what_the_run_showed
+from hvdplus.log.runlog import read
 
 WIDTH, LAYERS, BATCH = 384, 4, 8
 """Of the MLP: 0.6 M parameters, 2.4 MB."""

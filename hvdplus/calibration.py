@@ -1,12 +1,12 @@
-"""What every level's codec takes on this machine, tried before training begins.
+"""Codec times of every level on this machine, measured before training begins.
 
-Four buckets at most, spread over the model, stand for all of it: each takes the steps that an exchange takes (encode,
-see whether it is finite, work out what remains, decode, advance), once to warm up and a few times more. Packing
-gradients and writing means back is not in it: every level has that, the densest too (but for PyTorch's over Horovod,
-which sums gradients where they are: next to it, levels that were not measured yet look cheaper than they are).
+At most four buckets, spread over the model, stand for all of it. Each goes through the steps of an exchange (encode,
+check for finite values, compute the residual, decode, advance), once to warm up and a few times more. Packing gradients
+and writing means back is not measured: every level does that, dense too. (Dense steps of PyTorch over Horovod are the
+exception: they sum gradients in place, and next to them levels that have not run yet look cheaper than they are.)
 
-A level costs about twice ``SECONDS`` at the most, and memory for some six copies of what is tried, which is 32 MB at
-the most. Nothing of it stays.
+A level takes at most about twice ``SECONDS``, and memory for some six copies of the buckets tried, which hold 32 MB at
+most. All of it is freed.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import Any
 
 import numpy as np
 
-from hvdplus.exchange.bucket import DENSE_ONLY, Bucket
 from hvdplus.compression import Array, Compressor, Context, NoCompression, Ops, Spec
+from hvdplus.exchange.bucket import DENSE_ONLY, Bucket
 from hvdplus.transport import Transport
 
 BUCKETS = 4
-"""Buckets that are tried."""
+"""Most buckets that are measured."""
 ELEMENTS = 2 << 20
-"""Elements of a bucket that are tried, if it has more."""
+"""Most elements of a bucket that are measured."""
 RUNS = 6
-"""Runs of a level, of which the first warms up and the fastest of the others counts."""
+"""Runs of a level. The first warms up; the fastest of the others counts."""
 SECONDS = 0.5
-"""Time of a level's runs after which no more than two are made."""
+"""Time for a level's runs. Once it is spent, two runs are enough."""
 
 State = tuple[Array, ...]
 Round = Callable[[Sequence[Array], Sequence[Array], Sequence[State]], tuple[list[Array], list[State], list[Array]]]
-"""(gradients, residuals, contexts' arrays) of some buckets -> (whether they are finite, the next contexts' arrays, all
-else that an exchange would use)."""
+"""(gradients, residuals, contexts' arrays) of some buckets -> (flags of finite payloads, the next contexts' arrays, all
+other results of an exchange)."""
 
 
 def codec_seconds(
@@ -43,27 +43,29 @@ def codec_seconds(
     transport: Transport,
     compiled: Callable[[Round], Any] = lambda a_round: a_round,
 ) -> tuple[float, ...]:
-    """Seconds a step that encoding and decoding all buckets takes at each level, on the slowest rank.
+    """Seconds that encoding and decoding all buckets takes in a step at each level, on the slowest rank.
 
-    All ranks call it at the same point. ``compiled``: how the framework makes a graph of a function of arrays, where
-    it trains in graphs.
+    All ranks call it at the same point.
+
+    Args:
+        compiled: makes a graph of a function of arrays, for frameworks that train in graphs.
     """
     tried, factor = _typical(buckets)
-    rng = np.random.default_rng(0)  # zeros would take short cuts, and the script's own randomness is not ours
+    rng = np.random.default_rng(0)  # zeros would take short cuts; the script's own random state stays untouched
     grads = [rng.standard_normal(spec.size, dtype=np.float32) for spec in tried]
     own = [
         0.0 if isinstance(c, NoCompression) or not tried else factor * _seconds(ops, tried, grads, c, compiled)
         for c in compressors
     ]
-    return tuple(max(ranks) for ranks in zip(*transport.gather_objects(own), strict=True))
+    return tuple(max(ranks) for ranks in zip(*transport.gather_objects(own, "codec seconds"), strict=True))
 
 
 def _typical(buckets: Sequence[Bucket]) -> tuple[Sequence[Spec], float]:
-    """Buckets to try, and how many times as much all are."""
+    """Buckets to measure, and the size of all buckets over theirs."""
     specs = [bucket.spec for bucket in buckets if bucket.dtype != DENSE_ONLY and bucket.spec.size]
     if not specs:
         return (), 0.0
-    # Small ones would say more of the cost of a call than of that of a byte.
+    # Small buckets would show the cost of calls rather than of bytes.
     least = min(ELEMENTS, max(spec.size for spec in specs)) / 2
     typical = [spec for spec in specs if spec.size >= least]
     tried = [_shortened(spec) for spec in typical[:: -(-len(typical) // BUCKETS)]]
@@ -84,7 +86,7 @@ def _seconds(
     compressor: Compressor,
     compiled: Callable[[Round], Any],
 ) -> float:
-    """Seconds that a level takes for these buckets, less what a call takes that does nothing."""
+    """Seconds that a level takes for these buckets, less the time of a call that does nothing."""
     residuals = [ops.from_numpy(grad) for grad in grads]
     states = [
         compressor.warm(ops, compressor.init(ops, spec), residual).state
@@ -119,10 +121,10 @@ def _least(
     """Seconds of the fastest run."""
     seconds: list[float] = []
     while len(seconds) < 2 or (len(seconds) < RUNS and sum(seconds) < SECONDS):
-        fresh = [ops.from_numpy(grad) for grad in grads]  # what is sent is overwritten by what remains of it
+        fresh = [ops.from_numpy(grad) for grad in grads]  # the residual may overwrite them
         began = time.perf_counter()
         sound, states, results = a_round(fresh, residuals, states)
-        all([bool(flag) for flag in sound])  # a device works on until somebody looks
+        all([bool(flag) for flag in sound])  # waits for the device
         for last in (*results[-1:], *(states[-1] if states else ())):
             ops.to_numpy(ops.reshape(last, (-1,))[:1])
         seconds.append(time.perf_counter() - began)

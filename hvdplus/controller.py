@@ -7,12 +7,11 @@ run log. Every rank runs it on the same figures and so decides the same at the s
                         ▲        (each level at most once)                             │
                         └──────── the wire or the computation has changed ─────────────┘
 
-What is held is the least compression among the fastest levels *measured*: the model only says what is worth a try.
-Times of levels are compared as lower quartiles of a few pairs of steps each, which noise can turn around, so a level
-that turns out slower than another one might be now is compared with it once more, and ever more rarely. A machine has
-slow and fast phases longer than a trial: what was measured in another one than the present is taken for what it would
-be now, unless that was shown to be wrong; and in a comparison, and in a look at dense, the held level has a turn before
-the other's and one after it, and is left only if it loses both.
+The level that is held is the least compression among the fastest levels *measured*: the model only says which level is
+worth a try. Times of levels are compared as lower quartiles of a few pairs of steps each, which noise can turn around.
+So the held level is compared once more with one that might take less now, be it that the machine was slower when that
+one was measured; comparisons become rarer and rarer. In a comparison, and in a look at dense, the held level
+has a turn before the other's and one after it, and is left only if it loses both.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ class Observation(NamedTuple):
 
     times: StepTimes
     error: float = math.nan
-    """Norm of the residuals over the norm of the gradients, ranks' root mean squares; NaN: not gauged in this step."""
+    """Norm of the residuals over the norm of the gradients, as root mean squares over the ranks; NaN: not measured."""
     gradient_norm: float = math.nan
-    """Root mean square over the ranks; NaN: not gauged."""
+    """Root mean square over the ranks; NaN: not measured."""
     learning_rate: float = 0.0
     """0: unknown."""
     sounding_bytes: int = 0
@@ -62,7 +61,7 @@ class Mode(Enum):
 
 @dataclass(frozen=True)
 class Limits:
-    """The numbers that decisions hang on."""
+    """The thresholds of all decisions."""
 
     dense_steps: int = 10
     """Steps at level 0 before anything else is tried, and in a critical phase; twice as many at the start while
@@ -78,18 +77,15 @@ class Limits:
     optimism: float = 0.1
     """Share of the step by which a prediction may be too long: a level that could be the fastest is tried."""
     mild_optimism: float = 0.25
-    """The same for the least compression, where communication is a bottleneck at dense: that a step is no longer than
-    at float16 shall be known, and the model cannot know how far computing and communication are in each other's way."""
+    """The same for the least compression, if communication is a bottleneck at dense: the model ignores that computation
+    and communication compete for the machine, so fp16 is nearly always worth a trial."""
     change: float = 0.3
     """Relative change of communication, or of computation as a share of the step, that may change the choice; then a
     level must promise to save ``worthwhile`` of the step to be tried. Communication has to change by so much of a step
     as well, or to fall by ``margin`` of it."""
     worthwhile: float = 0.1
-    """Also by how much a level has to lose a comparison so that its own figure counts from then on, whatever phase the
-    machine was in."""
-    own_pace: float = 0.1
-    """Relative difference between levels' computation that is taken for their own (sums in the background take a share
-    of the processor); a larger one is taken for the machine's, which was faster or slower meanwhile."""
+    """Also the share of the step by which a level has to lose a comparison for its time to stand, whatever the
+    machine's pace."""
     watch_steps: int = 6
     """Steps in a look at the held level; ``patience`` looks in a row must agree on a change."""
     patience: int = 2
@@ -112,7 +108,7 @@ class Limits:
     sounding_most: int = 64 << 20
     """Bytes that it takes no more than, whatever the model."""
     drain_steps: int = 10
-    """Dense steps that pay out a residual before a look at dense begins."""
+    """Dense steps that flush a residual before a look at dense begins."""
     error_budget: float = 1.0
     """Largest error of a level, smoothed as the median of the last 10 readings: at 1, no more than about one step's
     gradient is held back. ``benchmarks/quality.py`` shows what that costs. A level whose trial ends at twice as much is
@@ -165,12 +161,9 @@ class Controller:
     _rivals: list[int] = field(default_factory=list)
     """Levels that are being compared once more, as they take turns: the held one, the other, the held one again."""
     _beaten: list[int] = field(default_factory=list)
-    """Levels that lost a comparison by more than ``worthwhile``: no slow phase of the machine excuses them."""
-    _unproven: list[int] = field(default_factory=list)
-    """Levels that took less than the held one, and were passed over because the machine was faster then: until a
-    comparison shows it, that may have been the level's own doing."""
+    """Levels that lost a comparison by more than ``worthwhile``: a slow phase of the machine is no excuse for them."""
     _sounding_pause: int = 1
-    """Only every so manieth sounding takes place."""
+    """One in so many soundings takes place."""
     _larger: int = 0
     """Bytes of a sounding that shall follow a quick one; 0: none shall."""
     _larger_after: int = 0
@@ -382,13 +375,13 @@ class Controller:
             other = min(others, key=others.__getitem__)
             if others[other] < (1 - self.limits.margin) * held.step:
                 self._compare_after *= 4
-                paced = "" if other in self._unproven else " at the machine's present pace"
                 self._rivals = [self.level, other]
                 return self._try(
                     other,
                     f"{self.names[self.level]} takes {_ms(held.step)} a step over {len(self._samples[self.level])} "
                     f"steps, {self.names[other]} took {_ms(self._measured(other).step)} and might be "
-                    f"{1 - others[other] / held.step:.0%} faster{paced}: compared once more",
+                    f"{1 - others[other] / held.step:.0%} faster at the machine's present pace: compared once "
+                    "more",
                 )
         if self.level and self._steps_held >= self._probe_after:
             look = self.limits.drain_steps + self.limits.settle_steps + self.limits.trial_steps
@@ -507,23 +500,15 @@ class Controller:
         return min(level for level, step in steps.items() if (1 - self.limits.margin) * step <= fastest)
 
     def _hold_best(self, why: str, compared: Sequence[int] = ()) -> Decision:
-        """Hold the best of levels that were ``compared``, by what they took, or of all that are known, by what they
-        should take at the machine's present pace."""
+        """Hold the best of the levels that were ``compared``, or of all that are known, by what they took."""
         taken = {level: self._measured(level).step for level in compared or self._known()}
-        steps = taken if compared else {level: self._should_take(level) for level in taken}
-        best = self._least(steps)
-        kept = [level for level in self._unproven if compared and level not in compared]
-        passed_over = [level for level, step in taken.items() if step < (1 - self.limits.margin) * taken[best]]
-        self._unproven = [*kept, *passed_over]
-        if passed_over:  # whatever was compared before, this has not been
-            self._compare_after = 4 * self.limits.watch_steps
-        paced = "" if steps == taken else " at the machine's present pace"
+        best = self._least(taken)
         tried = ", ".join(f"{self.names[level]} {_ms(step)}" for level, step in sorted(taken.items()))
         if best == 0:
-            no_pay = f"compression does not pay{paced} ({tried})"
+            no_pay = f"compression does not pay ({tried})"
             return self._hold(0, f"{why}; {no_pay if len(taken) > 1 else 'no other level promises enough'}")
-        saves = f", {1 - steps[best] / steps[0]:.0%} less than dense" if 0 in steps else ""
-        return self._hold(best, f"{why}; {self.names[best]} is best{saves}{paced} ({tried})")
+        saves = f", {1 - taken[best] / taken[0]:.0%} less than dense" if 0 in taken else ""
+        return self._hold(best, f"{why}; {self.names[best]} is best{saves} ({tried})")
 
     def _look_anew(self, what: str, now: StepTimes, before: StepTimes) -> Decision | None:
         """The wire or the computation has changed: what was measured at other levels may hold no more."""
@@ -569,24 +554,17 @@ class Controller:
         return [level for level in sorted(self._samples) if level not in self.refused]
 
     def _pace(self, level: int) -> float:
-        """How many times as long the present level's computation takes as this one's did: the machine's pace, unless
-        one of the two has lost a comparison clearly, which no pace excuses."""
+        """The present level's computation over that of ``level`` when it was measured: the machine's pace, unless the
+        level itself is the reason. 1 where one of the two has clearly lost a comparison."""
         if level == self.level or {level, self.level} & set(self._beaten) or not self._samples.get(self.level):
             return 1.0
         then, now = (typical(map(_busy, self._samples[each])) for each in (level, self.level))
         return now / then if then and now else 1.0
 
     def _might_take(self, level: int) -> float:
-        """Seconds of a step now, if the machine's pace tells in all of it; no allowance where that has to be proven."""
-        return self._measured(level).step * (1.0 if level in self._unproven else self._pace(level))
-
-    def _should_take(self, level: int) -> float:
-        """Seconds of a step now, if the machine's pace tells in what a processor does alone, and a small difference is
-        the level's own."""
-        times, pace = self._measured(level), self._pace(level)
-        if max(pace, 1 / pace) <= 1 + self.limits.own_pace:
-            return times.step
-        return times.step + (pace - 1) * (_busy(times) + times.codec)
+        """Seconds of a step now, if the machine's pace changes all of it: a reason to compare the level, none to hold
+        it."""
+        return self._measured(level).step * self._pace(level)
 
     def _measured(self, level: int) -> StepTimes:
         steps = self._samples[level]  # lists of samples are replaced, never changed

@@ -1,11 +1,11 @@
-"""What a level would cost: an α–β model of the link, fitted to what was measured, and the time that computing hides.
+"""The cost of a level: an α–β model of the link, fitted to measurements, and the communication that computation hides.
 
-All-reduces of a step follow each other on the wire. With α seconds for each and β seconds for each byte of payload, a
-level's communication takes ``α · messages + β · bytes``, of which the backward pass hides what it can: all but the last
-bucket, which is full only when the pass is over. Pure functions of figures, as the controller that asks them.
+The all-reduces of a step follow each other on the link. With α seconds for each all-reduce and β seconds for each byte
+of payload, a level's communication takes ``α · messages + β · bytes``. The backward pass can hide all of it but the
+last bucket, which is full only when the pass is over. All functions are pure, like the controller that calls them.
 
-α and β are of the job as it runs: its ranks, its collective, its links. What other numbers of ranks and other
-collectives would cost follows from the textbook formulas below (Thakur, Rabenseifner and Gropp, 2005).
+α and β describe the job as it runs: its ranks, its collective, its links. The cost on other numbers of ranks and by
+other collectives follows from the textbook formulas below (Thakur, Rabenseifner and Gropp, 2005).
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from hvdplus.exchange.bucket import Bucket, bytes_per_step
 from hvdplus.compression import Compressor
+from hvdplus.exchange.bucket import Bucket, bytes_per_step
 
 
 class LevelCost(NamedTuple):
-    """What a level asks of the wire and of the processor in one step, the same on every rank."""
+    """Demands of a level on link and processor in one step, the same on every rank."""
 
     payload_bytes: int
     last_bytes: int
-    """Bytes of the bucket that leaves last, when the backward pass is over and hides nothing any more."""
+    """Bytes of the bucket that is sent last, when the backward pass is over and hides nothing."""
     messages: int
     """Number of all-reduces."""
     codec: float = 0.0
-    """Seconds to encode and decode, as tried beforehand; 0: not tried."""
+    """Seconds to encode and decode, measured before training; 0: not measured."""
 
 
 def level_costs(
@@ -35,7 +35,7 @@ def level_costs(
     codec: Sequence[float],
     summable: Sequence[str] = (),
 ) -> tuple[LevelCost, ...]:
-    """Costs of every level. ``codec``: seconds a step, one a compressor. ``summable``: see ``bytes_per_step``."""
+    """Costs of every level. ``codec``: seconds a step for each compressor. ``summable``: see ``bytes_per_step``."""
     return tuple(
         LevelCost(
             bytes_per_step(buckets, compressor, summable),
@@ -48,7 +48,7 @@ def level_costs(
 
 
 class Link(NamedTuple):
-    """The wire as this job's all-reduces see it."""
+    """The link as this job's all-reduces see it."""
 
     alpha: float
     """Seconds for each all-reduce, however small."""
@@ -60,15 +60,15 @@ class Link(NamedTuple):
         return self.alpha * cost.messages + self.beta * cost.payload_bytes
 
     def exposed(self, cost: LevelCost, hideable: float) -> float:
-        """What of it a step waits for, where computing can hide ``hideable`` seconds."""
+        """Communication that a step waits for, if computation can hide ``hideable`` seconds."""
         last = self.alpha + self.beta * cost.last_bytes
         return max(last, self.seconds(cost) - hideable)
 
     def changed(self, cost: LevelCost, seconds: float) -> Link:
-        """This link after one level was seen to take ``seconds``.
+        """This link after the communication of one level took ``seconds``.
 
-        Bytes explain the change, but for one: where α took most of the time and less is taken now, a few bytes do not
-        prove that the link is faster. Then both are scaled alike.
+        The change is put down to β, with one exception: where α took most of the time before and the time is shorter
+        now, so few bytes do not prove a faster link, and both are scaled alike.
         """
         before = self.seconds(cost)
         if not cost.payload_bytes or seconds < before > 2 * self.beta * cost.payload_bytes:
@@ -79,9 +79,9 @@ class Link(NamedTuple):
 
 
 def fit_link(measured: Sequence[tuple[LevelCost, float]]) -> Link:
-    """The link that explains best, by relative error, how many seconds of communication each level took.
+    """The link that fits the measured seconds of communication best, by least squares of relative errors.
 
-    Neither figure is negative. One measurement alone is taken for bytes.
+    Neither α nor β is negative. A single measurement is put down to β alone.
     """
     points = [(cost.messages / seconds, cost.payload_bytes / seconds) for cost, seconds in measured if seconds > 0]
     mm = sum(m * m for m, _ in points)
@@ -100,10 +100,10 @@ def fit_link(measured: Sequence[tuple[LevelCost, float]]) -> Link:
 
 # -- other numbers of ranks, other links -------------------------------------------------------------------------------
 #
-# Seconds of a collective of N ranks, where a message takes α and a byte β seconds, every rank sends one message and
-# receives one at a time, and every rank has a link of its own. The time to add the numbers up is left out. All are
-# α–β formulas of Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH"
-# (Int. J. High Perform. Comput. Appl. 19(1), 2005), unless they say otherwise.
+# Seconds of a collective of N ranks. A message takes α seconds and a byte β seconds; each rank has a link of its own,
+# and sends one message and receives one at a time. The time of additions is left out. All are α–β formulas of Thakur,
+# Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (Int. J. High Perform. Comput.
+# Appl. 19(1), 2005), unless they say otherwise.
 
 
 class Wire(NamedTuple):
@@ -130,52 +130,17 @@ def ring_all_reduce(payload_bytes: float, ranks: int, wire: Wire) -> float:
 def tree_all_reduce(payload_bytes: float, ranks: int, wire: Wire) -> float:
     """2 log₂N α + 2 (N-1)/N M β: recursive halving, then recursive doubling (Rabenseifner, ICCS 2004).
 
-    Where N is no power of two, P is the next below: N-P ranks first hand all they have to a neighbour and get the
-    result back at the end, as in MPICH: 2 (α + M β) more, for a tree of P ranks.
+    Where N is no power of two, P is the largest power of two below it: N-P ranks first send their payload to a
+    neighbour and receive the result at the end, as in MPICH. That adds 2 (α + M β) to the time of a tree of P ranks.
     """
     stages, folds = _stages(ranks)
     halved = 1 - 0.5**stages
-    return 2 * (stages * wire.alpha + halved * payload_bytes * wire.beta) + folds * _whole(payload_bytes, wire)
-
-
-def recursive_doubling(payload_bytes: float, ranks: int, wire: Wire) -> float:
-    """log₂N (α + M β), an all-reduce for small payloads: everything to a partner twice as far away at every stage.
-
-    Where N is no power of two, 2 (α + M β) more, as in ``tree_all_reduce``.
-    """
-    stages, folds = _stages(ranks)
-    return (stages + folds) * _whole(payload_bytes, wire)
-
-
-def parameter_server(payload_bytes: float, ranks: int, wire: Wire) -> float:
-    """2 N (α + M β): one server's link takes in N payloads and, when it has them all, gives out N results.
-
-    One server of Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI 2014); S servers,
-    each with a link of its own and a part of M/S bytes, take 2 N (α + M β / S).
-    """
-    return 2 * ranks * _whole(payload_bytes, wire)
-
-
-def binomial_broadcast(payload_bytes: float, ranks: int, wire: Wire) -> float:
-    """⌈log₂N⌉ (α + M β): whoever has it passes it on, so twice as many have it after every stage."""
-    return (ranks - 1).bit_length() * _whole(payload_bytes, wire)
-
-
-def ring_all_gather(payload_bytes: float, ranks: int, wire: Wire) -> float:
-    """(N-1) (α + M β), where every rank has M bytes of its own: what payloads need that do not add up (index lists).
-
-    It grows with N, where a ring all-reduce of as many bytes never takes longer than 2 M β and its messages.
-    """
-    return (ranks - 1) * _whole(payload_bytes, wire)
-
-
-def _whole(payload_bytes: float, wire: Wire) -> float:
-    """A message that carries everything."""
-    return wire.alpha + payload_bytes * wire.beta
+    whole = wire.alpha + payload_bytes * wire.beta
+    return 2 * (stages * wire.alpha + halved * payload_bytes * wire.beta) + folds * whole
 
 
 def _stages(ranks: int) -> tuple[int, int]:
-    """Stages of a tree over the largest power of two in ``ranks``; messages of those beyond it."""
+    """Stages of a tree over the largest power of two up to ``ranks``; further messages for the ranks beyond it."""
     stages = ranks.bit_length() - 1
     return stages, 2 if ranks > 1 << stages else 0
 
@@ -185,19 +150,19 @@ ALL_REDUCES: Mapping[str, Collective] = {"ring": ring_all_reduce, "tree": tree_a
 
 
 def job_link(collective: Collective, ranks: int, wire: Wire, fixed: float) -> Link:
-    """What a job's all-reduces see of its wires. All formulas are straight lines in the payload.
+    """The link as a job's all-reduces see it: every formula is a straight line in the payload.
 
     Args:
-        fixed: seconds that each all-reduce takes besides, whatever its ranks: negotiation, launching.
+        fixed: seconds that each all-reduce takes in addition (negotiation, launching), on any number of ranks.
     """
     return Link(fixed + collective(0.0, ranks, wire), collective(1.0, ranks, wire._replace(alpha=0.0)))
 
 
 def ring_wire(link: Link, ranks: int, message_seconds: float) -> tuple[Wire, float]:
-    """The wire below a ring's fitted ``link``, and the fixed seconds of each all-reduce.
+    """The wire behind a ring's fitted ``link``, and the fixed seconds of each all-reduce.
 
-    One run cannot tell the two apart, so ``message_seconds`` (α of the wire) is an assumption; what the link's alpha
-    holds beyond 2 (N-1) messages is fixed.
+    One run cannot tell the two apart, so ``message_seconds`` (α of the wire) is an assumption. The part of the link's α
+    that 2 (N-1) messages do not explain is fixed.
     """
     fixed = max(0.0, link.alpha - 2 * (ranks - 1) * message_seconds)
     return Wire(message_seconds, link.beta * ranks / (2 * (ranks - 1))), fixed

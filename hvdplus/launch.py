@@ -10,7 +10,7 @@ from typing import Any
 
 from hvdplus.compression import Compressor, HorovodCompressor, Ops, Spec, known, parse
 from hvdplus.exchange.plan import Ladder
-from hvdplus.runlog import RunLog
+from hvdplus.log.runlog import RunLog
 from hvdplus.settings import SETTINGS, Settings
 from hvdplus.transport import World
 
@@ -131,7 +131,7 @@ def join(
         ValueError: another rank has other gradients, settings or arguments; on every rank.
     """
     # Where ranks come and go, some have made more optimizers than others.
-    instance = max(world.transport.gather_objects(instance))
+    instance = max(world.transport.gather_objects(instance, "an optimizer's number (DistributedOptimizer)"))
     check_same_model(list(zip(*((names,) if names else ()), shapes, dtypes, strict=True)), world)
     announce(ladder, auto, world)
     check_same_settings(settings, ladder, world, auto=auto, **agreed)
@@ -161,7 +161,7 @@ def check_same_model(mine: Sequence[Any], world: World) -> None:
         ValueError: another rank has other parameters; on every rank, with the first that differs.
     """
     mine = list(mine)
-    everyone = world.transport.gather_objects(mine)
+    everyone = world.transport.gather_objects(mine, "an optimizer's parameters")
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             pairs = itertools.zip_longest(everyone[0], theirs)
@@ -180,7 +180,7 @@ def check_same_settings(settings: Settings, ladder: Ladder, world: World, **argu
     """
     values = {name: getattr(settings, name) for name in SETTINGS if name != "run_log"}  # only rank 0 writes one
     mine = {"levels": ladder.names, **arguments, **values}
-    everyone = world.transport.gather_objects(mine)
+    everyone = world.transport.gather_objects(mine, "an optimizer's settings")
     for rank, theirs in enumerate(everyone):
         for name, value in theirs.items():
             if value != everyone[0][name]:
@@ -190,6 +190,29 @@ def check_same_settings(settings: Settings, ladder: Ladder, world: World, **argu
                 )
 
 
+def same_bytes(mine: Sequence[tuple[str, str]], world: World) -> bool:
+    """Whether all ranks have the same digests. Every rank calls it. Rank 0 prints the first tensor that differs.
+
+    Args:
+        mine: (description, digest) a tensor, in order.
+    """
+    everyone = world.transport.gather_objects(list(mine), "hvd.identical")
+    rows = list(itertools.zip_longest(*everyone, fillvalue=("nothing", "")))
+    unlike = [row for row in rows if len({digest for _, digest in row}) > 1]
+    if unlike and world.transport.rank == 0:
+        first = unlike[0]
+        described = next(text for text, _ in first if text != "nothing")
+        ranks = [str(rank) for rank, (_, digest) in enumerate(first) if digest != first[0][1]]
+        listed = ", ".join(ranks[:8]) + (", ..." if len(ranks) > 8 else "")
+        print(
+            f"hvdplus: not identical: {described} on rank{'s' if len(ranks) > 1 else ''} {listed} is not rank 0's; "
+            f"{len(unlike)} of {len(rows)} tensors differ",
+            file=sys.stderr,
+            flush=True,
+        )
+    return not unlike
+
+
 def next_instance() -> int:
     """A number for an optimizer or tape, from 0; the same on all ranks, as all make them in the same order."""
     global _instances
@@ -197,17 +220,12 @@ def next_instance() -> int:
     return _instances - 1
 
 
-def several() -> bool:
-    """Whether more than one was made, on this rank and so on all."""
-    return _instances > 1
-
-
 def open_log(settings: Settings, world: World, instance: int, rejoined: int = 0) -> RunLog:
     """The run log of the job's ``instance``-th optimizer (from 0), and a new one each time that it has ``rejoined``
     other ranks; only rank 0 writes a file, and only if asked to."""
     path = settings.run_log if world.transport.rank == 0 else ""
     ending = (f".{instance}" if instance else "") + (f".rejoined{rejoined}" if rejoined else "")
-    return RunLog(path + ending if path else None)
+    return RunLog(path + ending if path else None, keep=world.transport.rank == 0)
 
 
 def _one(compression: Any, ops: Ops) -> Compressor:

@@ -1,6 +1,7 @@
-"""Settings: what a script passes, over ``HVDPLUS_*`` in the environment, over a YAML file, over defaults.
+"""Settings, from four sources: a script's arguments come before ``HVDPLUS_*`` variables, before a YAML file, before
+defaults.
 
-The file is the one that ``HVDPLUS_CONFIG`` names; none is searched for. Its keys are the settings' names::
+``HVDPLUS_CONFIG`` names the file; hvdplus does not search for one. Its keys are the names of settings::
 
     compression: auto
     ladder: [none, fp16, "lowrank:2"]
@@ -25,8 +26,8 @@ CONFIG = PREFIX + "CONFIG"
 """Variable that names the file."""
 
 
-# Values come as the text of a variable, or typed from YAML or Python. What has the wrong type is a TypeError or a
-# ValueError; True is no number here, though Python counts with it.
+# A value is the text of a variable, or has a type of YAML or Python. A converter raises TypeError or ValueError for a
+# wrong one. True is no number here, although Python counts with it.
 
 
 def _at_least(least: int) -> Callable[[Any], int]:
@@ -85,7 +86,7 @@ def _setting(default: Any, convert: Callable[[Any], Any], explanation: str) -> A
 
 @dataclass(frozen=True)
 class Settings:
-    """What can be set. ``Settings.load()`` finds and checks the values."""
+    """All settings. ``Settings.load()`` finds and checks their values."""
 
     compression: str = _setting(
         "auto", _text, "level of compression: auto, or a fixed one such as fp16, int8, lowrank:4, topk:0.01+int8"
@@ -99,28 +100,28 @@ class Settings:
         "levels that auto may choose from, least compression first",
     )
     dense_steps: int = _setting(10, _at_least(1), "steps without compression at the start of training")
-    warm_steps: int = _setting(2, _at_least(1), "dense steps from which a level learns before it begins")
-    drain_steps: int = _setting(10, _at_least(1), "steps over which a residual is paid out on the way back to dense")
+    warm_steps: int = _setting(2, _at_least(1), "dense warm-up steps from which a level learns before it begins")
+    drain_steps: int = _setting(10, _at_least(1), "steps over which a residual is flushed on the way back to dense")
     error_budget: float = _setting(
         1.0, _above_zero, "largest smoothed ||residual|| / ||gradient|| at which auto keeps a level"
     )
     bucket_bytes: int = _setting(8 << 20, _at_least(4), "size of the buckets that gradients are exchanged in, in bytes")
     weights_check_steps: int = _setting(
-        100, _at_least(0), "steps between two checks that all ranks hold the same weights (also after the first); 0: none"
+        100, _at_least(0), "steps between checks that weights are equal on all ranks (also after the first); 0: none"
     )
     window_steps: int = _setting(10, _at_least(1), "steps summed up in one line of the run log")
     run_log: str = _setting("", _text, "file for the run log (JSON lines, written by rank 0); empty: none")
     seed: int = _setting(0, _at_least(0), "seed of the compressors' randomness, the same on all ranks")
 
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-    """Setting -> where its value is from: ``argument``, ``environment``, ``file PATH``. The others are defaults."""
+    """Setting -> the source of its value: ``argument``, ``environment``, ``file PATH``. All others have defaults."""
 
     @classmethod
     def load(cls, arguments: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
-        """Every setting from the highest source that has it.
+        """Each setting from the highest source that has it.
 
         Args:
-            arguments: name -> value, as a script passes them to ``DistributedOptimizer(settings=)``.
+            arguments: name -> value, from a script's ``DistributedOptimizer(settings=)``.
             environ: the environment; default ``os.environ``.
 
         Raises:
@@ -146,7 +147,7 @@ class Settings:
         return cls(**values, origins=origins)
 
     def whence(self, name: str) -> str:
-        """The setting as its source spells it, and that source: ``HVDPLUS_LADDER (environment)``."""
+        """The setting in its source's spelling, and the source: ``HVDPLUS_LADDER (environment)``."""
         origin = self.origins.get(name, "default")
         return f"{_spelled(name, origin)} ({origin})"
 
@@ -161,7 +162,7 @@ def variable(name: str) -> str:
 
 
 class Described(NamedTuple):
-    """One setting, for people."""
+    """One setting, to be shown."""
 
     name: str
     value: str
@@ -170,7 +171,7 @@ class Described(NamedTuple):
 
 
 def describe(settings: Settings) -> Iterable[Described]:
-    """Every setting, under its variable's name, with its value and where that is from."""
+    """Every setting by its variable's name, with its value and the value's source."""
     for name, entry in SETTINGS.items():
         value = getattr(settings, name)
         text = ",".join(value) if isinstance(value, tuple) else str(value)
@@ -178,15 +179,15 @@ def describe(settings: Settings) -> Iterable[Described]:
 
 
 def unknown(environ: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Variables that look like settings and are none, each with the setting spelled most like it, or nothing."""
+    """Variables named ``HVDPLUS_*`` that are no settings, each with the most similar setting, or ``""``."""
     known = {variable(name): name for name in SETTINGS} | {CONFIG: "config"}
-    others = [name for name in environ if name.startswith(PREFIX) and name not in (*known, "HVDPLUS_VENV")]
+    others = [name for name in environ if name.startswith(PREFIX) and name not in known]
     nearest = {name: _nearest(name, known.values()) for name in sorted(others)}
     return [(name, variable(near) if near else "") for name, near in nearest.items()]
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
-    """The one of ``names`` that is spelled most like ``name``; empty if none is like it."""
+    """The most similar of ``names``; ``""`` if none is similar."""
     bare = name.lower().removeprefix(PREFIX.lower())
     return next(iter(difflib.get_close_matches(bare, list(names), 1)), "")
 
@@ -205,7 +206,7 @@ def _converted(name: str, value: Any, origin: str) -> Any:
 
 
 def _checked(arguments: Any) -> Mapping[str, Any]:
-    """What a script passed, if it can be used there."""
+    """A script's settings. Raises ValueError if they are no mapping, or come too late."""
     if arguments is None:
         return {}
     if not isinstance(arguments, Mapping):
@@ -220,7 +221,7 @@ def _checked(arguments: Any) -> Mapping[str, Any]:
 
 
 def _read(path: str) -> Mapping[Any, Any]:
-    """What the YAML file at ``path`` says; nothing if it is empty."""
+    """The content of the YAML file at ``path``, ``{}`` if it is empty. Raises ValueError for any other content."""
     import yaml
 
     try:

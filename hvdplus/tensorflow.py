@@ -6,6 +6,7 @@ are those of ``hvdplus.keras``, and the rest is Horovod's own.
 
 from __future__ import annotations
 
+import gc
 import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -44,6 +45,7 @@ def join(*arguments: Any, **keywords: Any) -> Any:
     Raises:
         RuntimeError: a tape exchanges gradients with all ranks.
     """
+    gc.collect()  # exchanges whose variables the script has dropped need no other ranks
     if _tape._exchanges:
         raise RuntimeError(NO_JOIN)
     return _horovods("join")(*arguments, **keywords)

@@ -5,10 +5,16 @@ Implementations live in ``hvdplus.adapters``: Horovod (PyTorch, TensorFlow), mpi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from hvdplus.compression import Array
+
+OBJECTS = "objects"
+"""Purpose of a gather whose caller names none."""
+PART_BYTES = 1 << 28
+"""Most bytes of objects in one message, all ranks' together: MPI and Horovod count bytes with 31 bits."""
 
 
 class TransportError(RuntimeError):
@@ -29,10 +35,12 @@ class Transport(Protocol):
     local_rank: int
     """Rank among those on the same host."""
     local_size: int
-    summable: Sequence[str]
-    """Types of arrays that it can add up, such as ``float16``."""
     negotiates: bool
     """Whether ranks may start sums in any order, and small ones that are ready together are made as one."""
+
+    @property
+    def summable(self) -> Sequence[str]:
+        """Types of arrays that it can add up, such as ``float16``."""
 
     def start(self, array: Array, name: str, scale: float = 1.0) -> Any:
         """Begin to sum ``array`` over all ranks, in place where the framework allows; returns a handle at once.
@@ -48,8 +56,15 @@ class Transport(Protocol):
     def wait(self, handle: Any) -> Array:
         """The sum that ``start`` began, bit-identical on every rank."""
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's picklable ``value``, in rank order, on every rank."""
+    def gather_objects(self, value: Any, what: str = OBJECTS) -> list[Any]:
+        """Every rank's picklable ``value``, in rank order, on every rank; of any length.
+
+        Args:
+            what: the purpose, for people; the same on all ranks.
+
+        Raises:
+            TransportError: ranks gather for different purposes; on every rank.
+        """
 
     def barrier(self) -> None:
         """Return when every rank has arrived."""
@@ -77,3 +92,63 @@ class World(NamedTuple):
     """Index of this rank's host among ``hosts``."""
     differences: tuple[str, ...]
     """In what the ranks' CPUs or libraries differ; empty where bits can be expected to agree."""
+
+
+def check_same_call(calls: Sequence[str], hint: str = "") -> None:
+    """Raise TransportError, with two ranks' words, unless all ranks (in order) make the same call."""
+    for rank, call in enumerate(calls):
+        if call != calls[0]:
+            raise TransportError(
+                f"Ranks make different calls: rank 0: {calls[0]}, rank {rank}: {call}. Every rank has to make the same "
+                f"calls in the same order, with tensors of the same shape and type.{hint}"
+            )
+
+
+def gather_in_parts(value: Any, what: str, size: int, gather: Callable[[Any], list[Any]]) -> list[Any]:
+    """``Transport.gather_objects`` over a ``gather`` that can take no more than ``PART_BYTES`` from all ranks together.
+
+    Short values travel in one message.
+
+    Args:
+        size: number of ranks.
+        gather: every rank's object, in rank order.
+    """
+    mine = memoryview(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+    part_bytes = max(PART_BYTES // size, 1)
+    told = gather((what, len(mine), bytes(mine[:part_bytes])))
+    check_same_call([f"gather of {theirs}" for theirs, _, _ in told])
+    parts = [[first] for _, _, first in told]
+    for at in range(part_bytes, max(length for _, length, _ in told), part_bytes):
+        for rank, part in enumerate(gather(bytes(mine[at : at + part_bytes]))):
+            parts[rank].append(part)
+    return [pickle.loads(b"".join(theirs)) for theirs in parts]
+
+
+def broadcast_object(transport: Transport, value: Any, root_rank: int, what: str = OBJECTS) -> Any:
+    """Rank ``root_rank``'s picklable ``value`` on every rank; of any length. The others' values do not count."""
+    return transport.gather_objects(value if transport.rank == root_rank else None, what)[root_rank]
+
+
+def broadcast_each(transport: Transport, values: Iterable[Any], root_rank: int, what: str = OBJECTS) -> Iterator[Any]:
+    """Rank ``root_rank``'s arrays on every rank, one after the other; iterate to the end on every rank.
+
+    Small ones share a message; at no time are more than ``PART_BYTES`` of them, or one that is longer, in memory twice.
+
+    Args:
+        values: arrays or tensors with ``nbytes``; only the root's are looked at.
+    """
+    source = iter(values)
+    more = True
+    while more:
+        group: list[Any] = []
+        if transport.rank == root_rank:
+            length = 0
+            more = False
+            for value in source:
+                group.append(value)
+                length += value.nbytes
+                if length >= PART_BYTES:
+                    more = True
+                    break
+        group, more = broadcast_object(transport, (group, more), root_rank, what)
+        yield from group

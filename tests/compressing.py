@@ -1,7 +1,7 @@
 """What the tests of compressors share: the table of algorithms, the table of frameworks, buckets, simulated ranks.
 
-A new algorithm is a new row of ``ROWS``, a new framework a new row of ``OPS``. Ranks are simulated: their payloads are
-added by the framework's own ``+``.
+A new algorithm is a new row of ``ROWS``, a new framework a new row of ``FRAMEWORKS``. Ranks are simulated: their
+payloads are added by the framework's own ``+``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from frameworks import examples, need, present
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdplus.adapters.numpy import NumpyOps
@@ -38,7 +39,7 @@ def _numpy() -> Ops:
 
 
 def _torch() -> Ops:
-    pytest.importorskip("torch")
+    need("torch")
     from hvdplus.adapters.torch.ops import TorchOps
 
     return TorchOps()
@@ -46,7 +47,7 @@ def _torch() -> Ops:
 
 def _device() -> Ops:
     """What PyTorch does on a GPU, on the CPU."""
-    pytest.importorskip("torch")
+    need("torch")
     from hvdplus.adapters.torch.ops import DeviceOps
 
     return DeviceOps("cpu")
@@ -56,7 +57,7 @@ def _tensorflow() -> Ops:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     with warnings.catch_warnings():  # its imports warn about each other
         warnings.simplefilter("ignore")
-        pytest.importorskip("tensorflow")
+        need("tensorflow")
         from hvdplus.adapters.tensorflow.ops import TensorFlowOps
 
         return TensorFlowOps()
@@ -66,19 +67,21 @@ class Framework(NamedTuple):
     """One that compressors run in."""
 
     make: Callable[[], Ops]
-    """Its ``Ops``; the test is skipped where it is not installed."""
+    """Its ``Ops``."""
     examples: int
     """How many examples a property gets: eager TensorFlow is slow."""
     long: int
     """Steps of a long run."""
 
 
-OPS = {
+FRAMEWORKS = {
     "numpy": Framework(_numpy, 30, 200),
     "torch": Framework(_torch, 12, 200),
     "tensorflow": Framework(_tensorflow, 3, 30),
     "torch on a device": Framework(_device, 3, 30),
 }
+OPS = {name: framework for name, framework in FRAMEWORKS.items() if present(name.partition(" ")[0])}
+"""Those that tests run in."""
 
 every_framework = pytest.mark.parametrize("framework", OPS)
 
@@ -375,8 +378,7 @@ def cases(draw: st.DrawFn, ranks: tuple[int, ...]) -> Case:
 def for_many(level: str, framework: str, check: Callable[[Case], None]) -> None:
     """Check a property on as many cases as the framework's speed allows; the same ones on every machine."""
     ops_of(framework)
-    examples = settings(max_examples=OPS[framework].examples, deadline=None, derandomize=True, database=None)
-    examples(given(cases(ROWS[level].ranks))(check))()
+    examples(OPS[framework].examples)(given(cases(ROWS[level].ranks))(check))()
 
 
 # -- simulated ranks ---------------------------------------------------------------------------------------------------

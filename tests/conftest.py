@@ -5,9 +5,23 @@ import sys
 from pathlib import Path
 
 import pytest
+from frameworks import present
 
 # At the end, as the folder also holds names that others use (codecs).
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+
+def pytest_report_header():
+    missing = [module for module in ("torch", "tensorflow") if not present(module)]
+    return f"without {' and '.join(missing)}: not installed" if missing else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Tests that ask for a laboratory are marked so, before ``-m`` picks."""
+    for item in items:
+        if "lab" in getattr(item, "fixturenames", ()):
+            item.add_marker("lab")
 
 
 @pytest.fixture

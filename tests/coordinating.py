@@ -14,8 +14,8 @@ from hvdplus.costmodel import LevelCost
 from hvdplus.exchange.coordinator import Coordinator
 from hvdplus.exchange.metadata import Metadata, Report, Slot, Sums, pack, read
 from hvdplus.exchange.plan import Ladder, Plan
+from hvdplus.log.runlog import RunLog
 from hvdplus.meter import StepTimes
-from hvdplus.runlog import RunLog
 from hvdplus.settings import Settings
 
 LADDER = ("none", "fp16", "lowrank:4")

@@ -203,8 +203,8 @@ def drive(
 ) -> Course:
     """Run ``steps`` steps of a job (that changes) under a controller.
 
-    Figures arrive one step late. Steps that pay out a residual, or from which a level learns, are none of the
-    controller's business. ``events(step, controller)`` is called before every step.
+    Figures arrive one step late. The controller does not see steps that flush a residual or warm up.
+    ``events(step, controller)`` is called before every step.
     """
     at = job if callable(job) else lambda step: job
     start = at(0)

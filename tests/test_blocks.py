@@ -7,14 +7,13 @@ import math
 import numpy as np
 import pytest
 from compressing import Case, add, blocks_of, every_framework, norm, once, ops_of
-from hypothesis import given, settings
+from frameworks import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdplus.adapters.numpy import NumpyOps
 from hvdplus.compression import RandomK, Spec, TopK, parse
 from hvdplus.compression.blocks import BLOCK, BlockSelection
-
-pytestmark = pytest.mark.filterwarnings("error")
 
 every_selection = pytest.mark.parametrize("kind", [RandomK, TopK])
 
@@ -77,7 +76,7 @@ def test_where_little_is_saved_nothing_is_left_out(kind: type[BlockSelection]) -
 
 
 @given(st.integers(2, 60), st.floats(0.01, 0.9), st.integers(0, 1000), st.integers(0, 3))
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@examples(60)
 def test_every_block_is_sent_once_a_round(count: int, share: float, seed: int, position: int) -> None:
     """And none waits for more than two rounds: with independent draws some would wait for many."""
     compressor, spec = RandomK(share=share, block=2), Spec(((2 * count,),), position, seed)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import example, given, settings
+from frameworks import examples
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hvdplus.compression import parse
@@ -39,7 +40,7 @@ limits = st.integers(4, 4000)
 
 TYPES = ("float16", "bfloat16", "float32", DENSE_ONLY)
 
-thoroughly = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+thoroughly = examples(200)
 
 
 def cut(model: list[Parameter], bucket_bytes: int, ranks: int = 2, seed: int = 5) -> tuple[Bucket, ...]:

@@ -76,7 +76,7 @@ def test_the_slowest_rank_counts(tried: list[list[int]]) -> None:
     class Two(Local):
         size = 2
 
-        def gather_objects(self, value: Any) -> list[Any]:
+        def gather_objects(self, value: Any, what: str = "") -> list[Any]:
             return [value, [2 * seconds for seconds in value], [0.0 for _ in value]]
 
     buckets = cut([(128, 128)] * 2)

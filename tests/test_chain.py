@@ -41,8 +41,6 @@ from hvdplus.compression import (
 from hvdplus.compression.integer import Integer
 from hvdplus.compression.ops import HALF_LIMIT
 
-pytestmark = pytest.mark.filterwarnings("error")
-
 CHAINS = [level for level in LEVELS if "+" in level]
 every_chain = pytest.mark.parametrize("level", CHAINS)
 SPEC = Spec(((20, 16), (12, 10), (7,)), ranks=2, tail=9)

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from frameworks import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdplus import saved
@@ -35,7 +36,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @given(st.dictionaries(st.text(max_size=4), values))
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@examples(100)
 def test_files_hold_what_was_put_in(tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any]) -> None:
     folder = tmp_path_factory.mktemp("saved")
     saved.write(state, folder)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdplus import __version__
 from hvdplus.cli import main
 from hvdplus.compression import TABLE, NoCompression, register
 
@@ -54,6 +55,13 @@ def hvdplus(*argv: str, path: Path | None = None) -> subprocess.CompletedProcess
     return subprocess.run(
         [sys.executable, "-c", program, *argv], env=environ, capture_output=True, text=True, check=False
     )
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"hvdplus {__version__}\n"
 
 
 # -- compressors -------------------------------------------------------------------------------------------------------

@@ -43,7 +43,8 @@ from compressing import (
     tensors,
     trip_of,
 )
-from hypothesis import given, settings
+from frameworks import examples, need
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdplus.adapters.numpy import NumpyOps
@@ -72,8 +73,6 @@ from hvdplus.compression.hashing import key, scramble, uniform
 from hvdplus.compression.integer import Integer
 from hvdplus.exchange.residual import add as with_residual
 from hvdplus.exchange.residual import left_after_flush
-
-pytestmark = pytest.mark.filterwarnings("error")
 
 other_frameworks = pytest.mark.parametrize("framework", [name for name in OPS if name != "numpy"])
 
@@ -437,14 +436,15 @@ def test_randomness_differs_between_seeds_buckets_and_steps(level: str) -> None:
 @every_framework
 @every_level
 def test_the_users_random_numbers_stay_untouched(level: str, framework: str) -> None:
-    torch = pytest.importorskip("torch")
+    torch = need("torch") if framework.startswith("torch") else None
+    tf = need("tensorflow") if framework == "tensorflow" else None
     ops, compressor = ops_of(framework), parse(level)
-    tf = pytest.importorskip("tensorflow") if framework == "tensorflow" else None
 
     def draw(touch: bool) -> list[Any]:
         random.seed(1)
         np.random.seed(1)
-        torch.manual_seed(1)
+        if torch:
+            torch.manual_seed(1)
         if tf:
             tf.random.set_seed(1)
         if touch:
@@ -452,7 +452,8 @@ def test_the_users_random_numbers_stay_untouched(level: str, framework: str) -> 
             ctx = compressor.warm(ops, compressor.init(ops, spec), ops.from_numpy(np.ones(spec.size, np.float32)))
             _, payload = once(ops, compressor, ctx, np.ones(spec.size, np.float32))
             compressor.advance(ops, ctx, payload)
-        drawn = [random.random(), np.random.rand(), torch.rand(()).item()]
+        drawn = [random.random(), np.random.rand()]
+        drawn += [torch.rand(()).item()] if torch else []
         return [*drawn, float(tf.random.uniform(()))] if tf else drawn
 
     assert draw(touch=True) == draw(touch=False)
@@ -869,7 +870,8 @@ def test_the_largest_floats_are_sound(level: str, framework: str) -> None:
     assert bool(compressor.sound(ops, ops.from_numpy(grad), payload))
 
 
-@pytest.mark.parametrize("framework", ["numpy", "torch"])  # TensorFlow knows no strides
+# TensorFlow knows no strides.
+@pytest.mark.parametrize("framework", [name for name in OPS if name in ("numpy", "torch")])
 @every_level
 def test_a_bucket_may_be_a_view_with_gaps(level: str, framework: str) -> None:
     ops, compressor = ops_of(framework), parse(level)
@@ -984,8 +986,8 @@ def test_a_horovod_compressors_own_contexts_are_kept_bucket_by_bucket(framework:
 
 
 def test_horovods_own_half_precision() -> None:
+    compression = need("horovod.torch.compression").Compression
     ops = ops_of("torch")
-    compression = pytest.importorskip("horovod.torch.compression", reason="Horovod is not installed").Compression
     compressor = HorovodCompressor(compression.fp16, ops)
     assert compressor.name == "FP16Compressor"
     spec = Spec(((10, 10),), ranks=2, tail=3)
@@ -1004,7 +1006,7 @@ def test_horovods_own_half_precision() -> None:
 
 
 @given(st.lists(st.integers(0, 2**31), max_size=4), st.integers(0, 2000))
-@settings(max_examples=50, deadline=None, derandomize=True, database=None)
+@examples(50)
 def test_the_hash_is_uniform_and_a_function_of_its_stream(stream: list[int], count: int) -> None:
     values = uniform(stream, count)
     assert values.shape == (count,) and values.dtype == np.float64
@@ -1084,7 +1086,7 @@ def test_every_rows_name_is_its_level(level: str) -> None:
 
 
 @given(st.floats(1e-6, 0.999999), st.integers(1, 5000), st.sampled_from((RandomK, TopK)))
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@examples(200)
 def test_names_say_all_parameters(share: float, block: int, kind: type[BlockSelection]) -> None:
     """Two compressors are compared by name, and buckets' messages are matched by it."""
     made = kind(share=share, block=block)
@@ -1247,7 +1249,7 @@ def test_no_value_is_looked_at_on_a_device(level: str, monkeypatch: pytest.Monke
 
     Copies to the device are not seen here.
     """
-    torch = pytest.importorskip("torch")
+    torch = need("torch")
     from hvdplus.adapters.torch.ops import DeviceOps, TorchOps
 
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # which knows no such device

@@ -12,7 +12,8 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from frameworks import examples as up_to
+from hypothesis import given
 from hypothesis import strategies as st
 from simulating import (
     GAUGE_STEPS,
@@ -46,9 +47,9 @@ WORTHWHILE = 1 / (1 - LIMITS.worthwhile) / (1 - LIMITS.margin)
 """The same after a change of the link, when only what promises to save so much is tried."""
 EXACT = 1 + 1e-9
 
-examples = settings(max_examples=60, deadline=None, derandomize=True, database=None)
-some_examples = settings(examples, max_examples=40)
-few_examples = settings(examples, max_examples=20)
+examples = up_to(60)
+some_examples = up_to(40)
+few_examples = up_to(20)
 
 FAST = Job(rate=10e9)
 SLOW = Job(rate=10e6)
@@ -442,18 +443,39 @@ def test_phases_of_a_machine_that_change_between_two_trials_deceive_nobody(lasts
     assert course.levels[-1] == (INT8 if lasts else FP16)
 
 
-def test_a_level_is_not_blamed_for_a_slow_machine_but_for_a_little_computation() -> None:
-    """Sums in the background take a share of the processor, so a little more computation is the level's own."""
+def test_what_was_measured_decides_what_is_held() -> None:
+    """However unlike the levels' computation is: nobody knows whether the machine or the level is to blame for it."""
 
     def steps(busy: float, comm: float) -> list[StepTimes]:
         return [StepTimes(step=busy + comm, exposed_comm=comm)] * LIMITS.trial_steps
 
-    for busy, best in ((10.0, NONE), (10.9, FP16), (13.0, NONE)):
+    for busy, best in ((10.0, NONE), (10.9, FP16), (13.0, FP16), (7.0, NONE)):
         controller = Controller(NAMES, SLOW.costs, level=FP16)
         controller._samples = {NONE: steps(busy, 2.0), FP16: steps(10.0, 2.0)}
         decision = controller._hold_best("tried")
         assert decision.level == best
-        assert ("at the machine's present pace" in decision.reason) == (busy == 13.0)
+        assert "pace" not in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("exposed", "longer"),
+    [(8, (0, 14, 16, 15, 15)), (12, (0, 3, 12, 25, 24)), (20, (0, 30, 30, 30, 30)), (20, (0, 31, 40, 5, 50))],
+)
+def test_no_level_is_held_that_took_longer_than_another(exposed: int, longer: tuple[int, ...]) -> None:
+    """Codecs on a device may make computation longer without being seen as codecs. A step of 131 ms was once held as
+    13% less than a dense one of 120 ms, since the machine was thought to have become slower."""
+    costs = tuple(cost._replace(codec=ms * more) for cost, more in zip(SLOW.costs, longer, strict=True))
+    controller, held = Controller(NAMES, costs), Counter[int]()
+    took = [ms * (100 + more + (exposed, exposed / 2, 2, 1, 1)[level]) for level, more in enumerate(longer)]
+    for _ in range(600):
+        level = controller.level
+        waited = took[level] - ms * (100 + longer[level])
+        controller.observe(level, Observation(StepTimes(step=took[level], exposed_comm=waited), 0.3, 1.0, 0.1))
+        if controller.mode is Mode.HOLD:
+            held[controller.level] += 1
+            known = [took[each] for each in controller._samples]
+            assert took[controller.level] <= min(known) / (1 - LIMITS.margin)
+    assert set(held) == {min(range(5), key=took.__getitem__)}
 
 
 def test_a_level_that_computes_longer_by_itself_is_not_held_for_ever() -> None:
@@ -472,7 +494,7 @@ def test_a_level_that_computes_longer_by_itself_is_not_held_for_ever() -> None:
 
 
 @pytest.mark.parametrize("slower", [1.2, 1.5])
-def test_a_level_that_was_tried_in_a_slow_phase_is_taken_for_what_it_would_take_now(slower: float) -> None:
+def test_a_level_that_was_tried_in_a_slow_phase_is_compared_once_more(slower: float) -> None:
     """All that a processor does is slower in it, sending as well; computation tells by how much."""
     job = replace(NEAR, codec=(0.0, 1 * ms, *NEAR.codec[2:]))
     slow = replace(
@@ -487,7 +509,7 @@ def test_a_level_that_was_tried_in_a_slow_phase_is_taken_for_what_it_would_take_
     trial = undisturbed.levels.index(FP16)
     ends = next(step for step, _ in undisturbed.decisions if step >= trial)
     course = drive(lambda step: slow if trial <= step <= ends else job, 300)
-    assert any("at the machine's present pace (" in decision.reason for _, decision in course.decisions)
+    assert course.times("at the machine's present pace: compared once more")
     assert set(course.levels[150:]) == {FP16}
 
 

@@ -39,8 +39,8 @@ from hvdplus.exchange.coordinator import NORM_STEPS, Coordinator
 from hvdplus.exchange.journal import TRACE_STEPS
 from hvdplus.exchange.metadata import Report
 from hvdplus.exchange.plan import Ladder, Plan
+from hvdplus.log.runlog import RunLog, read
 from hvdplus.meter import StepTimes
-from hvdplus.runlog import RunLog, read
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 

@@ -15,7 +15,7 @@ import pytest
 
 from hvdplus import cli
 from hvdplus.cli import doctor
-from hvdplus.cli.install_horovod import Framework
+from hvdplus.cli.horovod.stack import Framework
 from hvdplus.compression import TABLE, Compressor
 from hvdplus.compression.registry import Row
 from hvdplus.settings import SETTINGS, Settings, variable
@@ -128,7 +128,7 @@ def test_each_setting_is_shown_with_its_value_and_where_it_is_from(
     assert all(re.search(rf"{variable(name)} +\S+ \(default\): ", text) for name in SETTINGS)
     path = tmp_path / "hvdplus.yaml"
     path.write_text("ladder: [none, 'lowrank:2']\ndense_steps: 20\n")
-    code, text = settings_of(HVDPLUS_CONFIG=str(path), HVDPLUS_DENSE_STEPS="30", HVDPLUS_VENV="/x")
+    code, text = settings_of(HVDPLUS_CONFIG=str(path), HVDPLUS_DENSE_STEPS="30")
     assert code == 0 and "no setting" not in text
     assert re.search(rf"HVDPLUS_CONFIG +{path} \(environment\)", text)
     assert re.search(rf"HVDPLUS_LADDER +none,lowrank:2 \(file {path}\)", text)

@@ -6,6 +6,8 @@ import sys
 import pytest
 from launching import TESTS, run
 
+pytestmark = pytest.mark.jobs
+
 
 @pytest.mark.parametrize(
     ("script", "level"),

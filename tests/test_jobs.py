@@ -6,6 +6,8 @@ import textwrap
 import pytest
 from launching import gloo, mpirun, run
 
+pytestmark = pytest.mark.jobs
+
 TRAIN = """
     import sys, torch
     import hvdplus.torch as hvd
@@ -116,7 +118,7 @@ def test_rank_0_says_what_the_job_is(script):
 
 
 def test_a_job_that_asks_for_no_report_leaves_a_complete_log(script, tmp_path):
-    from hvdplus.runlog import read
+    from hvdplus.log.runlog import read
 
     path, log = script(TRAIN, COMPRESSION="none", FAILS=False), tmp_path / "run.jsonl"
     code, output = run(mpirun(2, sys.executable, path), 90, HVDPLUS_RUN_LOG=str(log), HVDPLUS_RUNLOG="typo")

@@ -313,7 +313,7 @@ class Several(Local):
     def __init__(self, rank: int, *others: Any) -> None:
         self.rank, self.size, self.others = rank, len(others), others
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any, what: str = "") -> list[Any]:
         return [value if rank == self.rank else other for rank, other in enumerate(self.others)]
 
 
@@ -344,7 +344,7 @@ class Listener(Local):
     def __init__(self) -> None:
         self.heard: list[Any] = []
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any, what: str = "") -> list[Any]:
         self.heard.append(value)
         return [value]
 

@@ -6,6 +6,8 @@ import sys
 import pytest
 from launching import TESTS, gloo, mpirun, run
 
+pytestmark = pytest.mark.jobs
+
 LAUNCHES = [
     # framework, launcher, ranks, transport asked for, transport expected
     ("torch", mpirun, 1, "auto", "horovod-mpi"),
@@ -14,6 +16,8 @@ LAUNCHES = [
     ("torch", gloo, 2, "auto", "horovod-gloo"),
     ("torch", mpirun, 2, "mpi4py", "mpi4py"),
     ("torch", mpirun, 1, "local", "local"),
+    ("agreement", mpirun, 2, "auto", "horovod-mpi"),
+    ("agreement", mpirun, 2, "mpi4py", "mpi4py"),
     ("keras", mpirun, 1, "auto", "horovod-mpi"),
     ("keras", mpirun, 2, "auto", "horovod-mpi"),
     ("keras", mpirun, 4, "auto", "horovod-mpi"),
@@ -33,10 +37,13 @@ LAUNCHES = [
 """Keras' backend stands behind the name of a body that runs on several."""
 
 
-@pytest.mark.parametrize(("framework", "launcher", "ranks", "asked", "expected"), LAUNCHES)
+@pytest.mark.parametrize(
+    ("framework", "launcher", "ranks", "asked", "expected"),
+    [pytest.param(*launch, marks=pytest.mark.one_rank if launch[2] == 1 else ()) for launch in LAUNCHES],
+)
 def test_launch(framework, launcher, ranks, asked, expected):
     framework, _, backend = framework.partition(" ")
-    body = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:warnings", "-q", "--color=no"]
+    body = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "--color=no"]
     body += ["-o", "faulthandler_timeout=120"]  # a rank that waits says where
     code, output = run(
         launcher(ranks, *body, f"{framework}_ranks.py"),

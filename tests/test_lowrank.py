@@ -7,13 +7,12 @@ import math
 import numpy as np
 import pytest
 from compressing import LEVELS, Case, add, every_framework, low_rank, norm, off_orthonormal, once, ops_of, tensors
-from hypothesis import given, settings
+from frameworks import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdplus.compression import Chain, Compressor, Context, LowRank, Ops, Spec, parse
 from hvdplus.compression.lowrank import most_square
-
-pytestmark = pytest.mark.filterwarnings("error")
 
 LOWRANK = tuple(level for level in LEVELS if isinstance(parse(level), LowRank))
 every_lowrank = pytest.mark.parametrize("level", LOWRANK)
@@ -319,7 +318,7 @@ def test_most_square_view(shape: tuple[int, ...], view: tuple[int, int]) -> None
 
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=4))
-@settings(max_examples=50, deadline=None, derandomize=True, database=None)
+@examples(50)
 def test_most_square_is_a_view_and_none_is_squarer(shape: list[int]) -> None:
     rows, columns = most_square(tuple(shape))
     cuts = [(math.prod(shape[:cut]), math.prod(shape[cut:])) for cut in range(1, len(shape))]

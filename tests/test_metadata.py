@@ -8,7 +8,8 @@ import time
 import numpy as np
 import pytest
 from coordinating import heard, report
-from hypothesis import given, settings
+from frameworks import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdplus.exchange.metadata import (
@@ -29,7 +30,7 @@ from hvdplus.exchange.metadata import (
 )
 from hvdplus.meter import StepTimes, reduce_times
 
-quickly = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+quickly = examples(100)
 floats = st.floats(width=32)  # NaN and infinities too: every value that can travel
 slots = st.builds(Slot, *([floats] * len(Slot._fields)))
 seconds = st.floats(0, 1000, width=32)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from frameworks import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdplus.meter import StepMeter, StepTimes, median_times, reduce_times, union_seconds
 
-quickly = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+quickly = examples(100)
 
 
 class Clock:
@@ -258,7 +259,7 @@ def test_reduced_figures_lie_between_the_ranks_and_know_no_order(ranks: list[Ste
 @given(times)
 @quickly
 def test_compute_is_the_rest_and_never_negative(step: StepTimes) -> None:
-    rest = step.step - step.codec - step.exposed_comm - step.input_wait
+    rest = step.step - step.codec - step.exposed_comm - step.input_wait - step.sounding
     assert step.compute == max(0.0, rest)
 
 

@@ -16,10 +16,11 @@ PAUSE_SECONDS = 15
 WHY_NOT = unavailable()
 
 
+@pytest.mark.lab
 @pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 @pytest.mark.parametrize("framework", ["torch", "keras"])
 def test_communication_is_measured_within_a_tenth(framework):
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:warnings", "-q", "--color=no", "-s"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "--color=no", "-s"]
     bytes_per_second = bits_per_second(RATE) / 8 / WIRE_BYTES_PER_PAYLOAD_BYTE
     with Lab(hosts=2, rate=RATE) as lab:
         for attempt in range(TRIES):

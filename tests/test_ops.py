@@ -8,15 +8,14 @@ import math
 import numpy as np
 import pytest
 from compressing import OPS, every_framework, lanes, norm, off_orthonormal, ops_of
-from hypothesis import given, settings
+from frameworks import examples, need
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdplus.adapters.numpy import NumpyOps
 from hvdplus.compression import Array, Ops
 from hvdplus.compression.hashing import scramble
 from hvdplus.compression.ops import HALF_LIMIT, Halves, Packed, Piece, Product, Rows
-
-pytestmark = pytest.mark.filterwarnings("error")
 
 other_frameworks = pytest.mark.parametrize("framework", [name for name in OPS if name != "numpy"])
 LARGE = 150_001
@@ -82,7 +81,7 @@ def test_concat(framework: str, dtype: type, sizes: tuple[int, ...]) -> None:
 
 def test_parts_that_adjoin_are_joined_and_others_are_copied() -> None:
     """In PyTorch what adjoins in one array's memory may be joined without a copy; nothing else may come in between."""
-    torch, ops = pytest.importorskip("torch"), ops_of("torch")
+    torch, ops = need("torch"), ops_of("torch")
     values = np.arange(24, dtype=np.float32)
     base, other = torch.from_numpy(values.copy()), torch.from_numpy(100 + values)
     grid = torch.from_numpy(values.copy()).view(4, 6)
@@ -120,7 +119,7 @@ def test_parts_that_adjoin_are_joined_and_others_are_copied() -> None:
 
 def test_parts_that_adjoin_by_chance_are_copied() -> None:
     """Arrays of their own that other libraries cut from one block: no view of the one reaches into the other."""
-    torch, ops = pytest.importorskip("torch"), ops_of("torch")
+    torch, ops = need("torch"), ops_of("torch")
     memory = np.arange(8, dtype=np.float32)
     whole, front, back = (torch.from_numpy(memory[part]) for part in (slice(None), slice(3), slice(3, None)))
     for parts in ([front, back], [front, whole[3:]], [whole[:3], back]):
@@ -159,7 +158,7 @@ def test_large_arrays_that_somebody_holds_are_never_handed_out_again(framework: 
 
 def test_large_arrays_that_nobody_holds_are_handed_out_again() -> None:
     """PyTorch gives large blocks back to the system, and touching new pages costs more than a copy."""
-    torch, ops = pytest.importorskip("torch"), OPS["torch"].make()
+    torch, ops = need("torch"), OPS["torch"].make()
     part = torch.zeros(600_000)
     first = ops.concat([part, part]).data_ptr()
     assert all(ops.concat([part, part]).data_ptr() == first for _ in range(3))
@@ -740,7 +739,7 @@ def test_noise_rounds_stochastically_and_alike_everywhere(framework: str, bits: 
 
 
 @given(st.integers(2, 16), st.integers(1, 64), st.integers(0, 10**6))
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@examples(100)
 def test_sums_of_lanes_are_lanes_of_sums(bits: int, ranks: int, seed: int) -> None:
     """In NumPy, whose arithmetic wraps silently, for as many ranks as leave a level."""
     ops, rng = NumpyOps(), np.random.default_rng(seed)

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from launching import run
 
+pytestmark = pytest.mark.jobs
+
 README = Path(__file__).resolve().parent.parent / "README.md"
 HOOKS = [
     # what, in PyTorch, in Keras; what a door lacks becomes a dash

@@ -12,23 +12,25 @@ from typing import Any
 
 import pytest
 from coordinating import heard, report
-from hypothesis import given, settings
+from frameworks import examples as up_to
+from hypothesis import given
 from hypothesis import strategies as st
 from simulating import LOSSY, NAMES, NOISES, Job, jobs, ms
 
 from hvdplus.adapters.local import Local
 from hvdplus.exchange.coordinator import Coordinator
 from hvdplus.exchange.plan import Ladder, Plan
+from hvdplus.log.facts import Record
+from hvdplus.log.replay import replay
+from hvdplus.log.runlog import RunLog, read
 from hvdplus.meter import StepTimes
-from hvdplus.replay import replay
-from hvdplus.runlog import Record, RunLog, read
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 
 RANKS = 2
 SLOW = Job(rate=20e6, alpha=0.0, noise=NOISES["jitter"])
 """Everything pays on it, and lowrank:8 most."""
-examples = settings(max_examples=30, deadline=None, derandomize=True, database=None)
+examples = up_to(30)
 
 
 class Run:

@@ -15,8 +15,8 @@ import pytest
 from hvdplus.cli import main
 from hvdplus.controller import Controller, Limits, Observation
 from hvdplus.costmodel import LevelCost
+from hvdplus.log.runlog import RunLog, read
 from hvdplus.meter import StepTimes
-from hvdplus.runlog import RunLog, read
 
 COSTS = {"none": LevelCost(4_000_000, 1_000_000, 4), "fp16": LevelCost(2_000_000, 500_000, 4, 3e-4)}
 NAMES = tuple(COSTS)
@@ -122,9 +122,9 @@ def test_decisions_missing_from_the_log_or_from_the_replay_are_code_1(
     code, text = replayed(capsys, edit(log, forget("decision", 1)))
     left = len(decisions(read(log)))
     assert code == 1 and f"{left} of the run's {left} decisions come out the same" in text
-    assert "rests on steps" in text and "next decision" not in text
+    assert "rest on steps" in text and "next decision" not in text
     code, text = replayed(capsys, edit(write(log), forget("trace", 2)))
-    assert code == 1 and "rests on steps" not in text and "The run's next decision was:" in text
+    assert code == 1 and "rest on steps" not in text and "The run's next decision was:" in text
 
 
 def test_other_limits_lead_to_other_decisions_and_that_is_no_failure(
@@ -132,7 +132,7 @@ def test_other_limits_lead_to_other_decisions_and_that_is_no_failure(
 ) -> None:
     code, text = replayed(capsys, str(log), "--limit", "bottleneck=0.9")
     assert code == 0 and "1. stays at none: communication is no bottleneck" in text and "(limit 90%)" in text
-    assert "0 of the run's " in text and "rests on steps that happened to run" in text
+    assert "0 of the run's " in text and "rest on steps that the run took at other levels" in text
     code, text = replayed(capsys, str(log), "--limit", "trial_steps=14", "--limit", "patience=9")
     assert code == 0 and "1 of the run's " in text
     code, text = replayed(capsys, str(log), "--limit", "probe_steps=401")

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 from hvdplus.cli import main
-from hvdplus.exchange.coordinator import DRAINING, WARMING
-from hvdplus.report import closing, explain, picture, stretches, table
-from hvdplus.runlog import Record, RunLog
+from hvdplus.log.facts import Record, stretches
+from hvdplus.log.picture import picture
+from hvdplus.log.runlog import DRAINING, WARMING, RunLog, read
+from hvdplus.log.table import table
+from hvdplus.log.words import closing, explain
 
 SENT = {"none": 493824, "fp16": 246912, "lowrank:4": 23456}
 TIMES = {"none": (11.0, 0.4, 8.0, 0.4), "fp16": (11.0, 0.6, 0.1, 0.4), "lowrank:4": (11.0, 1.6, 0.0, 0.4)}
@@ -66,7 +68,8 @@ class Job:
 
     @property
     def records(self) -> list[Record]:
-        return self.log.records
+        """From the file, if there is one: memory holds the older windows of a long job taken together."""
+        return read(self.log.path) if self.log.path else self.log.records
 
 
 def demo(path: Path | None = None) -> Job:
@@ -108,7 +111,7 @@ def test_the_table_of_a_designed_log() -> None:
 
 
 def test_hidden_communication_and_error_have_columns() -> None:
-    """Medians of what is known: gradients and residuals are not gauged in every window."""
+    """Medians of what is known: gradients and residuals are not measured in every window."""
     job = Job().run("lowrank:4", 20, overlapped_comm_ms=3.25, error=None).run("lowrank:4", 10, error=1.5)
     row = re.split(r"\s{2,}", table(job.run("lowrank:4", 10, error=1.25).records).splitlines()[10])
     assert row[:9] == ["0-39", "lowrank:4", "13.00", "11.00", "1.60", "0.00", "3.25", "0.40", "1.38"]
@@ -241,7 +244,7 @@ def test_what_the_records_do_not_hold_is_a_dash() -> None:
     log = RunLog(None)
     log.write("window", first_step=0, last_step=9, level="none")
     lines = table(log.records).splitlines()
-    assert lines[0] == "hvdplus run: the log has no record of who ran."
+    assert lines[0] == "hvdplus run: the log does not describe the run."
     assert re.split(r"\s{2,}", lines[4]) == ["0-9", "none", *["-"] * 10]
     assert lines[-2] == "The log has no end: the job is still running, or was stopped."
     assert lines[-1] == "Too little was measured (10 steps) to say what hvdplus did."
@@ -335,7 +338,7 @@ CASES: dict[str, tuple[Callable[[], Job], str]] = {
             .decide("none", "no bottleneck", **{**PROMISES, "none.exposed_comm_ms": 0.9, "none.step_ms": 18.5})
             .run("none", 100, DENSE_FREE)
         ),
-        "Communication held up 40% of a 19.8 ms step (step 20), but no level promised enough (lowrank:4, the best: "
+        "Communication held up 40% of a 19.8 ms step (step 20), but no level promised enough (the best, lowrank:4: "
         "20.1 ms): gradients were sent uncompressed.",
     ),
     "a bottleneck, and no other level": (
@@ -380,7 +383,7 @@ CASES: dict[str, tuple[Callable[[], Job], str]] = {
     ),
     "one rank": (
         lambda: Job(ranks=1, transport="local").run("none", 100, (20.0, 0.0, 0.0, 1.0)),
-        "One rank has nobody to talk to: 21.0 ms a step, and no communication to shorten.",
+        "The job ran on one rank and had no communication to shorten (21.0 ms a step).",
     ),
     "draining is no level": (
         lambda: (
@@ -427,10 +430,10 @@ def test_the_closing_sentence(case: str) -> None:
     assert closing(job().records) == sentence
 
 
-def test_a_job_of_days_is_summed_up_in_a_moment() -> None:
-    job = Job().run("none", 20).run("fp16", 500_000)
+def test_a_job_of_days_is_summed_up_in_a_moment(tmp_path: Path) -> None:
+    records = Job(tmp_path / "run.jsonl").run("none", 20).run("fp16", 500_000).records
     began = time.perf_counter()
-    closing(job.records)
+    closing(records)
     assert time.perf_counter() - began < 5  # takes half a second; every window against every other took minutes
 
 
@@ -556,9 +559,17 @@ def test_times_of_nothing_at_all(drawn: Callable[[Job], Any]) -> None:
     drawn(Job().run("none", 30, (0.0, 0.0, 0.0, 0.0)))
 
 
-def test_a_very_long_run_takes_windows_together(drawn: Callable[[Job], Any]) -> None:
-    figure = drawn(Job().run("none", 20).run("fp16", 100_000, loss=0.5))
+def test_a_very_long_run_takes_windows_together(drawn: Callable[[Job], Any], tmp_path: Path) -> None:
+    figure = drawn(Job(tmp_path / "run.jsonl").run("none", 20).run("fp16", 100_000, loss=0.5))
     assert remark(figure) == "one column: median of 26 windows"
+    assert len(figure.axes[2].lines[0].get_xdata()) <= 500
+
+
+def test_at_the_end_of_a_very_long_run_the_picture_still_shows_all_of_it(drawn: Callable[[Job], Any]) -> None:
+    """Memory holds nine windows of old in one by then, and a column four of those."""
+    figure = drawn(Job().run("none", 20).run("fp16", 50_000, loss=0.5))
+    assert figure.axes[0].get_xlim() == (0, 50_020)
+    assert remark(figure) == "one column: median of 36 windows"
     assert len(figure.axes[2].lines[0].get_xdata()) <= 500
 
 

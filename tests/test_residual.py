@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from compressing import every_framework, ops_of
-from hypothesis import given, settings
+from frameworks import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdplus.adapters.in_process import run
@@ -215,7 +216,7 @@ def walk(rank: Rank, schedule: Sequence[Stretch], drain_steps: int) -> None:
 
 
 @given(STRETCHES, st.sampled_from((1, 2, 2, 4)), st.booleans(), st.integers(0, 1000))
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@examples(40)
 def test_gradients_are_what_was_sent_plus_what_is_left(
     schedule: list[Stretch], ranks: int, negotiates: bool, seed: int
 ) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
+from frameworks import examples
 from hypothesis import HealthCheck, given
-from hypothesis import settings as effort
 from hypothesis import strategies as st
 
 from hvdplus.settings import CONFIG, SETTINGS, Settings, describe, unknown, variable
@@ -35,13 +35,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 """Setting -> values it may have."""
 SUBSETS = st.fixed_dictionaries({}, optional=VALUES)
 """Any values for any of the settings."""
-EFFORT = effort(
-    max_examples=50,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+EFFORT = examples(50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def text(value: Any) -> str:
@@ -329,8 +323,7 @@ def test_what_describe_prints_can_be_set_again(wanted: Settings) -> None:
 
 
 def test_misspelled_variables_are_found() -> None:
-    """``HVDPLUS_VENV`` belongs to the batch scripts."""
-    environ = {"HVDPLUS_COMPRESION": "fp16", "HVDPLUS_VENV": "/x", "HVDPLUS_SEED": "1", "HVDPLUS_XYZ": "", "HOME": "/"}
+    environ = {"HVDPLUS_COMPRESION": "fp16", "HVDPLUS_SEED": "1", "HVDPLUS_XYZ": "", "HOME": "/"}
     environ |= {CONFIG: "", "HVDPLUS_CONFG": ""}
     assert unknown(environ) == [("HVDPLUS_COMPRESION", "HVDPLUS_COMPRESSION"), ("HVDPLUS_CONFG", CONFIG),
                                 ("HVDPLUS_XYZ", "")]  # fmt: skip

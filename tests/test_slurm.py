@@ -1,5 +1,6 @@
 """The batch scripts on a real Slurm (``make slurm-up`` starts one on this machine)."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -25,8 +26,26 @@ def why_not():
     return ""
 
 
-WHY_NOT = why_not()  # once: without a controller sinfo tries for 9 s
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+@pytest.fixture(scope="session")
+def slurm():
+    """A Slurm that runs; the test is skipped where there is none."""
+    reason = why_not()  # once: without a controller sinfo tries for 9 s
+    if reason:
+        pytest.skip(reason)
+
+
+def on_slurm(test):
+    """Needs a Slurm that runs."""
+    return pytest.mark.slurm(pytest.mark.usefixtures("slurm")(test))
+
+
+@pytest.mark.parametrize("variables", [{}, {"OMP_NUM_THREADS": "1"}, {"OMP_THREAD_LIMIT": "1"}], ids=str)
+def test_the_node_has_all_cores_whatever_openmp_is_told(variables):
+    """With one core, the batch scripts' two ranks would wait for ever."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    command = ["bash", str(ROOT / "examples/slurm/one-node-slurm.sh"), "conf"]
+    text = subprocess.run(command, env={**environ, **variables}, capture_output=True, text=True, check=True).stdout
+    assert re.findall(r" CPUs=(\d+) ", text) == [str(len(os.sched_getaffinity(0)))]
 
 
 def state_at_the_end(job, timeout_seconds):
@@ -49,6 +68,7 @@ def state_at_the_end(job, timeout_seconds):
         subprocess.run(["scancel", job], check=False, timeout=60)
 
 
+@on_slurm
 @pytest.mark.parametrize(
     ("framework", "launcher"),
     [
@@ -65,7 +85,7 @@ def test_batch_script(framework, launcher, tmp_path):
     settings = {
         "PYTHONSAFEPATH": "",  # the examples import what lies beside them
         "LAUNCHER": launcher,
-        "HVDPLUS_VENV": str(BIN.parent),
+        "VENV": str(BIN.parent),
         "HVDPLUS_RUN_LOG": str(tmp_path / "run.jsonl"),
     }
     code, said = run([*submit, f"examples/slurm/{framework}_digits.sbatch", "--epochs", "2"], 60, cwd=ROOT, **settings)
@@ -83,6 +103,7 @@ def test_batch_script(framework, launcher, tmp_path):
     assert (tmp_path / "run.jsonl").stat().st_size > 0
 
 
+@on_slurm
 def test_srun_without_an_mpi_plugin_is_an_error_not_two_jobs_of_one_rank(tmp_path):
     script = tmp_path / "job.py"
     script.write_text("import hvdplus.torch as hvd\nhvd.init()\nprint('trained apart')\n")

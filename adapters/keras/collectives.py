@@ -13,8 +13,8 @@ import keras
 import numpy as np
 
 from hvdplus.exchange import checkpoint
-from hvdplus.launch import Compression
-from hvdplus.transport import TransportError, World
+from hvdplus.launch import Compression, same_bytes
+from hvdplus.transport import TransportError, World, broadcast_each, broadcast_object
 
 _world: World | None = None
 
@@ -60,17 +60,17 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
     if not 0 <= root_rank < world.transport.size:
         raise ValueError(f"root_rank must be from 0 to {world.transport.size - 1}. Received: {root_rank}")
     shapes = [tuple(variable.shape) for variable in variables]
-    # Only the root sends; Horovod and mpi4py both gather Python objects, and this happens once a run.
-    mine = [np.asarray(variable) for variable in variables] if world.transport.rank == root_rank else None
-    gathered = world.transport.gather_objects((shapes, mine))
-    for rank, (theirs, _) in enumerate(gathered):
+    what = f"broadcast of variables from rank {root_rank}"
+    for rank, theirs in enumerate(world.transport.gather_objects(shapes, what)):
         if theirs != shapes:
             raise ValueError(
                 f"Variables to broadcast differ between ranks {world.transport.rank} and {rank}: "
                 f"{len(shapes)} against {len(theirs)}, shapes {shapes} against {theirs}"
             )
-    if world.transport.rank != root_rank:
-        for variable, value in zip(variables, gathered[root_rank][1], strict=True):
+    values = (np.asarray(variable) for variable in variables)
+    # Horovod and mpi4py both gather Python objects, and this happens once a run.
+    for variable, value in zip(variables, broadcast_each(world.transport, values, root_rank, what), strict=True):
+        if world.transport.rank != root_rank:
             variable.assign(value)
 
 
@@ -90,12 +90,14 @@ def broadcast_model(model: keras.Model, root_rank: int, local_variables: Sequenc
     broadcast_variables(variables, root_rank)
 
 
-def identical(arrays: Sequence[np.ndarray], world: World) -> bool:
-    """Whether arrays (in order) are equal on all ranks, bit for bit."""
-    digest = hashlib.sha256()
-    for array in arrays:
-        digest.update(np.ascontiguousarray(array).tobytes())
-    return len(set(world.transport.gather_objects(digest.hexdigest()))) == 1
+def identical(values: Sequence[Any], world: World) -> bool:
+    """Whether variables or arrays, in order, are equal on all ranks bit for bit; rank 0 prints the first unlike one."""
+    digests = []
+    for place, value in enumerate(values):
+        array = np.asarray(value)
+        described = f"{getattr(value, 'path', f'array {place}')} ({array.dtype.name} {array.shape})"
+        digests.append((described, hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()))
+    return same_bytes(digests, world)
 
 
 def saved_state(path: Any) -> dict[str, Any] | None:
@@ -137,26 +139,39 @@ class Essentials:
 
     def allreduce(self, value: Any, name: Any = None, average: Any = None, op: Any = None) -> Any:
         """Mean (default) or sum of a tensor-compatible value over ranks."""
-        parts = self._world.transport.gather_objects(np.asarray(value))
-        total = np.sum(parts, axis=0)
+        mine = np.asarray(value)
         summed = op == "Sum" or (op is None and average is False)
+        what = f"{_call('allreduce', name)} ({'Sum' if summed else 'Average'}) of {mine.dtype.name} {mine.shape}"
+        parts = self._world.transport.gather_objects(mine, what)
+        total = np.sum(parts, axis=0)
         return keras.ops.convert_to_tensor(total if summed else total / len(parts))
 
     def allgather(self, value: Any, name: Any = None) -> Any:
         """All ranks' values, joined along the first dimension."""
-        return keras.ops.convert_to_tensor(np.concatenate(self._world.transport.gather_objects(np.asarray(value))))
+        mine = np.asarray(value)
+        shape = ", ".join(["any", *map(str, mine.shape[1:])])
+        what = f"{_call('allgather', name)} of {mine.dtype.name} ({shape})"
+        return keras.ops.convert_to_tensor(np.concatenate(self._world.transport.gather_objects(mine, what)))
 
     def broadcast(self, value: Any, root_rank: int, name: Any = None) -> Any:
         """Rank ``root_rank``'s value."""
-        return keras.ops.convert_to_tensor(self._world.transport.gather_objects(np.asarray(value))[root_rank])
+        what = f"{_call('broadcast', name)} from rank {root_rank}"
+        mine = np.asarray(value)
+        return keras.ops.convert_to_tensor(broadcast_object(self._world.transport, mine, root_rank, what))
 
     def broadcast_object(self, obj: Any, root_rank: int = 0, name: Any = None) -> Any:
         """Rank ``root_rank``'s picklable object."""
-        return self._world.transport.gather_objects(obj)[root_rank]
+        what = f"{_call('broadcast_object', name)} from rank {root_rank}"
+        return broadcast_object(self._world.transport, obj, root_rank, what)
 
     def allgather_object(self, obj: Any, name: Any = None) -> list[Any]:
         """All ranks' picklable objects."""
-        return self._world.transport.gather_objects(obj)
+        return self._world.transport.gather_objects(obj, _call("allgather_object", name))
 
     def barrier(self) -> None:
         self._world.transport.barrier()
+
+
+def _call(kind: str, name: Any) -> str:
+    """A call of the script's in words, as ranks compare it."""
+    return kind + (f" {name!r}" if name else "")

@@ -166,6 +166,7 @@ class _Setup:
                 shapes=[tuple(v.shape) for v in variables],
                 dtypes=types,  # no names: `dense_7` depends on what was made before
                 times=self.times_joined,
+                optimizer=optimizer.__class__.__name__,
                 average=self.average,
                 accumulates=optimizer.gradient_accumulation_steps or 1,
             )
@@ -173,7 +174,7 @@ class _Setup:
 
     def _resume(self) -> None:
         """Go on from the checkpoint of each rank, or, on ranks that have loaded none, from the first one's that has."""
-        gather = self.world.transport.gather_objects
+        gather = functools.partial(self.world.transport.gather_objects, what="an optimizer's checkpoint")
         loaded = [rank for rank, has in enumerate(gather(self.state is not None)) if has]
         if not loaded:
             return
@@ -181,7 +182,8 @@ class _Setup:
             mine = self.world.transport.rank == loaded[0]
             theirs = gather(self.state if mine else None)[loaded[0]]
             if self.state is None:
-                self.state = {**theirs, "rank": checkpoint.FROM_OTHER} if theirs["rank"] == checkpoint.KEEP_LOCAL else theirs
+                own = theirs["rank"] == checkpoint.KEEP_LOCAL
+                self.state = {**theirs, "rank": checkpoint.FROM_OTHER} if own else theirs
         try:
             same, wrong = self.exchange.load(self.state), ""
         except ValueError as error:

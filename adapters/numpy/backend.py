@@ -18,7 +18,7 @@ from hvdplus.exchange.bucket import Bucket
 from hvdplus.exchange.eager import EagerExchange
 from hvdplus.exchange.plan import Ladder
 from hvdplus.exchange.step import finish, gradient_ready
-from hvdplus.runlog import RunLog
+from hvdplus.log.runlog import RunLog
 from hvdplus.settings import Settings
 
 

@@ -25,10 +25,10 @@ from hvdplus.calibration import codec_seconds
 from hvdplus.compression import Compressor, Context
 from hvdplus.costmodel import LevelCost, level_costs
 from hvdplus.exchange import SLOT_FLOATS, Ladder, Plan, Program, SideSlot, read_side, told_apart
+from hvdplus.log.runlog import RunLog
 from hvdplus.meter import StepTimes, union_seconds
 from hvdplus.pilot import Pilot
 from hvdplus.residual import join, unreleased
-from hvdplus.runlog import RunLog
 from hvdplus.settings import Settings
 from hvdplus.transport import Transport
 

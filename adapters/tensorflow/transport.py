@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvdplus.adapters.horovod import HorovodTensorFlow
 from hvdplus.adapters.local import Local
-from hvdplus.transport import Transport
+from hvdplus.transport import OBJECTS, Transport
 
 
 def cpu_capability() -> str:
@@ -55,8 +55,8 @@ class _OnHost:
     def wait(self, handle: tf.Tensor) -> tf.Tensor:
         return handle
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        return self._transport.gather_objects(value)
+    def gather_objects(self, value: Any, what: str = OBJECTS) -> list[Any]:
+        return self._transport.gather_objects(value, what)
 
     def barrier(self) -> None:
         self._transport.barrier()

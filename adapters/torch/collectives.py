@@ -6,18 +6,27 @@ Names, arguments and results are Horovod's. What is not here needs Horovod, and 
 from __future__ import annotations
 
 import functools
+import hashlib
 import io
-from collections.abc import Iterable, Mapping
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from hvdplus.transport import Transport, TransportError, World
+from hvdplus.adapters.torch.backend import type_name
+from hvdplus.launch import check_same_model, same_bytes
+from hvdplus.transport import Transport, TransportError, World, broadcast_each, broadcast_object
 
 Average = "Average"
 Sum = "Sum"
-PART_BYTES = 1 << 28
-"""What one message of a long broadcast holds."""
+
+
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+"""Bytes of an element -> a type that Horovod broadcasts."""
+_HOROVODS = {*_CARRIERS.values(), torch.int8, torch.float16, torch.float32, torch.float64}
+"""Types that Horovod broadcasts as they are; it refuses bfloat16, bool, complex and others."""
 
 
 class Collectives:
@@ -57,13 +66,16 @@ class Collectives:
             raise TransportError(f"Without Horovod, op is Average or Sum. Received: op={op!r}")
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise TransportError("Without Horovod, in-place reductions need a contiguous tensor on the CPU.")
+        op = op or (Sum if average is False else Average)
         # Made at once: there is no negotiation that could order it among gradients in flight.
         with torch.no_grad():
-            sums = tensor.float() if tensor.dtype == torch.bfloat16 else tensor.detach()  # which NumPy does not know
-            self._transport.sum_now(sums)  # type: ignore[attr-defined]
-            if sums.dtype != tensor.dtype:
+            narrow = tensor.dtype == torch.bfloat16  # which NumPy does not know
+            sums = tensor.float() if narrow else tensor.detach()
+            what = f"{_call('allreduce', name)} ({op}{', from bfloat16' if narrow else ''})"
+            self._transport.sum_now(sums, what)  # type: ignore[attr-defined]
+            if narrow:
                 tensor.copy_(sums)
-        return tensor, (op or (Sum if average is False else Average)) == Average
+        return tensor, op == Average
 
     def synchronize(self, handle: Any) -> Any:
         """Wait for ``allreduce_async`` and give its result."""
@@ -95,16 +107,18 @@ class Collectives:
 
     def allgather(self, tensor: torch.Tensor, name: Any = None) -> torch.Tensor:
         """All ranks' tensors, joined along the first dimension."""
-        return torch.cat(self._transport.gather_objects(tensor.detach().cpu().clone())).to(tensor.device)
+        shape = ", ".join(["any", *map(str, tensor.shape[1:])])
+        what = f"{_call('allgather', name)} of {type_name(tensor)} ({shape})"
+        told = self._transport.gather_objects((_bytes(tensor), tuple(tensor.shape)), what)
+        return torch.cat([_tensor(content, tensor.dtype, shape) for content, shape in told]).to(tensor.device)
 
     def allgather_object(self, obj: Any, name: Any = None) -> list[Any]:
-        return self._transport.gather_objects(obj)
+        return self._transport.gather_objects(obj, _call("allgather_object", name))
 
     def broadcast_object(self, obj: Any, root_rank: int = 0, name: Any = None) -> Any:
         """Rank ``root_rank``'s picklable object on every rank."""
         self._check_root(root_rank)
-        mine = obj if self.rank() == root_rank else None
-        return self._transport.gather_objects(mine)[root_rank]
+        return broadcast_object(self._transport, obj, root_rank, _call("broadcast_object", name, root_rank))
 
     def broadcast_(self, tensor: torch.Tensor, root_rank: int, name: Any = None) -> torch.Tensor:
         """Overwrite ``tensor`` with rank ``root_rank``'s."""
@@ -123,33 +137,93 @@ class Collectives:
             pairs = [entry if isinstance(entry, tuple) else ("", entry) for entry in params]
         else:
             raise ValueError(f"invalid params of type: {type(params).__name__}")
-        values = self.broadcast_object([tensor.detach().cpu() for _, tensor in pairs if tensor is not None], root_rank)
+        self._check_root(root_rank)
+        pairs = [(name, tensor) for name, tensor in pairs if tensor is not None]
+        check_same_model([(name, tuple(tensor.shape), type_name(tensor)) for name, tensor in pairs], self._world)
+        contents = (_bytes(tensor) for _, tensor in pairs)
+        arriving = broadcast_each(self._transport, contents, root_rank, f"broadcast_parameters from rank {root_rank}")
         with torch.no_grad():
-            for (_, tensor), value in zip([pair for pair in pairs if pair[1] is not None], values, strict=True):
-                tensor.copy_(value)
+            for (_, tensor), content in zip(pairs, arriving, strict=True):
+                tensor.copy_(_tensor(content, tensor.dtype, tensor.shape))
 
-    def broadcast_optimizer_state(self, optimizer: torch.optim.Optimizer, root_rank: int) -> None:
-        """Load rank ``root_rank``'s optimizer state on every rank."""
+    def broadcast_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+    ) -> None:
+        """Load rank ``root_rank``'s optimizer state on every rank.
+
+        Where it has none yet, gradients that are missing are zeros afterwards, as scripts know it from Horovod, which
+        takes a step for that. ``model`` tells which parameters get sparse gradients: they are left alone.
+        """
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError("cannot broadcast torch.optim.LBFGS state")
-        mine, file = self.rank() == root_rank, io.BytesIO()
-        if mine:
-            torch.save(optimizer.state_dict(), file)
-        arrived = io.BytesIO(self._broadcast_bytes(file.getbuffer(), root_rank))
-        # Tensors of a device would arrive on the root's, which may be another rank's.
-        state = torch.load(arrived, map_location="cpu", weights_only=False)
+        self._check_root(root_rank)
+        mine = self.rank() == root_rank
+        state = self.broadcast_state(optimizer.state_dict() if mine else None, root_rank)
         if not mine or "hvdplus" in state:  # where exchanges go on, all of them do so together
             optimizer.load_state_dict(state)
+        if not state["state"] and not isinstance(optimizer, torch.optim.SparseAdam):
+            tables = [m.weight for m in model.modules() if getattr(m, "sparse", False)] if model is not None else []
+            sparse = {id(weight) for weight in tables}
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                if parameter.requires_grad and parameter.grad is None and id(parameter) not in sparse:
+                    parameter.grad = torch.zeros_like(parameter)
 
-    def _broadcast_bytes(self, mine: memoryview, root_rank: int) -> bytes:
-        """In parts, as Horovod and MPI count bytes with 31 bits."""
-        length = self.broadcast_object(len(mine), root_rank)
-        parts = [bytes(mine[at : at + PART_BYTES]) for at in range(0, length, PART_BYTES)]
-        return b"".join(self.broadcast_object(part, root_rank) for part in parts)
+    def broadcast_state(self, state: Any, root_rank: int) -> Any:
+        """Rank ``root_rank``'s nested state with its tensors, on the CPU, on every rank: whatever holds them in one
+        message, and the tensors one by one."""
+        what = f"broadcast_optimizer_state from rank {root_rank}"
+        file, mine = io.BytesIO(), self.rank() == root_rank
+        writer = _Writer(file, pickle.HIGHEST_PROTOCOL)
+        if mine:
+            writer.dump(state)
+        reader = _Reader(io.BytesIO(broadcast_object(self._transport, file.getvalue(), root_rank, what)))
+        contents = (_bytes(a) if isinstance(a, torch.Tensor) else a for a in writer.arrays)
+        reader.contents = list(broadcast_each(self._transport, contents, root_rank, what))
+        return reader.load()
 
     def _check_root(self, root_rank: int) -> None:
         if not 0 <= root_rank < self.size():
             raise ValueError(f"root_rank must be from 0 to {self.size() - 1}. Received: {root_rank}")
+
+
+class _Writer(pickle.Pickler):
+    """Pickles a state without its tensors and arrays, which it lists."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.arrays: list[Any] = []
+        self._places: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
+        if not isinstance(obj, torch.Tensor | np.ndarray):
+            return None
+        if id(obj) not in self._places:
+            self._places[id(obj)] = len(self.arrays)
+            self.arrays.append(obj)
+        kind = (obj.dtype, tuple(obj.shape)) if isinstance(obj, torch.Tensor) else ()
+        return (self._places[id(obj)], *kind)
+
+
+class _Reader(pickle.Unpickler):
+    """Puts them back; what stood in two places is one tensor again."""
+
+    contents: list[Any]
+
+    def persistent_load(self, pid: tuple[Any, ...]) -> Any:
+        place, *kind = pid
+        if kind and isinstance(self.contents[place], np.ndarray):
+            self.contents[place] = _tensor(self.contents[place], *kind)
+        return self.contents[place]
+
+
+def _bytes(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor's content, on the host: torch's own pickles hold the whole base of a view, and know fewer types."""
+    content: np.ndarray = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return content
+
+
+def _tensor(content: np.ndarray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    return torch.from_numpy(content).view(dtype).reshape(tuple(shape))
 
 
 class _AllReduce(torch.autograd.Function):
@@ -164,3 +238,47 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return ctx.reduce(grad), None, None, None
+
+
+def identical(values: torch.nn.Module | Iterable[Any], world: World) -> bool:
+    """Whether a module's state, or tensors, or (name, tensor) pairs are equal on all ranks (in order), bit for bit.
+
+    Rank 0 prints the first that differs.
+    """
+    state = values.state_dict() if isinstance(values, torch.nn.Module) else values
+    digests = []
+    for place, entry in enumerate(state.items() if isinstance(state, Mapping) else state):
+        name, value = entry if isinstance(entry, tuple) else (f"tensor {place}", entry)
+        described = f"{name} ({type_name(value)} {tuple(value.shape)})"
+        digests.append((described, hashlib.sha256(_bytes(value).data).hexdigest()))
+    return same_bytes(digests, world)
+
+
+def needs_carrier(tensor: torch.Tensor) -> bool:
+    """Whether Horovod refuses to broadcast a tensor for its type alone: its bytes can travel as another's."""
+    return tensor.dtype not in _HOROVODS and tensor.layout == torch.strided
+
+
+def broadcast_carried(tensors: Sequence[torch.Tensor], broadcast: Callable[[list[torch.Tensor]], Any]) -> None:
+    """Overwrite tensors with the root's by ``broadcast``, which is Horovod's, also those of types that Horovod refuses.
+
+    Args:
+        broadcast: overwrites the tensors that it is given, of types that Horovod knows.
+    """
+    carriers = []
+    for tensor in tensors:
+        if needs_carrier(tensor):
+            bytes_ = tensor.detach().contiguous().reshape(-1)
+            carriers.append(bytes_.view(_CARRIERS[tensor.element_size()]))
+        else:
+            carriers.append(tensor)
+    broadcast(carriers)
+    with torch.no_grad():
+        for tensor, carrier in zip(tensors, carriers, strict=True):
+            if carrier.data_ptr() != tensor.data_ptr():  # it was not contiguous
+                tensor.copy_(carrier.view(tensor.dtype).reshape(tensor.shape))
+
+
+def _call(kind: str, name: Any, root_rank: int | None = None) -> str:
+    """A call of the script's in words, as ranks compare it."""
+    return kind + (f" {name!r}" if name else "") + (f" from rank {root_rank}" if root_rank is not None else "")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvdplus.adapters.torch import private
 from hvdplus.adapters.torch.backend import TorchBackend, like, real_view, rows_in_use
 from hvdplus.exchange import checkpoint, step
 from hvdplus.exchange.eager import EagerExchange
@@ -132,14 +133,14 @@ class HookedExchange(EagerExchange):
             )
         grad = parameter.grad
         if not left and grad is not None:
-            self._sent[i] = grad, grad._version
+            self._sent[i] = grad, private.version(grad)
             step.gradient_ready(self, i)
 
     def _check_unchanged(self) -> None:
         if self.idle:
             return
         for i, (grad, version) in self._sent.items():
-            if self.parameters[i].grad is not grad or grad._version != version:
+            if self.parameters[i].grad is not grad or private.version(grad) != version:
                 raise RuntimeError(
                     "A gradient was changed after backward() and before the ranks' gradients were exchanged, so the "
                     "change would be lost. Call optimizer.synchronize() first, then clip or unscale, then "
@@ -151,7 +152,7 @@ class HookedExchange(EagerExchange):
     def exchange_added(self) -> None:
         """As they are rare, ranks just tell each other who has gradients, and sum them one by one."""
         forms = [(p.grad is not None, p.grad is not None and p.grad.is_sparse) for p in self._added]
-        used, sparse = np.any(self.transport.gather_objects(forms), axis=0).T
+        used, sparse = np.any(self.transport.gather_objects(forms, f"added parameters of {self.prefix}"), axis=0).T
         handles = []
         for number, parameter in enumerate(self._added):
             grad = real_view(

@@ -7,9 +7,9 @@ caching allocator of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
+
+from hvdplus.adapters.torch import private
 
 SMALLEST = 1 << 16
 """Bytes below which the system's allocator is as good."""
@@ -18,12 +18,11 @@ SPARE = 1.25
 MOST = 64
 """Blocks that are remembered; those that were not asked for the longest are given back."""
 
-_uses: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-
 
 def alone_in_memory(tensor: torch.Tensor) -> bool:
     """Whether no other tensor is known to share ``tensor``'s memory."""
-    return _uses is not None and _uses(tensor.untyped_storage()._cdata) <= 2  # the tensor, and the storage asked for
+    found = private.uses(tensor.untyped_storage())
+    return found is not None and found <= 2  # the tensor, and the storage asked for
 
 
 class Pool:
@@ -35,12 +34,12 @@ class Pool:
     def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised 1-D array."""
         size = count * dtype.itemsize
-        if _uses is None or device.type != "cpu" or size < SMALLEST:
+        if not private.counts_uses() or device.type != "cpu" or size < SMALLEST:
             return torch.empty(count, dtype=dtype, device=device)
         fitting = (
             i
             for i in reversed(range(len(self._blocks)))  # those of other levels, not used any more, stand in front
-            if size <= (block := self._blocks[i]).nbytes() <= size * SPARE and _uses(block._cdata) == 1
+            if size <= (block := self._blocks[i]).nbytes() <= size * SPARE and private.uses(block) == 1
         )
         found = next(fitting, None)
         block = torch.UntypedStorage(size) if found is None else self._blocks.pop(found)  # type: ignore[no-untyped-call]

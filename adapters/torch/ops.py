@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvdplus.adapters.torch import private
 from hvdplus.adapters.torch.memory import Pool
 from hvdplus.compression.hashing import SCRAMBLE, WEYL
 from hvdplus.compression.ops import HALF_LIMIT, Halves, Packed, Packing, Piece, Product, Rows, sign_bits
@@ -450,7 +451,7 @@ def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _adjoin(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether one vector ends in memory where the other begins."""
     return (
-        one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        private.same_storage(one, other)
         and one.is_contiguous()
         and other.is_contiguous()
         and one.data_ptr() + one.nbytes == other.data_ptr()

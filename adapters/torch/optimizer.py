@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import hashlib
+import gc
 import sys
 import warnings
 import weakref
@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from hvdplus.adapters.torch import private
 from hvdplus.adapters.torch.backend import type_name
 from hvdplus.adapters.torch.hooks import HookedExchange
 from hvdplus.adapters.torch.ops import TorchOps
 from hvdplus.exchange.checkpoint import KEEP_LOCAL
-from hvdplus.launch import FLOATS, NO_JOIN, check_same_model, check_types, choose_ladder, join, next_instance
+from hvdplus.launch import FLOATS, check_same_model, check_types, choose_ladder, join, next_instance
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 
@@ -62,7 +63,7 @@ def wrap(
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     check_types([names[id(p)] for p in parameters], list(map(type_name, parameters)), TYPES)
     _check_devices(parameters, world)
-    resolved, number = Settings.load(settings), next_instance()
+    resolved, number, kind_name = Settings.load(settings), next_instance(), optimizer.__class__.__name__
 
     def join_ranks(world: World, parameters: list[torch.nn.Parameter], times: int) -> HookedExchange:
         agreed: dict[str, Any] = {"passes": passes, "average": average, "sparse_as_dense": sparse_as_dense}
@@ -83,6 +84,7 @@ def wrap(
             dtypes=[type_name(p) for p in parameters],
             names=[names.get(id(p), "added later") for p in parameters],
             times=times,
+            optimizer=kind_name,
             scales_losses=grad_scaler is not None,
             **agreed,
         )
@@ -113,10 +115,11 @@ def rejoin(world: World) -> None:
         optimizer._rejoin(world)
 
 
-def refuse_join() -> None:
-    """Raise RuntimeError if an optimizer needs all ranks in every step."""
-    if any(not o._exchange.idle and o._exchange.coordinator.ladder.names != ("none",) for o in _alive.values()):
-        raise RuntimeError(NO_JOIN)
+def refuses_join() -> bool:
+    """Whether an optimizer of this rank needs all ranks in every step; one that the script has dropped does not."""
+    gc.collect()
+    exchanges = [optimizer._exchange for optimizer in _alive.values()]
+    return any(not x.idle and x.ladder.names != ("none",) for x in exchanges)
 
 
 class Distributed(torch.optim.Optimizer):
@@ -335,7 +338,7 @@ class Distributed(torch.optim.Optimizer):
             # LBFGS decides by losses how far it goes and when it stops: all ranks have to see the same.
             if isinstance(self, torch.optim.LBFGS) and not self._exchange.idle:
                 mine = torch.as_tensor(loss).detach()
-                losses = self._world.transport.gather_objects(mine.item())
+                losses = self._world.transport.gather_objects(mine.item(), "LBFGS's loss")
                 return torch.full_like(mine, sum(losses) / len(losses))
             return loss
 
@@ -369,16 +372,19 @@ class Distributed(torch.optim.Optimizer):
     def _watch_input(self) -> None:
         """From now until any module's next forward pass, this rank waits for input."""
 
+        this = weakref.ref(self)  # PyTorch holds the hook, and would hold an optimizer that the script has dropped
+
         def began(module: torch.nn.Module, arguments: Any) -> None:
             handle.remove()
-            self._exchange.meter.input_arrived()
+            optimizer = this()
+            if optimizer is not None:
+                optimizer._exchange.meter.input_arrived()
 
         if self._input_hook is not None:
             self._input_hook.remove()  # no module ran since the last step
             self._input_hook = None
         # A hook on all modules breaks graphs that are compiled, and `torch.compile` warns of it.
-        compiling = sys.modules.get("torch._dynamo.utils")
-        if compiling is not None and compiling.counters["frames"]:
+        if private.compiles():
             return
         handle = self._input_hook = register_module_forward_pre_hook(began)
 
@@ -445,11 +451,3 @@ def _names(
             f"{', '.join(str(tuple(p.shape)) for p in unnamed)}"
         )
     return names
-
-
-def identical_on_all_ranks(values: Iterable[torch.Tensor], world: World) -> bool:
-    """Whether tensors (in order) are equal on all ranks, bit for bit."""
-    digest = hashlib.sha256()
-    for value in values:
-        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return len(set(world.transport.gather_objects(digest.hexdigest()))) == 1

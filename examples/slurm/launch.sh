@@ -7,9 +7,9 @@
 # On a cluster with modules, load your compiler and Python here, e.g.:
 # module load gcc python
 
-venv=${HVDPLUS_VENV:-$SLURM_SUBMIT_DIR/.venv}
+venv=${VENV:-$SLURM_SUBMIT_DIR/.venv}
 [[ -r $venv/bin/activate ]] || {
-    echo "No environment in $venv: make install there, or name another with HVDPLUS_VENV" >&2
+    echo "No environment in $venv: make install there, or name another with VENV" >&2
     exit 2
 }
 source "$venv/bin/activate"

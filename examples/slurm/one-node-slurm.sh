@@ -3,6 +3,7 @@
 #
 #   one-node-slurm.sh [up]    install, configure and start; does nothing where it runs already
 #   one-node-slurm.sh down    end the daemons that `up` started
+#   one-node-slurm.sh conf    print the configuration that `up` would write; needs no root
 #
 # An HPC centre has its own Slurm: never run this there.
 set -euo pipefail
@@ -42,15 +43,13 @@ install_packages() {
     DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "${missing[@]}" >/dev/null
 }
 
-write_conf() {
-    if [[ -e $CONF ]] && ! ours; then
-        fail "$CONF exists and is not ours: this machine has a Slurm of its own, which is left alone"
-    fi
-    mkdir -p "$STATE/ctld" "$STATE/d" "$LOGS" /etc/slurm
+conf() {
     # What the node has, in Slurm's own words; less memory than there is, because the system needs some.
-    local memory
+    local memory cores
     memory=$(awk '/^MemTotal/ {print int($2 / 1024 * 0.9)}' /proc/meminfo)
-    cat >"$CONF" <<CONF
+    # nproc believes OpenMP's variables, which say how many threads a program wants, not how many cores there are.
+    cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
+    cat <<CONF
 $MARK
 ClusterName=one-node
 SlurmctldHost=$(hostname)(127.0.0.1)
@@ -74,9 +73,17 @@ SlurmctldPidFile=$STATE/slurmctld.pid
 SlurmdPidFile=$STATE/slurmd.pid
 SlurmctldLogFile=$LOGS/slurmctld.log
 SlurmdLogFile=$LOGS/slurmd.log
-NodeName=$(hostname) NodeAddr=127.0.0.1 CPUs=$(nproc) RealMemory=$memory State=UNKNOWN
+NodeName=$(hostname) NodeAddr=127.0.0.1 CPUs=$cores RealMemory=$memory State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 CONF
+}
+
+write_conf() {
+    if [[ -e $CONF ]] && ! ours; then
+        fail "$CONF exists and is not ours: this machine has a Slurm of its own, which is left alone"
+    fi
+    mkdir -p "$STATE/ctld" "$STATE/d" "$LOGS" /etc/slurm
+    conf >"$CONF"
 }
 
 start_munge() {
@@ -127,9 +134,10 @@ down() {
     done
 }
 
-[[ $(id -u) == 0 ]] || fail "needs root, to install packages and to start Slurm's daemons"
+[[ $(id -u) == 0 || ${1:-up} == conf ]] || fail "needs root, to install packages and to start Slurm's daemons"
 case ${1:-up} in
     up) up ;;
     down) down ;;
-    *) fail "usage: one-node-slurm.sh [up|down]" ;;
+    conf) conf ;;
+    *) fail "usage: one-node-slurm.sh [up|down|conf]" ;;
 esac

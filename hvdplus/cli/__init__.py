@@ -12,10 +12,12 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from hvdplus import __version__
+
 #: Command -> (module of this package, one line of help).
 COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("doctor", "show versions, MPI and settings, and how to mend what is missing"),
-    "install-horovod": ("install_horovod", "build and install Horovod for the PyTorch, TensorFlow and MPI found here"),
+    "install-horovod": ("horovod", "build and install Horovod for the PyTorch, TensorFlow and MPI found here"),
     "compressors": ("compressors", "list the compressors: what each of them sends, keeps and learns"),
     "plan": ("plan", "say what compression would cost and save: for a model, or on more ranks from a run log"),
     "report": ("report", "show what a run did: times, levels, decisions"),
@@ -27,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 not usable, 2 refused or failed, 141 not read."""
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="hvdplus", description="Adaptive gradient compression on Horovod and MPI.")
+    parser.add_argument("--version", action="version", version=f"hvdplus {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     asked = argv[0] if argv else ""
     for name, (module, text) in COMMANDS.items():
@@ -38,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = int(import_module(f"{__name__}.{COMMANDS[args.command][0]}").run(args))
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # whoever reads has seen enough, as `head` has; nothing is left to flush at exit
+    except BrokenPipeError:  # the reader has seen enough, as `head` has; leave nothing to flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # as of other programs that are ended so
+        return 141  # what a shell reports of a program that a broken pipe ended
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130

@@ -1,7 +1,7 @@
-"""``hvdplus compressors``: every compressor that can be named here, what it sends, keeps and learns.
+"""``hvdplus compressors``: all compressors that are known here, with what they send, keep and learn.
 
-Ours, those that were registered, and those that other packages bring along. Nothing is run: sizes follow from the
-compressors' own ``payload_bytes``.
+They are hvdplus's own, those that were registered, and those of other packages' entry points. None is run: sizes follow
+from the compressors' own ``payload_bytes``.
 """
 
 from __future__ import annotations
@@ -10,30 +10,31 @@ import argparse
 import math
 import sys
 import textwrap
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from hvdplus.exchange.bucket import Bucket, bytes_per_step, make_buckets
+from hvdplus.cli.text import columns, ratio, reason, whole
 from hvdplus.compression import TABLE, Compressor, NoCompression, known, parse
 from hvdplus.compression.registry import ENTRY_POINTS
-from hvdplus.report import count
+from hvdplus.exchange.bucket import Bucket, bytes_per_step, make_buckets
+from hvdplus.log.words import count
 from hvdplus.settings import Settings
 
 EXAMPLE = ((4096, 1024), (4096,), (1024,))
-"""Shapes in the bucket that ratios are given for."""
+"""Shapes of the bucket for which ratios are given."""
 CHAINS = ("topk:0.05+int8", "lowrank:4+fp16")
 HEAD = (("spelling", "class", "ratio", "keeps", "paper", "learns"), ("", "", "to fp32", "", "arXiv", "(its context)"))
 FIGURES = (2,)
-"""Columns of ``HEAD`` that are set to the right."""
+"""Columns of ``HEAD`` that are aligned to the right."""
 WIDEST = {4: 11, 5: 38}
-"""Column of ``HEAD`` -> letters in a line of it."""
+"""Column of ``HEAD`` -> its width in letters."""
 LINE = 100
 """Letters in a line of text."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the arguments of ``hvdplus compressors``."""
-    parser.add_argument("--ranks", metavar="N", default="4", help="ranks that ratios are given for (default: 4)")
+    parser.add_argument("--ranks", metavar="N", default="4", help="number of ranks for the ratios (default: 4)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,44 +64,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def whole(option: str, text: str) -> int:
-    """The whole number of at least 1 that an option was given.
-
-    Raises:
-        ValueError: it is none; the message says what was received.
-    """
-    if not (text.isascii() and text.isdigit() and int(text)):
-        raise ValueError(f"{option} wants a whole number of at least 1. Received: {text!r}")
-    return int(text)
-
-
-def reason(error: Exception) -> str:
-    """What went wrong, in one line; errors that are not worded for users say their type."""
-    words = " ".join(str(error).split())
-    return words if type(error) is ValueError else f"{type(error).__name__}: {words}"
-
-
-def ratio(buckets: Sequence[Bucket], sent_bytes: int) -> str:
-    """How many times less than fp32 that is."""
-    return f"{bytes_per_step(buckets, NoCompression()) / sent_bytes:.1f} x" if sent_bytes else "-"
-
-
-def columns(rows: Sequence[Sequence[str]], figures: Container[int]) -> str:
-    """Rows under each other; ``figures`` are columns set to the right. The last cell of a shorter row runs on."""
-    full = [row for row in rows if len(row) == len(rows[0])]
-    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
-    widths[0] = max(len(row[0]) for row in rows)
-
-    def line(row: Sequence[str]) -> str:
-        whole_row = len(row) == len(widths)
-        cells = enumerate(zip(row, widths, strict=whole_row))
-        return "  ".join(
-            cell.rjust(width) if whole_row and place in figures else cell.ljust(width) for place, (cell, width) in cells
-        ).rstrip()
-
-    return "\n".join(map(line, rows))
-
-
 def _example(ranks: int) -> tuple[Bucket, ...]:
     room = 4 * sum(math.prod(shape) for shape in EXAMPLE)
     return make_buckets(EXAMPLE, ["float32"] * len(EXAMPLE), bucket_bytes=room, ranks=ranks, seed=0)
@@ -112,7 +75,7 @@ def _names() -> list[str]:
 
 
 def _row(spelling: str, buckets: Sequence[Bucket]) -> list[str]:
-    """A compressor's cells; or its spelling and what is wrong, which may be anything in another package's code."""
+    """A compressor's cells; or its spelling and an error, which may be of any type in another package's code."""
     try:
         compressor = parse(spelling)
     except Exception as error:
@@ -130,7 +93,7 @@ def _cells(compressor: Compressor, buckets: Sequence[Bucket]) -> list[str]:
 
 
 def _wrapped(row: Sequence[str]) -> Iterator[Sequence[str]]:
-    """The row, in several lines where cells are wider than ``WIDEST``."""
+    """The row in several lines, if a cell is wider than ``WIDEST``."""
     if len(row) < len(HEAD[0]):
         return iter([row])
     lines = (textwrap.wrap(cell, WIDEST.get(place, LINE)) for place, cell in enumerate(row))

@@ -1,7 +1,7 @@
-"""``hvdplus doctor``: what is here, what is set, and how to mend what is missing.
+"""``hvdplus doctor``: versions, settings, and commands that install what is missing.
 
-Versions come from the packages' metadata; whatever needs a framework or MPI is asked in a child process, so a broken
-installation shows up as a line of the table and never as a traceback.
+Versions come from the packages' metadata. Questions to a framework or MPI run in a child process, so that a broken
+installation is a line of the table and no traceback.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 from hvdplus.adapters.local import Local
 from hvdplus.adapters.numpy import NumpyOps
-from hvdplus.cli.compressors import reason
-from hvdplus.cli.install_horovod import (
+from hvdplus.cli.horovod.stack import (
     TENSORFLOW_NAMES,
     default_jobs,
     environment,
@@ -31,7 +30,9 @@ from hvdplus.cli.install_horovod import (
     package_version,
     which,
 )
+from hvdplus.cli.text import reason
 from hvdplus.launch import AUTO, choose_ladder
+from hvdplus.log.words import printable
 from hvdplus.settings import CONFIG, Settings, describe, unknown
 from hvdplus.transport import World
 
@@ -39,7 +40,7 @@ ROW = tuple[str, str]
 PROBE_SECONDS = 120.0  # importing a framework from a cold network disk
 
 _BUILT = "{k: bool(getattr(hvd, k + '_built')()) for k in ('mpi', 'gloo', 'nccl')}"
-# What only a framework or MPI itself knows; each prints one line of JSON.
+# Questions that only a framework or MPI can answer; each program prints one line of JSON.
 PROBES = {
     "torch": f"""
 import json, torch
@@ -71,7 +72,7 @@ print("\\nseen " + json.dumps(dict(library=MPI.Get_library_version().split(",")[
 
 
 class Finding(NamedTuple):
-    """Something missing or broken, the command that mends it, and whether one can do without."""
+    """Something missing or broken, the command that mends it, and whether it is optional."""
 
     what: str
     command: str
@@ -79,7 +80,7 @@ class Finding(NamedTuple):
 
 
 def probe(name: str) -> dict[str, Any]:
-    """Run one of `PROBES` in a child process; a failure comes back as ``{"error": its last line}``."""
+    """Run one of `PROBES` in a child process and return its answer, or ``{"error": last line of its output}``."""
     env = {**environment(), "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONSAFEPATH": "1"}
     command = [sys.executable, "-c", PROBES[name]]
     try:
@@ -93,11 +94,11 @@ def probe(name: str) -> dict[str, Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``hvdplus doctor``: there are none."""
+    """Declare the options of ``hvdplus doctor``, which has none."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table; return 0 if something here can train on several ranks and the settings are right, else 1."""
+    """Print the table. Return 0 if training on several ranks works here and the settings are right, else 1."""
     frameworks = [framework.module for framework in find_frameworks()]
     names = [*frameworks, *(["mpi4py"] if package_version("mpi4py") else [])]
     with ThreadPoolExecutor() as pool:
@@ -128,7 +129,7 @@ def _section(title: str, rows: Iterator[ROW] | list[ROW]) -> None:
     rows = list(rows)
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
-        print(f"  {name:<{width}}  {value}".rstrip())
+        print(f"  {name:<{width}}  {printable(value)}".rstrip())
 
 
 def _optional(finding: Finding) -> str:
@@ -215,7 +216,7 @@ def _settings() -> tuple[list[ROW], bool]:
 
 
 def _wrong_levels(loaded: Settings) -> Iterator[str]:
-    """What is wrong with the levels that are set: a ladder is looked at even where a fixed level leaves it unused."""
+    """Errors in the levels of the settings. The ladder is checked even if a fixed level leaves it unused."""
     alone = World(Local(), hosts={}, collective="none", cross_rank=0, differences=())
     for compression in dict.fromkeys((loaded.compression, AUTO)):
         try:

@@ -1,10 +1,10 @@
-"""``hvdplus plan``: what compression would cost and save, before anything is run at that size.
+"""``hvdplus plan``: costs and savings of compression, estimated before a job runs at that size.
 
-    hvdplus plan lowrank:4 --shape 4096x1024     what a model would send, from its shapes alone
-    hvdplus plan run.jsonl --ranks 64,1024       what a job would do on more ranks and other links, from its run log
+    hvdplus plan lowrank:4 --shape 4096x1024     bytes that a model would send, from its shapes alone
+    hvdplus plan run.jsonl --ranks 64,1024       steps on more ranks and other links, from a job's run log
 
-From shapes, the model is cut into buckets as in a job, so the same tensors travel whole and the same bytes are counted.
-From a run log, see ``hvdplus.forecast``.
+From shapes, the model is cut into buckets as in a job, so that the same tensors stay uncompressed and the same bytes
+are counted. From a run log, see ``hvdplus.log.forecast``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hvdplus.exchange.bucket import Bucket, bytes_per_step, make_buckets
-from hvdplus.cli.compressors import columns, ratio, reason, whole
+from hvdplus.cli.text import FOREIGN, columns, foreign, ratio, read_log, reason, whole
 from hvdplus.compression import Compressor, NoCompression, parse
 from hvdplus.costmodel import ALL_REDUCES, Collective, Wire, ring_all_reduce
-from hvdplus.forecast import (
+from hvdplus.exchange.bucket import Bucket, bytes_per_step, make_buckets
+from hvdplus.log.forecast import (
     DENSE,
     MARGIN,
     Shown,
@@ -33,24 +33,23 @@ from hvdplus.forecast import (
     predict,
     what_the_run_showed,
 )
-from hvdplus.report import count
-from hvdplus.runlog import read
+from hvdplus.log.words import count
 from hvdplus.settings import Settings
 
 USUAL = ("auto", "int4", "signsgd", "randomk:0.01", "topk:0.01", "topk:0.05+int8", "lowrank:4")
-"""What is compared unless the user names something."""
+"""Compressors that are compared by default."""
 UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9}
-"""What may stand behind a number of parameters."""
+"""Suffixes of a number of parameters."""
 RANKS, RATES = "8,64,1024,4096", "1,10,25,100"
-"""What a run log is asked for unless the user names something."""
+"""Ranks and rates for which a run log is extrapolated by default."""
 LATENCY_US = "20"
-"""Of a message between hosts by TCP over Ethernet of 1 to 10 Gbit/s: some tens of microseconds."""
+"""Microseconds of a message between hosts by TCP over Ethernet of 1 to 10 Gbit/s: some tens."""
 LINE = 110
 """Letters in a line of text."""
 
 
 class Model(NamedTuple):
-    """Shapes of a model's tensors, first to last, and what is only approximate about them."""
+    """Shapes of a model's tensors, first to last, and a note if they are an approximation."""
 
     shapes: tuple[tuple[int, ...], ...]
     caveat: str = ""
@@ -89,8 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the estimate.
 
-    Returns 0, or 2 with a message for arguments or a run log that cannot be read. A compressor that cannot serve that
-    many ranks is a row with its reason.
+    Returns 0, or 2 with a message for wrong arguments or a run log that cannot be read. A compressor that cannot serve
+    so many ranks gets a row with the reason.
     """
     try:
         log = next((text for text in args.what if text.endswith(".jsonl") or Path(text).is_file()), None)
@@ -109,9 +108,9 @@ def _from_shapes(args: argparse.Namespace) -> str:
     for option, value in (("--latency-us", args.latency_us), ("--all-reduce", args.all_reduce)):
         if value is not None:
             raise ValueError(f"{option} goes with a run log. Received: {option} {value}, and no run log")
+    compressors = {spelling: _compressor(spelling) for spelling in _spellings(args.what or USUAL)}
     model, ranks = _model(args.shape, args.parameters), whole("--ranks", "2" if args.ranks is None else args.ranks)
     gbit = None if args.gbit is None else _rate(args.gbit)
-    compressors = {spelling: _compressor(spelling) for spelling in _spellings(args.what or USUAL)}
     buckets = _buckets(model, ranks)
     rows = [_row(spelling, compressor, buckets, gbit) for spelling, compressor in compressors.items()]
     heads = _heads(gbit)
@@ -134,7 +133,7 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def _one_matrix(text: str) -> Model:
-    """``25M`` -> a matrix as square as that many elements allow."""
+    """``25M`` -> a nearly square matrix with that many elements."""
     found = re.fullmatch(rf"(\d{{1,15}}(?:\.\d+)?)([{''.join(UNITS)}]?)", text, re.ASCII)
     number = round(float(found[1]) * UNITS[found[2]]) if found else 0
     if not number:
@@ -162,12 +161,12 @@ def _above_zero(option: str, wanted: str, text: str) -> float:
 
 
 def _spellings(names: Sequence[str]) -> list[str]:
-    """The names, with the levels of its ladder for ``auto``, which chooses between them."""
+    """The names, with ``auto`` replaced by the levels of its ladder."""
     return [spelling for name in names for spelling in (Settings.load().ladder if name == "auto" else [name])]
 
 
 def _compressor(spelling: str) -> Compressor:
-    """What is spelled, or a ValueError, whatever goes wrong in another package's code."""
+    """The compressor of that spelling. Raises ValueError for any error, in another package's code too."""
     try:
         return parse(spelling)
     except Exception as error:
@@ -194,7 +193,7 @@ def _heads(gbit: float | None) -> list[list[str]]:
 
 
 def _row(spelling: str, compressor: Compressor, buckets: Sequence[Bucket], gbit: float | None) -> list[str]:
-    """A compressor's figures; or its spelling and why there are none."""
+    """A compressor's figures; or its spelling and the reason for having none."""
     try:
         sent, passes = bytes_per_step(buckets, compressor), compressor.memory_passes
     except Exception as error:
@@ -238,21 +237,22 @@ def _from_run_log(args: argparse.Namespace, path: str) -> str:
         if args.all_reduce not in ALL_REDUCES:
             raise ValueError(f"--all-reduce wants {' or '.join(ALL_REDUCES)}. Received: {args.all_reduce!r}")
         kinds = {args.all_reduce: ALL_REDUCES[args.all_reduce]}
+    records = read_log(path)
     try:
-        shown = what_the_run_showed(read(path))
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+        shown = what_the_run_showed(records)
+        if args.gbit is None and shown.hosts > 1 and shown.gbit < math.inf:
+            rates = [shown.gbit, *rates]
+        blocks = (
+            _what_it_showed(shown),
+            _forecasts(shown, ranks, rates, latency, kinds),
+            _limits(shown, ranks, latency, kinds),
+            _assumed(shown, latency, kinds),
+        )
+        return "\n\n".join(blocks)
     except ValueError as error:
-        raise ValueError(str(error) if str(error).startswith(path) else f"{path}: {error}") from None
-    if args.gbit is None and shown.hosts > 1 and shown.gbit < math.inf:
-        rates = [shown.gbit, *rates]
-    blocks = (
-        _what_it_showed(shown),
-        _forecasts(shown, ranks, rates, latency, kinds),
-        _limits(shown, ranks, latency, kinds),
-        _assumed(shown, latency, kinds),
-    )
-    return "\n\n".join(blocks)
+        raise ValueError(f"{path}: {error}") from None
+    except FOREIGN as error:
+        raise ValueError(foreign(path, error)) from None
 
 
 def _wire(gbit: float, latency: float) -> Wire:
@@ -284,7 +284,7 @@ def _what_it_showed(shown: Shown) -> str:
 def _forecasts(
     shown: Shown, ranks: Sequence[int], rates: Sequence[float], latency: float, kinds: Mapping[str, Collective]
 ) -> str:
-    """The table of ranks and rates; below it, who cannot serve so many."""
+    """The table of ranks and rates; below it, the levels that cannot serve so many ranks."""
     rows = [
         ["ranks", "Gbit/s", "dense", "exposed", "best", "its step", "speed-up", "all-reduce"],
         ["", "", "ms", "share", "level", "ms", "to dense", ""],

@@ -6,13 +6,15 @@ import argparse
 import math
 import operator
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import takewhile
 
+from hvdplus.cli.text import FOREIGN, foreign, read_log
 from hvdplus.controller import Limits
-from hvdplus.replay import replay
-from hvdplus.report import explain
-from hvdplus.runlog import read
+from hvdplus.log.facts import Record, decisions_of
+from hvdplus.log.replay import Replayed, replay
+from hvdplus.log.words import explain
 
 DEFAULTS: dict[str, float] = asdict(Limits())
 
@@ -30,39 +32,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the decisions that the log's figures lead to, and whether they are the logged ones.
 
-    Returns 0, or 1 if they are not though the limits are the job's, or 2 with a message for a log or a limit that is
-    of no use.
+    Returns 0 if they are, or if other limits were asked for; 1 if they are not; 2 with a message for a log or a limit
+    that cannot be used.
     """
     try:
         limits = dict(map(_limit, args.limit))
-        records = read(args.runlog)
-        names, replayed = replay(records, **limits)
-    except (OSError, ValueError) as error:
-        reason = f"cannot read {args.runlog}: {error.strerror}" if isinstance(error, OSError) else error
-        print(f"hvdplus replay: {reason}", file=sys.stderr)
+        records = read_log(args.runlog)
+    except ValueError as error:
+        print(f"hvdplus replay: {error}", file=sys.stderr)
         return 2
-    except (AttributeError, LookupError, TypeError) as error:
-        print(f"hvdplus replay: {args.runlog} holds records that hvdplus does not write: {error!r}", file=sys.stderr)
+    try:
+        text, same = _compared(records, *replay(records, **limits))
+    except ValueError as error:
+        print(f"hvdplus replay: {args.runlog}: {error}", file=sys.stderr)
         return 2
-    logged = [record for record in records if record["kind"] == "decision"]
+    except FOREIGN as error:
+        print(f"hvdplus replay: {foreign(args.runlog, error)}", file=sys.stderr)
+        return 2
+    print(text)
+    return 0 if same or limits else 1
+
+
+def _compared(records: Sequence[Record], names: Sequence[str], replayed: Sequence[Replayed]) -> tuple[str, bool]:
+    """The decisions replayed beside the logged ones, and whether they are the same."""
+    logged = decisions_of(records)
     made = [{key: record.get(key) for key in ("from", "to", "reason", "evidence")} for record in logged]
     decided = [
         {"from": names[before], "to": names[level], "reason": reason, "evidence": evidence}
         for before, (level, reason, evidence) in replayed
     ]
     same = sum(takewhile(bool, map(operator.eq, decided, made)))
-    # Steps without figures that count are not in the log's traces, so the step of a new decision is not known.
-    for number, decision in enumerate([*logged[:same], *decided[same:]], start=1):
-        print(explain(number, decision))
+    # The log's traces leave out steps whose figures do not count, so the step of a new decision is not known.
+    lines = [explain(number, each) for number, each in enumerate([*logged[:same], *decided[same:]], start=1)]
     if same == len(decided) == len(logged):
-        print(f"\nAll {same} decisions are the run's, figure for figure.")
-        return 0
-    print(f"\n{same} of the run's {len(logged)} decisions come out the same, figure for figure.")
+        return "\n".join([*lines, f"\nAll {same} decisions are the run's, figure for figure."]), True
+    lines.append(f"\n{same} of the run's {len(logged)} decisions come out the same, figure for figure.")
     if same < len(decided):
-        print("What is decided after them rests on steps that happened to run at the levels decided here.")
+        lines.append("Later decisions here rest on steps that the run took at other levels than those decided here.")
     if same < len(logged):
-        print(f"The run's next decision was:\n\n{explain(same + 1, logged[same])}")
-    return 0 if limits else 1
+        lines.append(f"The run's next decision was:\n\n{explain(same + 1, logged[same])}")
+    return "\n".join(lines), False
 
 
 def _limit(text: str) -> tuple[str, float]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from hvdplus.report import picture, table
-from hvdplus.runlog import read
+from hvdplus.cli.text import FOREIGN, foreign, read_log
+from hvdplus.log.picture import picture
+from hvdplus.log.table import table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,21 +25,24 @@ def run(args: argparse.Namespace) -> int:
     picture beside the log is an extra: without it, the message comes and the exit code stays 0.
     """
     try:
-        records = read(args.runlog)
+        records = read_log(args.runlog)
         if not records:
             raise ValueError(f"{args.runlog}: the log is empty; the job wrote nothing")
-    except (OSError, ValueError) as error:
-        reason = f"cannot read {args.runlog}: {error.strerror}" if isinstance(error, OSError) else error
-        print(f"hvdplus report: {reason}", file=sys.stderr)
+    except ValueError as error:
+        print(f"hvdplus report: {error}", file=sys.stderr)
         return 2
-    print(table(records))
+    try:
+        print(table(records))
+    except FOREIGN as error:
+        print(f"hvdplus report: {foreign(args.runlog, error)}", file=sys.stderr)
+        return 2
     if args.no_png:
         return 0
     # What ends otherwise, such as RUNLOG.1, is another optimizer's log and wants a picture of its own.
     target = args.png or f"{args.runlog.removesuffix('.jsonl')}.png"
     try:
         print(f"\nPicture: {picture(records, target)}")
-    except (ImportError, OSError, ValueError) as error:
+    except (ImportError, OSError, *FOREIGN) as error:
         sys.stdout.flush()  # the table comes first, also where both streams go into one file
         why = f"cannot write {target}: {error.strerror}" if isinstance(error, OSError) else error
         print(f"hvdplus report: no picture: {why}", file=sys.stderr)

@@ -1,5 +1,5 @@
-"""All that happens to one bucket in a step, as pure functions: the same text for frameworks that compute at once and for
-compiled graphs.
+"""All that happens to one bucket in a step, as pure functions: the same text for frameworks that compute at once and
+for compiled graphs.
 
     vector (gradient + residual) ─► send_bucket ─► payload ─► all-reduce ─► receive_bucket ─► mean, next context
                                         └► left: the next residual

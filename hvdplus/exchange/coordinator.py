@@ -21,15 +21,11 @@ from hvdplus.exchange.journal import Journal, costs_of_levels
 from hvdplus.exchange.metadata import Metadata, check_agreement
 from hvdplus.exchange.plan import Ladder, Plan
 from hvdplus.exchange.schedule import Schedule
+from hvdplus.log.runlog import DRAINING, WARMING, RunLog
 from hvdplus.meter import StepTimes
-from hvdplus.runlog import RunLog
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 
-DRAINING = "draining"
-"""Name, in the run log, of dense steps that flush a residual: neither a level of the ladder nor plain dense."""
-WARMING = "warming"
-"""Name, in the run log, of dense steps from which a level's contexts learn before it begins."""
 NORM_STEPS = 5
 """Every so many steps ranks report the norms of gradients and residuals: they cost passes over memory."""
 LOSS_SCALING = "loss scaling would mix the units of residual and gradient"
@@ -242,7 +238,7 @@ class Coordinator:
         self._journal.write_trace(self.steps)
         self._close_window()
         name = self.ladder.names[self.schedule.level]
-        figures = self._journal.typical(name)
+        figures = self.log.medians(name)
         seconds = time.monotonic() - self._began
         steps = self.steps - self._steps_before + self.unread_steps
         self.log.write("end", steps=steps, wall_seconds=round(seconds, 3), **facts)
@@ -256,11 +252,8 @@ class Coordinator:
 
     def _next_plan(self) -> Plan:
         measures = self._measures_norms and self.steps % NORM_STEPS == 0
-        probe = self._controller.sounding() if self._controller and self._probes_now() else 0
+        probe = self._controller.sounding() if self._controller and not self.schedule.transitional else 0
         return self.schedule.next_plan()._replace(measure_norms=measures, probe_bytes=probe)
-
-    def _probes_now(self) -> bool:
-        return not (self.schedule.flushing or self.schedule.warming_up)
 
     def _label(self, plan: Plan) -> str:
         """Name of such a step in the run log."""
@@ -285,14 +278,7 @@ class Coordinator:
             self._journal.write_trace(self.steps)
         if decision:
             self._close_window()
-            record: dict[str, Any] = {
-                "step": self.steps,
-                "from": self.ladder.names[self.schedule.level],
-                "to": self.ladder.names[decision.level],
-                "reason": decision.reason,
-                "evidence": decision.evidence,
-            }
-            self.log.write("decision", **record)
+            self._journal.write_decision(self.steps, self.ladder.names, self.schedule.level, decision)
             self.set_level(decision.level)
 
     def _close_window(self) -> None:

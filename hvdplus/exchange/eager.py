@@ -17,8 +17,8 @@ from hvdplus.exchange.engine import Exchange
 from hvdplus.exchange.plan import Ladder, Plan
 from hvdplus.exchange.reporter import Reporter
 from hvdplus.exchange.sparse import Table
+from hvdplus.log.runlog import RunLog
 from hvdplus.meter import StepMeter
-from hvdplus.runlog import RunLog
 from hvdplus.settings import Settings
 from hvdplus.transport import Transport
 

@@ -18,7 +18,7 @@ from hvdplus.exchange import checkpoint
 from hvdplus.exchange.bucket import Bucket, BucketState, bytes_per_step, compressor_for, itemsize, make_buckets
 from hvdplus.exchange.coordinator import Coordinator
 from hvdplus.exchange.plan import Ladder, Plan
-from hvdplus.runlog import RunLog
+from hvdplus.log.runlog import RunLog
 from hvdplus.settings import Settings
 from hvdplus.transport import Transport
 
@@ -109,8 +109,11 @@ class Exchange(ABC):
         return tuple(bucket._replace(parameters=tuple(chosen[i] for i in bucket.parameters)) for bucket in buckets)
 
     def costs(self) -> tuple[LevelCost, ...]:
-        """Costs of every level, tables left out. Where dense steps are summed in place, Horovod groups sums as it likes:
-        as many as buckets comes nearest, but the last that leaves is that of the dense steps' own buckets."""
+        """Costs of every level, tables left out.
+
+        Where dense steps are summed in place, Horovod groups sums as it likes: as many as buckets comes nearest, but
+        the last that leaves is that of the dense steps' own buckets.
+        """
         dense = self.buckets[: len(self.buckets) - len(self.tables)]
         elements = sum(bucket.spec.size for bucket in dense)
         share = elements / self._codec_elements if self._codec_elements else 0.0

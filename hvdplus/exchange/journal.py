@@ -7,14 +7,12 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from hvdplus.controller import Observation
+from hvdplus.controller import Decision, Observation
 from hvdplus.costmodel import LevelCost
+from hvdplus.log.runlog import TIMES, RunLog
 from hvdplus.meter import median_times
-from hvdplus.runlog import RunLog
 from hvdplus.transport import World
 
-TIMES = ("step_ms", "compute_ms", "codec_ms", "exposed_comm_ms", "overlapped_comm_ms", "input_wait_ms")
-"""Of a window in the run log."""
 TRACE_STEPS = 50
 """Steps of the controller's observations in one line of the run log."""
 
@@ -114,31 +112,26 @@ class Journal:
         )
         self._window = []
 
+    def write_decision(self, steps: int, names: Sequence[str], level: int, decision: Decision) -> None:
+        """Write the controller's decision. ``level``: the present one, of ``names``."""
+        fields: dict[str, Any] = {"from": names[level], "to": names[decision.level]}
+        self.log.write("decision", step=steps, **fields, reason=decision.reason, evidence=decision.evidence)
+
     def last_times(self) -> dict[str, float]:
         """Times of the last complete window in milliseconds, NaN before it."""
-        last = self._last_window() or {}
+        last = self.log.last_window or {}
         return {name: last.get(name, math.nan) for name in TIMES}
 
     @property
     def status(self) -> str:
         """Level and times of the last complete window, in a few words."""
-        last = self._last_window()
+        last = self.log.last_window
         if last is None:
             return "measuring"
         return (
             f"level {last['level']}  step {last['step_ms']:.2f} ms, of which {last['exposed_comm_ms']:.2f} ms "
             "waiting for the network"
         )
-
-    def _last_window(self) -> dict[str, Any] | None:
-        # From the end: a progress display may ask every step of a long run.
-        return next((record for record in reversed(self.log.records) if record["kind"] == "window"), None)
-
-    def typical(self, level: str) -> dict[str, float]:
-        """Medians over the windows at a level (over all windows, if there are none), in milliseconds."""
-        windows = [record for record in self.log.records if record["kind"] == "window"]
-        last = [record for record in windows if record["level"] == level] or windows
-        return {key: median(record[key] for record in last) if last else math.nan for key in TIMES}
 
 
 def costs_of_levels(names: Sequence[str], costs: Sequence[LevelCost]) -> dict[str, dict[str, float]]:

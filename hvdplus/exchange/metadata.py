@@ -44,7 +44,7 @@ class Slot(NamedTuple):
     probe: float = 0.0
     gradient_norm: float = 0.0
     residual_norm: float = 0.0
-    """Euclidean norms of this rank's fresh gradient and of its next residual; 0 where the plan does not measure them."""
+    """Euclidean norms of this rank's fresh gradient and of its next residual; 0 in steps that do not measure them."""
     learning_rate: float = 0.0
     """0: unknown."""
     contexts: float = 0.0
@@ -187,15 +187,15 @@ def check_agreement(metadata: Metadata, level: str) -> None:
         )
     if "contexts" in odd:
         raise RuntimeError(
-            f"The contexts of {level} differ between rank 0 and rank(s) {odd['contexts']}, so their sum has no meaning. "
-            "This happens when ranks run other library versions or CPUs of other capability: make them equal, or set "
-            "HVDPLUS_COMPRESSION=fp16."
+            f"The contexts of {level} differ between rank 0 and rank(s) {odd['contexts']}, so their sum has no "
+            "meaning. This happens when ranks run other library versions or CPUs of other capability: make them equal, "
+            "or set HVDPLUS_COMPRESSION=fp16."
         )
     if "learning_rate" in odd:
         raise RuntimeError(
             f"The learning rate differs between rank 0 and rank(s) {odd['learning_rate']}, so their weights would go "
-            "apart. Set it from values that all ranks share: a scheduler that follows a loss needs the mean loss of all "
-            "ranks (hvd.allreduce), and a loaded scheduler has to be loaded on every rank."
+            "apart. Set it from values that all ranks share: a scheduler that follows a loss needs the mean loss of "
+            "all ranks (hvd.allreduce), and a loaded scheduler has to be loaded on every rank."
         )
 
 
@@ -225,8 +225,8 @@ def weights_differ(ranks: Sequence[int], checksums: Sequence[Sequence[int]], nam
     """
     first = next((i for i, each in enumerate(zip(*checksums, strict=True)) if len(set(each)) > 1), 0)
     return (
-        f"The weights of rank(s) {', '.join(map(str, ranks))} are not those of rank 0 any more: {names[first]} is the first "
-        "that differs. Broadcast them before training (hvd.broadcast_parameters, or Keras' "
+        f"The weights of rank(s) {', '.join(map(str, ranks))} are not those of rank 0 any more: {names[first]} is the "
+        "first that differs. Broadcast them before training (hvd.broadcast_parameters, or Keras' "
         "BroadcastGlobalVariablesCallback), take the same steps with the same learning rate on every rank, and change "
         "weights on all ranks alike. HVDPLUS_WEIGHTS_CHECK_STEPS=0 turns this check off."
     )

@@ -33,7 +33,7 @@ def sums_are_finite(x: EagerExchange) -> bool:
 
 
 def send_left(x: EagerExchange) -> None:
-    """Some rank's values lie far beyond its level's scale: all ranks send what is left in full width, and nothing stays.
+    """Some rank's values lie far beyond its level's scale: all ranks send what is left in full width, nothing stays.
     So the whole gradient arrives in its own step, and no later one has to bring the rest."""
     states = [state for state in x.states if state.pending is not None and state.finite is not None]
     handles = [

@@ -51,8 +51,10 @@ class MetadataInFlight:
 
 
 class Reporter:
-    """Reports this rank's part of a step, and observes all ranks'. Holds no exchange, which holds it: an exchange that is
-    dropped has to be gone at once."""
+    """Reports this rank's part of a step, and observes all ranks'.
+
+    Holds no exchange, which holds it: an exchange that is dropped has to be gone at once.
+    """
 
     def __init__(self, parameters: int) -> None:
         self.loss = math.nan
@@ -121,7 +123,7 @@ class Reporter:
     def _observe(self, x: EagerExchange, plan: Plan, in_flight: MetadataInFlight, healthy: bool) -> None:
         metadata = in_flight.read()
         if "weights" in metadata.odd:
-            everyone = x.transport.gather_objects(list(in_flight.checksums))
+            everyone = x.transport.gather_objects(list(in_flight.checksums), f"weights of {x.prefix}")
             raise RuntimeError(weights_differ(metadata.odd["weights"], everyone, x.backend.names))
         x.coordinator.observe(plan, metadata, healthy)
         if self._unseen:

@@ -33,14 +33,9 @@ class Schedule:
         """The level whose contexts, and so whose side, the present one reuses in the coming plan."""
 
     @property
-    def flushing(self) -> bool:
-        """Whether a residual is outstanding that the present level does not keep."""
-        return self._flush_left > 0
-
-    @property
-    def warming_up(self) -> bool:
-        """Whether the coming step is a dense one from which the present level learns."""
-        return self._warm_up_left > 0
+    def transitional(self) -> bool:
+        """Whether the coming step warms a level up, or flushes a residual that the present level does not keep."""
+        return self._flush_left > 0 or self._warm_up_left > 0
 
     def set_level(self, level: int) -> None:
         """Run ``level`` from the next plan on."""
@@ -111,6 +106,5 @@ class Schedule:
         fits = 0 <= level < levels == len(sides) and all(s in p for s, p in zip(sides, possible, strict=True))
         if not fits or flush_left < 0 or warm_up_left < 0:
             raise ValueError(f"The checkpoint's schedule is damaged. Received: {dict(state)}")
-        # Settings of another job may have asked for more steps than are needed here: a residual is flushed all the same.
         self.level, self._sides, self._flush_left, self._warm_up_left = level, sides, flush_left, warm_up_left
         self._context_source = None

@@ -5,8 +5,8 @@ every step the ranks first add up a mask (a few bits a row), which tells each of
 union is a small share of the table, its rows follow, in one order, uncompressed. Else the table travels as all buckets
 do, at their level. Next to Horovod's all-gather no row crosses the network more than once a rank.
 
-The residual waits in a step that shares rows: nothing was lost in it. Contexts learn from it where they would learn from
-a dense step, in warm-up.
+The residual waits in a step that shares rows: nothing was lost in it. Contexts learn from it where they would learn
+from a dense step, in warm-up.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     finish: wait ─► decode ─► all ranks agree that it went well ─► mean gradient ─► the user's own optimizer ─► commit
 
 This is the order of a step where the framework computes at once. In a compiled graph it follows from the data, and the
-same pure functions of ``codec.py`` do the work. From here: ``transfer.py`` is one bucket's way, ``sparse.py`` that of an
-embedding, ``reporter.py`` what ranks tell each other, ``outcome.py`` what becomes of the step, ``schedule.py`` what the
-next one does.
+same pure functions of ``codec.py`` do the work. From here: ``transfer.py`` is one bucket's way, ``sparse.py`` that of
+an embedding, ``reporter.py`` what ranks tell each other, ``outcome.py`` what becomes of the step, ``schedule.py`` what
+the next one does.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def agree_on_first_step(x: EagerExchange) -> None:
         return
     x.agreed = True
     mine = [i for i in range(len(x.shapes)) if x.backend.is_sparse(i)]
-    told = x.transport.gather_objects((mine, x.resumed, x.ready))
+    told = x.transport.gather_objects((mine, x.resumed, x.ready), f"first step of {x.prefix}")
     x.ready = []
     checkpoint.check_same([digest for _, digest, _ in told])
     if x.order_known:

@@ -13,9 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 
-from hvdplus import report as _report
 from hvdplus.adapters.connect import INSTALL_HOROVOD, connect, wants_horovod
 from hvdplus.transport import NeedsHorovod, World
 
@@ -229,12 +227,14 @@ def load_model(
 def identical(values: keras.Model | Iterable[Any]) -> bool:
     """Whether a model's variables (or the given arrays) are equal on all ranks, bit for bit. Every rank calls it.
 
+    If they are not, rank 0 prints the first variable that differs, and the ranks.
+
     The states of random generators (dropout) do not count: they differ on purpose. What batch normalisation averages
     does, and is each rank's own, as with Horovod: give ``model.trainable_variables`` to leave it out.
     """
     if isinstance(values, keras.Model):
         values = collectives.shared_variables(values)
-    return collectives.identical([np.asarray(value) for value in values], _require_world())
+    return collectives.identical(list(values), _require_world())
 
 
 def report(optimizer: Any, png: str | None = None, **facts: Any) -> dict[str, Any]:
@@ -250,7 +250,9 @@ def report(optimizer: Any, png: str | None = None, **facts: Any) -> dict[str, An
         job's ranks and transport.
     """
     ours = getattr(optimizer, "inner_optimizer", optimizer)
-    return _report.close(ours.hvdplus, _require_world(), png, facts)
+    from hvdplus.log.report import report as end_with_report  # words and axes: training needs neither
+
+    return end_with_report(ours.hvdplus, _require_world(), png, facts)
 
 
 def _require_world() -> World:

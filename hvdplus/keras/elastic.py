@@ -19,7 +19,7 @@ from hvdplus.adapters.connect import INSTALL_HOROVOD
 from hvdplus.adapters.keras import collectives
 from hvdplus.adapters.keras.optimizer import Distributed, rejoin
 from hvdplus.exchange.checkpoint import KEEP_LOCAL
-from hvdplus.transport import NeedsHorovod
+from hvdplus.transport import NeedsHorovod, broadcast_object
 
 if not front.with_horovod():
     raise NeedsHorovod(f"Elastic jobs need Horovod, and this one runs without it. {INSTALL_HOROVOD}.")
@@ -125,8 +125,7 @@ class KerasState(ObjectState):
 
     @staticmethod
     def _from_rank_0(value: Any) -> Any:
-        transport = collectives.current().transport
-        return transport.gather_objects(value if transport.rank == 0 else None)[0]
+        return broadcast_object(collectives.current().transport, value, 0, "an elastic state")
 
 
 class CommitStateCallback(keras.callbacks.Callback):

@@ -9,21 +9,25 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import time
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from hvdplus import report as _report
 from hvdplus.adapters.connect import INSTALL_HOROVOD, Cpu, connect, wants_horovod
+from hvdplus.adapters.torch import collectives as _functions
 from hvdplus.adapters.torch import cpu
 from hvdplus.adapters.torch.collectives import Collectives
-from hvdplus.adapters.torch.optimizer import check_groups, identical_on_all_ranks, refuse_join, wrap
+from hvdplus.adapters.torch.optimizer import check_groups, refuses_join, wrap
+from hvdplus.launch import NO_JOIN
 from hvdplus.launch import Compression as WithoutHorovods
 from hvdplus.transport import NeedsHorovod, TransportError, World
 
 _BINDING = "horovod.torch"
+JOIN_SECONDS = 20.0
+"""How long a rank that may not join waits for the others to say the same."""
 _world: World | None = None
 _collectives: Collectives | None = None
 
@@ -139,22 +143,57 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0, model: Any = None) -> None:
-    """Load rank ``root_rank``'s optimizer state on every rank. ``model``: accepted, as no step has to be taken for it.
+    """Load rank ``root_rank``'s optimizer state on every rank. ``model``: tells which gradients are sparse.
 
-    Horovod's own function takes steps with optimizers that have no state yet, which would exchange gradients.
+    Horovod's own function takes steps with optimizers that have no state yet, which would exchange gradients. Of them
+    this one leaves the gradients: zeros, where there were none.
     """
-    Collectives(_require_world()).broadcast_optimizer_state(optimizer, root_rank)
+    Collectives(_require_world()).broadcast_optimizer_state(optimizer, root_rank, model)
 
 
-def identical(values: torch.nn.Module | Iterable[torch.Tensor]) -> bool:
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Overwrite tensors with rank ``root_rank``'s, of any type.
+
+    Args:
+        params: a ``state_dict``, or a list of tensors or (name, tensor) pairs.
+    """
+    if not _with_horovod() or not isinstance(params, dict | list):
+        __getattr__("broadcast_parameters")(params, root_rank)
+        return
+    pairs = sorted(params.items()) if isinstance(params, dict) else params
+    pairs = [entry if isinstance(entry, tuple) else (None, entry) for entry in pairs]
+    names = [name for name, _ in pairs]
+    horovods = _horovods("broadcast_parameters")
+    _functions.broadcast_carried(
+        [tensor for _, tensor in pairs],
+        lambda carriers: horovods(list(zip(names, carriers, strict=True)), root_rank),
+    )
+
+
+def broadcast_(tensor: torch.Tensor, root_rank: int, *arguments: Any, **keywords: Any) -> torch.Tensor:
+    """As Horovod's, for tensors of any type."""
+    if _with_horovod() and _functions.needs_carrier(tensor):
+        broadcast = _horovods("broadcast_")
+        _functions.broadcast_carried([tensor], lambda one: broadcast(one[0], root_rank, *arguments, **keywords))
+        return tensor
+    return __getattr__("broadcast_")(tensor, root_rank, *arguments, **keywords)  # type: ignore[no-any-return]
+
+
+def broadcast(tensor: torch.Tensor, root_rank: int, *arguments: Any, **keywords: Any) -> torch.Tensor:
+    """As Horovod's, for tensors of any type; of those that Horovod refuses, without a gradient."""
+    if _with_horovod() and _functions.needs_carrier(tensor) and not tensor.requires_grad:
+        return broadcast_(tensor.clone(), root_rank, *arguments, **keywords)
+    return __getattr__("broadcast")(tensor, root_rank, *arguments, **keywords)  # type: ignore[no-any-return]
+
+
+def identical(values: torch.nn.Module | Iterable[Any]) -> bool:
     """Whether a model's parameters and buffers (or the given tensors) are equal on all ranks, bit for bit.
 
-    Every rank has to call it. Running statistics of batch normalisation are buffers, and each rank's own, as with
-    Horovod: give ``model.parameters()`` to leave them out.
+    Every rank has to call it. ``values`` may also be a state dict or (name, tensor) pairs. If ranks differ, rank 0
+    prints the first tensor that does, and the ranks. Running statistics of batch normalisation are buffers, and each
+    rank's own, as with Horovod: give ``model.named_parameters()`` to leave them out.
     """
-    if isinstance(values, torch.nn.Module):
-        values = values.state_dict().values()
-    return identical_on_all_ranks(values, _require_world())
+    return _functions.identical(values, _require_world())
 
 
 def report(optimizer: Any, png: str | None = None, **facts: Any) -> dict[str, Any]:
@@ -169,7 +208,9 @@ def report(optimizer: Any, png: str | None = None, **facts: Any) -> dict[str, An
         level, steps, and median times in milliseconds (``step_ms``, ``compute_ms``, ``exposed_comm_ms``, ...), and the
         job's ranks and transport.
     """
-    return _report.close(optimizer.hvdplus, _require_world(), png, facts)
+    from hvdplus.log.report import report as end_with_report  # words and axes: training needs neither
+
+    return end_with_report(optimizer.hvdplus, _require_world(), png, facts)
 
 
 def _require_world() -> World:
@@ -221,10 +262,29 @@ def join(*arguments: Any, **keywords: Any) -> Any:
     """As Horovod's, for a rank that has run out of data.
 
     Raises:
-        RuntimeError: an optimizer runs at another level than a fixed ``none``.
+        RuntimeError: an optimizer runs at another level than a fixed ``none``. Ranks decide it together: one whose
+            garbage collector has left an optimizer alive joins with the others.
     """
-    refuse_join()
+    if refuses_join() and not _others_have_joined():
+        raise RuntimeError(NO_JOIN)
     return __getattr__("join")(*arguments, **keywords)
+
+
+def _others_have_joined() -> bool:
+    """Whether another rank is in Horovod's ``join``, which adds zeros to what the ranks that are not in it sum up."""
+    if not _with_horovod():
+        return False
+    handle = _horovods("allreduce_async")(torch.ones(1), name="hvdplus.join", op=_horovods("Sum"))
+    deadline = time.monotonic() + JOIN_SECONDS
+    while not _horovods("poll")(handle):
+        if time.monotonic() > deadline:  # the others are in their next step, and wait for this rank there
+            return False
+        time.sleep(0.001)
+    return bool(_horovods("synchronize")(handle).item() < _require_world().transport.size)
+
+
+def _horovods(name: str) -> Any:
+    return getattr(importlib.import_module("horovod.torch"), name)
 
 
 def __getattr__(name: str) -> Any:

@@ -10,8 +10,11 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 import hvdplus.torch as front
 from hvdplus.adapters.connect import INSTALL_HOROVOD
+from hvdplus.adapters.torch.collectives import Collectives
 from hvdplus.adapters.torch.optimizer import STATE_KEY, Distributed, rejoin
 from hvdplus.exchange.checkpoint import KEEP_LOCAL
 from hvdplus.transport import NeedsHorovod
@@ -22,7 +25,6 @@ if not front._with_horovod():
 from horovod.common.elastic import run_fn
 from horovod.torch.elastic import ElasticSampler, TorchState
 from horovod.torch.elastic import state as _states
-from horovod.torch.functions import broadcast_object
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 
@@ -51,12 +53,19 @@ class _OptimizerState(_states.OptimizerStateHandler):  # type: ignore[misc]
 
     def sync(self) -> None:
         mine = self.value.state_dict().get(STATE_KEY, {"residuals": {}})["residuals"]
-        state = broadcast_object(self.value.state_dict(), root_rank=0, name="hvdplus.elastic")
+        state = Collectives(front._require_world()).broadcast_state(self.value.state_dict(), root_rank=0)
         if STATE_KEY in state:
             everybodys = state[STATE_KEY]
             everybodys["residuals"] = {i: mine.get(i) for i in everybodys["residuals"]}
         self.value.load_state_dict(_own(state))
         self.save()
+
+
+class _ModelState(_states.ModelStateHandler):  # type: ignore[misc]
+    """Rank 0's model on all ranks, also where it has parameters of types that Horovod refuses."""
+
+    def sync(self) -> None:
+        front.broadcast_parameters(self.value.state_dict(), root_rank=0)
 
 
 def _own(state: dict[str, Any]) -> dict[str, Any]:
@@ -66,4 +75,6 @@ def _own(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-_states.set_handler_registry([(Distributed, _OptimizerState), *_states.get_handler_registry()])
+_states.set_handler_registry(
+    [(Distributed, _OptimizerState), (torch.nn.Module, _ModelState), *_states.get_handler_registry()]
+)

@@ -40,7 +40,7 @@ def train(state):
         torch.nn.functional.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
         state.step += 1
-        pilot = optimizer.hvdplus
+        coordinator = optimizer.hvdplus
         states = optimizer._exchange.states
         seen.append(
             {
@@ -48,7 +48,7 @@ def train(state):
                 "ranks": hvd.size(),
                 "rank": hvd.rank(),
                 "identical": hvd.identical(model),
-                "level": pilot.ladder.names[pilot.plan.level],
+                "level": coordinator.ladder.names[coordinator.plan.level],
                 "held_back": sum(float(state.residual.norm()) for state in states if state.residual is not None),
             }
         )

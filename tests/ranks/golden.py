@@ -13,7 +13,7 @@ os.environ["HVDPLUS_BUCKET_BYTES"] = "6000"
 
 import numpy as np
 
-import hvdplus.pilot
+import hvdplus.exchange.engine
 from hvdplus.meter import StepTimes
 
 FRAMEWORK, LEVEL, FOLDER = sys.argv[1], sys.argv[2], Path(sys.argv[3])
@@ -42,7 +42,7 @@ def listen(transport):
     def noted_wait(handle):
         total = wait(handle)
         name, _ = names.pop(id(handle), ("", None))
-        if name and ".side" not in name:  # plain dense gradients go without a payload of ours
+        if name and ".metadata" not in name:  # plain dense gradients go without a payload of ours
             sums[name] = np.array(total)
         return total
 
@@ -50,14 +50,16 @@ def listen(transport):
     return sums
 
 
-def seconds_of(pilot):
-    """Times that the level alone decides about."""
+def with_fixed_times(coordinator):
+    """Steps take what the level alone decides about."""
+    observe = coordinator.observe
 
-    def told(_):
-        step = STEP_SECONDS.get(pilot.ladder.names[pilot._measured.level], 0.05)
-        return StepTimes(step, 0.001, max(0.0, step - 0.02), 0.0, 0.0)
+    def observed(plan, metadata, *healthy):
+        step = STEP_SECONDS.get(coordinator.ladder.names[coordinator._measured.level], 0.05)
+        times = StepTimes(step, 0.001, max(0.0, step - 0.02), 0.0, 0.0)
+        observe(plan, metadata._replace(times=times), *healthy)
 
-    return told
+    coordinator.observe = observed
 
 
 def fixed_costs(ops, buckets, compressors, transport, *_):
@@ -67,15 +69,13 @@ def fixed_costs(ops, buckets, compressors, transport, *_):
 if FRAMEWORK == "torch":
     import torch
 
-    import hvdplus.adapters.torch.exchange as exchanges
     import hvdplus.torch as hvd
 else:
     import keras
 
-    import hvdplus.adapters.tensorflow.exchange as exchanges
     import hvdplus.keras as hvd
 
-exchanges.codec_seconds = fixed_costs
+hvdplus.exchange.engine.codec_seconds = fixed_costs
 hvd.init()
 sums = listen(hvd._require_world().transport)
 rank, seen = hvd.rank(), []
@@ -89,7 +89,7 @@ else:
     optimizer.build(weights)
     exchange = optimizer._hvdplus.exchange
     (before,) = (pickle.loads(path.read_bytes()) for path in FOLDER.glob(f"torch.{rank}.pickle"))
-hvdplus.pilot.reduce_times = seconds_of(exchange.pilot)
+with_fixed_times(exchange.coordinator)
 
 
 def contexts():
@@ -106,19 +106,16 @@ def contexts():
 
 def begin_from(known):
     """Keras: residuals and contexts as PyTorch had them before this step."""
-    for state, levels in zip(exchange._lanes, known["contexts"], strict=True):
+    for state, levels in zip(exchange.states, known["contexts"], strict=True):
         for name, arrays in levels.items():
-            level = exchange.pilot.ladder.names.index(name)
-            if level in state.states:
-                state.states[level].assign(np.concatenate([a.ravel().view(np.float32) for a in arrays]))
-        if state.residual is not None and known["residuals"]:
-            parts = [known["residuals"][i].ravel() for i in state.bucket.parameters]
-            state.residual.assign(np.concatenate(parts))
+            exchange.put_context(state, exchange.ladder.names.index(name), arrays)
+    for i, residual in known["residuals"].items():
+        exchange.hold(i, residual)
 
 
 for step in range(STEPS):
     sums.clear()
-    plan = tuple(exchange.pilot.plan)
+    plan = tuple(exchange.coordinator.plan)
     start = contexts() if FRAMEWORK == "torch" else None
     old = [np.array(weight.detach() if FRAMEWORK == "torch" else weight) for weight in weights]
     if FRAMEWORK == "torch":
@@ -131,6 +128,6 @@ for step in range(STEPS):
     new = [np.array(weight.detach() if FRAMEWORK == "torch" else weight) for weight in weights]
     means = [a - b for a, b in zip(old, new, strict=True)]
     seen.append({"plan": plan, "sums": dict(sums), "means": means, "start": start})
-decisions = [record for record in exchange.pilot.log.records if record["kind"] == "decision"]
+decisions = [record for record in exchange.coordinator.log.records if record["kind"] == "decision"]
 seen.append([(record["step"], record["from"], record["to"]) for record in decisions])
 (FOLDER / f"{FRAMEWORK}.{rank}.pickle").write_bytes(pickle.dumps(seen))

@@ -1,15 +1,16 @@
-"""Decisions once more, from a run log: the same figures give the same decisions, anywhere."""
+"""Repeat the controller's decisions from a run log: the same figures give the same decisions on any machine."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import NamedTuple
 
 from hvdplus.controller import Controller, Decision, Limits, Observation
 from hvdplus.costmodel import LevelCost
+from hvdplus.log.facts import Record, check_not_empty, run_of
 from hvdplus.meter import StepTimes
-from hvdplus.runlog import Record, check_not_empty, run_of
 
 
 class Replayed(NamedTuple):
@@ -20,21 +21,23 @@ class Replayed(NamedTuple):
 
 
 def replay(records: Sequence[Record], **limits: float) -> tuple[tuple[str, ...], list[Replayed]]:
-    """The ladder and the decisions that a run log's figures lead to.
+    """The levels of a run, and the decisions that the controller makes from the figures in its log.
 
     Args:
-        records: of a run at ``auto``, read from its file (a job keeps no traces in memory).
+        records: the log of a run at ``auto``, read from its file (traces are not kept in memory).
         limits: fields of ``controller.Limits`` to change; without any, decisions come out as in the run.
 
     Raises:
-        ValueError: the log does not hold what a replay needs.
+        ValueError: the log holds no limits or no traces, which a replay needs.
     """
     check_not_empty(records)
     run = run_of(records)
     if not run.get("limits"):
         raise ValueError("only the log of a run at compression auto, by this version of hvdplus, can be replayed")
+    if unknown := sorted(run["limits"].keys() - {entry.name for entry in fields(Limits)}):
+        raise ValueError(f"the log is of another version of hvdplus: this one has no limit {', '.join(unknown)}")
     if not any(record["kind"] == "trace" for record in records):
-        raise ValueError("the log holds no step to decide from (they are written every 50 steps, and at the end)")
+        raise ValueError("the log holds no step to decide from (steps are written every 50 steps and at the end)")
     names = tuple(run["levels"])
     controller = Controller(names, _costs(run), Limits(**{**run["limits"], **limits}))
     decisions = []

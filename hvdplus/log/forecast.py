@@ -1,10 +1,10 @@
-"""What a job would do on more ranks and other links, from what one run showed of it.
+"""Step times of a job on other numbers of ranks and other links, predicted from the run log of one run.
 
-The wire is a model: the run's is fitted (``costmodel.fit_link``), another's follows from the formulas of collectives.
-All else stays as the run showed it: computing, codec, and how much communication computing hides, because every rank
-goes on working on as many samples (weak scaling). Slower hosts, other jobs on the same links and what Horovod needs to
-agree among thousands of ranks are not in it, since no run on a few ranks shows them. Pure functions of a run log's
-records; times in seconds.
+The link is a model: the run's link is fitted (``costmodel.fit_link``), and other links follow from the formulas of
+collectives. Computation, codec and the communication that computation hides stay as measured, because each rank keeps
+its number of samples (weak scaling). Slower hosts, other jobs on the same links and Horovod's negotiation among
+thousands of ranks are left out, since a run on a few ranks does not show them. Pure functions of a run log's records;
+times in seconds.
 """
 
 from __future__ import annotations
@@ -19,13 +19,22 @@ from hvdplus.compression import NoCompression, Spec, parse
 from hvdplus.controller import Limits
 from hvdplus.costmodel import ALL_REDUCES, Collective, LevelCost, Link, Wire, fit_link, job_link, ring_wire
 from hvdplus.exchange.metadata import Slot
-from hvdplus.runlog import Record, check_not_empty, run_of
+from hvdplus.log.facts import (
+    Record,
+    check_not_empty,
+    level_of,
+    levels_refused,
+    number_of,
+    run_of,
+    weighted_median,
+    windows_of,
+)
 
 DENSE = NoCompression().name
 MARGIN = Limits().margin
 """Share of the step that counts as a difference between levels."""
 SLOWEST, FASTEST = 1e-3, 1e4
-"""Gbit/s between which ``pays_up_to`` looks."""
+"""Range of link rates, in Gbit/s, that ``pays_up_to`` searches."""
 
 
 class Seen(NamedTuple):
@@ -33,13 +42,13 @@ class Seen(NamedTuple):
 
     step: float
     compute: float
-    """All of the step but codec and communication: input wait too."""
+    """The step without codec and communication; input wait is part of it."""
     codec: float
     exposed: float
     overlapped: float
-    """Communication behind computing."""
+    """Communication that computation hides."""
     sent_bytes: float
-    """Rows of sparse gradients too."""
+    """Bytes of one rank a step, rows of sparse gradients among them."""
 
     @property
     def comm(self) -> float:
@@ -48,7 +57,7 @@ class Seen(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """What a run showed."""
+    """Measurements of a run, and the model fitted to them."""
 
     ranks: int
     hosts: int
@@ -56,15 +65,17 @@ class Shown(NamedTuple):
     elements: int
     """Values in a gradient."""
     seen: dict[str, Seen]
-    """The levels that ran."""
+    """The levels that ran, with their measurements."""
     costs: dict[str, LevelCost]
     """All levels of the ladder, least compression first, dense at the front."""
     link: Link
     compute: float
     hideable: float
-    """Communication that computing hides."""
+    """Seconds of communication that computation can hide."""
     assumptions: tuple[str, ...]
-    """What the run did not show and was made up for it."""
+    """Sentences on what the run did not show and this model assumes."""
+    rejected: frozenset[str] = frozenset()
+    """Levels that the run may run no more; they are in ``costs``, and get no forecast."""
 
     @property
     def gbit(self) -> float:
@@ -74,22 +85,22 @@ class Shown(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step at some level."""
+    """A predicted step at one level."""
 
     seconds: float
     exposed: float
-    """Communication that it waits for."""
+    """Communication that computation does not hide."""
     collective: str
 
 
-# -- what the run showed -----------------------------------------------------------------------------------------------
+# -- from the log to measurements --------------------------------------------------------------------------------------
 
 
 def what_the_run_showed(records: Sequence[Record]) -> Shown:
-    """Read a job's figures out of its run log.
+    """The measurements of a run, from the records of its log.
 
     Raises:
-        ValueError: the log does not hold them; the message says what is missing, and how to get it.
+        ValueError: the log does not hold them; the message says what is missing and how to get it.
     """
     check_not_empty(records)
     about = run_of(records)
@@ -109,7 +120,7 @@ def what_the_run_showed(records: Sequence[Record]) -> Shown:
     link = fit_link([(costs[name], level.comm) for name, level in seen.items()])
     compute = median(level.compute for level in seen.values())
     hideable = max(level.overlapped for level in seen.values())
-    # What is tried beforehand is encoding and decoding; copying gradients into buckets and out of them comes to it.
+    # The codec times in the run record are of encoding and decoding alone; packing and unpacking buckets adds to them.
     packing = min(level.codec for level in seen.values())
     gradient_bytes = int(about.get("gradient_bytes") or max(cost.payload_bytes for cost in costs.values()))
     costs = {
@@ -142,13 +153,16 @@ def what_the_run_showed(records: Sequence[Record]) -> Shown:
     collective = str(about.get("collective") or "unknown")
     if collective not in ("ring", "segmented ring"):
         assumptions.append(f"The run's all-reduce ({collective}) is taken for a ring.")
+    rejected = {name: why for name, why in levels_refused(records).items() if name in costs and name != DENSE}
+    assumptions += [f"No forecast is for {name}: the run rejected it {why}." for name, why in rejected.items()]
     return Shown(
-        ranks, hosts, collective, gradient_bytes // 4, seen, costs, link, compute, hideable, tuple(assumptions)
-    )
+        ranks, hosts, collective, gradient_bytes // 4, seen, costs, link, compute, hideable, tuple(assumptions),
+        frozenset(rejected),
+    )  # fmt: skip
 
 
 def _costs_as_tried(records: Sequence[Record]) -> dict[str, LevelCost]:
-    """Level -> what the run's record says of it, or the last one that corrects it."""
+    """Level -> its cost by the run record, or by the last record that corrects it."""
     levels = next((record["levels"] for record in reversed(records) if record.get("levels")), None)
     if not levels:
         raise ValueError(
@@ -169,48 +183,53 @@ def _costs_as_tried(records: Sequence[Record]) -> dict[str, LevelCost]:
 
 
 def _levels_as_seen(records: Sequence[Record], costs: Mapping[str, LevelCost]) -> dict[str, Seen]:
-    """Levels of ``costs`` that ran, in their order, with medians over steps; the first window after a change counts
-    only where no more steps came after it.
+    """Levels of ``costs`` that ran, in their order, with medians over their steps.
 
-    Draining and warming are no levels, and so are left out.
+    The first window of a stretch counts only if fewer steps follow it than it holds. Steps that flush a residual or
+    warm up belong to no level.
     """
-    later: dict[str, list[Seen]] = {}
-    first: dict[str, list[Seen]] = {}
-    for level, group in groupby((r for r in records if r["kind"] == "window"), key=lambda window: str(window["level"])):
+    later: dict[str, list[tuple[Seen, int]]] = {}
+    first: dict[str, list[tuple[Seen, int]]] = {}
+    for level, group in groupby(windows_of(records), key=level_of):
         for place, window in enumerate(group):
             seen, steps = _seen(window), window.get("steps")
             if not any(map(math.isnan, seen)):
                 count = steps if isinstance(steps, int) else 1
-                (later if place else first).setdefault(level, []).extend([seen] * count)
+                (later if place else first).setdefault(level, []).append((seen, count))
     found = {}
     for name in costs:
         head, rest = first.get(name, []), later.get(name, [])
-        if some := rest if len(rest) >= len(head) else head + rest:
-            found[name] = Seen(*map(median, zip(*some, strict=True)))
+        enough = sum(steps for _, steps in rest) >= sum(steps for _, steps in head)
+        if some := rest if enough else head + rest:
+            seen_there, weights = zip(*some, strict=True)
+            found[name] = Seen(*(weighted_median(values, weights) for values in zip(*seen_there, strict=True)))
     return found
 
 
 def _seen(window: Mapping[str, Any]) -> Seen:
-    """One window; NaN for what it does not say."""
+    """The figures of one window; NaN for a missing one."""
     step, codec, exposed, overlapped, sent = (
-        float(value) if isinstance(value := window.get(name), (int, float)) else math.nan
+        number_of(window.get(name))
         for name in ("step_ms", "codec_ms", "exposed_comm_ms", "overlapped_comm_ms", "payload_bytes")
     )
     return Seen(step / 1e3, max(0.0, step - codec - exposed) / 1e3, codec / 1e3, exposed / 1e3, overlapped / 1e3, sent)
 
 
-# -- what follows from it ----------------------------------------------------------------------------------------------
+# -- from measurements to predictions ----------------------------------------------------------------------------------
 
 
 def costs_on(shown: Shown, ranks: int) -> tuple[dict[str, LevelCost], dict[str, str]]:
-    """Costs of the levels that can serve that many ranks; the others, and why they cannot.
+    """Costs of the levels that can serve ``ranks`` ranks, and level -> reason for those that cannot. Neither holds
+    rejected levels.
 
-    Most payloads are as large on any number of ranks. Lanes that have to hold sums of signs widen with it: by how much,
-    one matrix as large as the model tells. The side tensor has a slot for every rank.
+    Most payloads have the same size on any number of ranks. Those that hold sums of signs grow with the number of
+    ranks, as a matrix with the model's number of elements does. The metadata tensor has a slot for each rank.
     """
     more_slots = 4 * len(Slot._fields) * max(0, ranks - shown.ranks)
     costs, reasons = {}, {}
     for name, cost in shown.costs.items():
+        if name in shown.rejected:
+            continue
         try:
             growth = _growth(name, shown, ranks)
         except ValueError as error:
@@ -224,7 +243,8 @@ def costs_on(shown: Shown, ranks: int) -> tuple[dict[str, LevelCost], dict[str, 
 
 
 def _growth(name: str, shown: Shown, ranks: int) -> float:
-    """Payload on ``ranks`` ranks over that on the run's. Raises ValueError if the level cannot serve so many."""
+    """Payload on ``ranks`` ranks over payload on the run's ranks. Raises ValueError if the level cannot serve so many
+    ranks."""
     try:
         compressor = parse(name)
     except Exception:  # an object of the script's own, or another package's that is not installed here
@@ -242,10 +262,11 @@ def _growth(name: str, shown: Shown, ranks: int) -> float:
 def predict(
     shown: Shown, cost: LevelCost, ranks: int, wire: Wire, collectives: Mapping[str, Collective] = ALL_REDUCES
 ) -> Step:
-    """A step over ``ranks`` such wires, by the collective that makes it shortest; of equal ones, the first.
+    """A step on ``ranks`` ranks with links like ``wire``, by the collective that makes it shortest (the first of
+    equals).
 
-    Of the time that the run's all-reduces took besides their bytes, what messages of ``wire.alpha`` do not explain is
-    taken for a fixed part of each (negotiation, launching), the same on any number of ranks.
+    The run's all-reduces took more time than their bytes explain. Messages of ``wire.alpha`` seconds explain one part
+    of it; the rest (negotiation, launching) is the same for each all-reduce on any number of ranks.
     """
     _, fixed = ring_wire(shown.link, shown.ranks, wire.alpha)
 
@@ -257,8 +278,14 @@ def predict(
 
 
 def best_level(steps: Mapping[str, Step]) -> str:
-    """The least compression that is as good as the fastest. ``steps``: least first. ``auto`` chooses so, too, but stays
-    dense where communication is no bottleneck, and leaves out what it has refused."""
+    """The least compression that is as fast as the fastest level, but for ``MARGIN``.
+
+    ``auto`` chooses by the same rule; it also stays dense where communication is no bottleneck, and rejects levels over
+    the error budget.
+
+    Args:
+        steps: level -> predicted step, least compression first.
+    """
     fastest = min(step.seconds for step in steps.values())
     return next(name for name, step in steps.items() if (1 - MARGIN) * step.seconds <= fastest)
 
@@ -266,9 +293,10 @@ def best_level(steps: Mapping[str, Step]) -> str:
 def pays_up_to(
     shown: Shown, ranks: int, message_seconds: float, collectives: Mapping[str, Collective] = ALL_REDUCES
 ) -> float:
-    """Rate of the links in Gbit/s above which no level saves the margin; 0: at no rate, infinite: at every rate.
+    """The rate of the links, in Gbit/s, above which no level saves ``MARGIN`` of the step; 0 if none does at any rate,
+    infinite if one does at every rate.
 
-    On a faster link, communication shrinks and a level's other costs stay, so there is one such rate.
+    On a faster link communication shrinks and the codec's time stays, so there is one such rate.
     """
     costs, _ = costs_on(shown, ranks)
 

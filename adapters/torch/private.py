@@ -1,0 +1,61 @@
+"""Every private interface of PyTorch that hvdplus relies on. ``check`` tries them once, at the start, and says which
+version of PyTorch broke one. hvdplus works without them: slower, or less strict."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def uses(storage: torch.UntypedStorage) -> int | None:
+    """How many tensors and storages share this memory; None: PyTorch does not tell."""
+    return None if _use_count is None else int(_use_count(storage._cdata))
+
+
+def counts_uses() -> bool:
+    """Whether ``uses`` tells anything."""
+    return _use_count is not None
+
+
+def same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors lie in one block of memory."""
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often the tensor was written to."""
+    return int(tensor._version)
+
+
+def compiles() -> bool:
+    """Whether ``torch.compile`` has compiled anything in this process."""
+    utilities = sys.modules.get("torch._dynamo.utils")
+    counters = getattr(utilities, "counters", None)
+    return bool(counters is not None and counters["frames"])
+
+
+def check() -> list[str]:
+    """Try every interface; returns a sentence for each that does not work, and turns it off."""
+    global _use_count
+    found = []
+    tensor = torch.zeros(4)
+    try:
+        alone, shared = uses(tensor.untyped_storage()), None
+        view = tensor[1:]
+        shared = uses(tensor.untyped_storage())
+        works = alone is not None and shared == alone + 1
+        del view
+    except Exception:  # whatever a future PyTorch does with it
+        works = False
+    if not works:
+        _use_count = None
+        found.append("torch._C._storage_Use_Count does not count uses of memory: gradients are copied once more")
+    before = getattr(tensor, "_version", None)
+    tensor.add_(1)
+    if not isinstance(before, int) or getattr(tensor, "_version", before) == before:
+        found.append("Tensor._version does not count writes: gradients that are changed on their way go unnoticed")
+    return [f"PyTorch {torch.__version__}: {sentence}" for sentence in found]

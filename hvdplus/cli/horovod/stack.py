@@ -1,0 +1,158 @@
+"""The software that Horovod is built for and with: frameworks, MPI, compiler. Nothing is imported to find it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+TENSORFLOW_NAMES = ("tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tensorflow-rocm", "tf-nightly")
+BYTES_PER_JOB = 1.5 * 2**30
+"""Peak of one compiler job, on PyTorch's headers."""
+
+# A build with one of these is the user's own (GPU operations, oneCCL, ...): keep CMake's run paths to those libraries.
+CUSTOM_BUILD = re.compile(
+    r"HOROVOD_(GPU|CUDA|NCCL|ROCM|CCL|DDL|CPU_OPERATIONS|ALLOW_MIXED|BUILD|DEBUG|WITH_NVTX|WITHOUT_NVTX)|CCL_|NCCL_HOME"
+)
+
+
+class InstallError(Exception):
+    """A reason for not building, and the command that mends it, in words for the user."""
+
+
+class Framework(NamedTuple):
+    """A deep-learning framework of this environment: its module, its package and the package's version."""
+
+    module: str
+    package: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.package} {self.version}"
+
+
+class Mpi(NamedTuple):
+    """An MPI of this environment: compiler wrapper, launcher, name with version, and folders of its libraries."""
+
+    wrapper: str
+    mpirun: str | None
+    version: str
+    library_dirs: tuple[str, ...]
+
+
+class Stack(NamedTuple):
+    """Everything a build depends on."""
+
+    frameworks: tuple[Framework, ...]
+    mpi: Mpi | None
+    compiler: str
+    compiler_version: str
+    custom: dict[str, str]
+
+
+def environment() -> dict[str, str]:
+    """Return the process environment with this Python's scripts first on PATH.
+
+    cmake, mpicxx and mpirun may come from wheels, and the environment need not be activated.
+    """
+    scripts = dict.fromkeys([str(Path(sys.executable).parent), sysconfig.get_path("scripts")])
+    return {**os.environ, "PATH": os.pathsep.join([*scripts, os.environ.get("PATH", os.defpath)])}
+
+
+def which(*names: str) -> str | None:
+    """Return the first of ``names`` that is on the PATH of `environment`, as an absolute path."""
+    path = environment()["PATH"]
+    return next((found for name in names if (found := shutil.which(name, path=path))), None)
+
+
+def output_of(*command: str) -> str:
+    """Return the output of ``command``, from either stream, or ``""`` if it fails."""
+    try:
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return (done.stdout or done.stderr) if done.returncode == 0 else ""
+
+
+def package_version(*packages: str) -> tuple[str, str] | None:
+    """Return (package, version) of the first installed of ``packages``, without importing it."""
+    for package in packages:
+        try:
+            return package, metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def find_frameworks() -> tuple[Framework, ...]:
+    """Return the frameworks of this environment, without importing them."""
+    found = []
+    for module, packages in (("torch", ("torch",)), ("tensorflow", TENSORFLOW_NAMES)):
+        # find_spec alone would take any folder of that name for the framework.
+        if find_spec(module) and (known := package_version(*packages)):
+            found.append(Framework(module, *known))
+    return tuple(found)
+
+
+def find_mpi() -> Mpi | None:
+    """Return the MPI whose compiler wrapper comes first on PATH (this environment's own before the system's)."""
+    wrapper = which("mpicxx", "mpic++", "mpicc")
+    if not wrapper:
+        return None
+    mpirun = which("mpirun", "mpiexec")
+    banner = output_of(mpirun, "--version") if mpirun else ""
+    number = re.search(r"\d+\.\d+(\.\d+)?\S*", banner)
+    name = "Open MPI" if "Open MPI" in banner or "OpenRTE" in banner else "MPICH" if "HYDRA" in banner else "MPI"
+    dirs = re.findall(r"(?:^|\s)-L(\S+)", output_of(wrapper, "-show"))
+    return Mpi(wrapper, mpirun, f"{name} {number[0] if number else 'unknown'}", tuple(dict.fromkeys(dirs)))
+
+
+def find_stack(args: argparse.Namespace) -> Stack:
+    """Return the stack of this environment. Raises `InstallError` if something that a build needs is missing."""
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    if sys.prefix == sys.base_prefix and (stdlib / "EXTERNALLY-MANAGED").exists():
+        raise InstallError(
+            f"{sys.executable} is the system's own Python, which pip may not change. Make an environment first: "
+            "python3 -m venv .venv && . .venv/bin/activate"
+        )
+    if not find_spec("pip"):
+        raise InstallError(f"pip is missing in {sys.prefix}. Mend it with: {sys.executable} -m ensurepip")
+    unwanted = [module for module in ("torch", "tensorflow") if getattr(args, f"without_{module}")]
+    frameworks = tuple(framework for framework in find_frameworks() if framework.module not in unwanted)
+    if not frameworks:
+        left_out = f" (left out as asked: {', '.join(unwanted)})" if unwanted else ""
+        raise InstallError(
+            f"No PyTorch and no TensorFlow found in {sys.prefix}{left_out}. Horovod is built for what is there, so "
+            "install one first: pip install torch, or: pip install tensorflow-cpu keras"
+        )
+    compiler = which(*filter(None, [os.environ.get("CXX")]), "c++", "g++", "clang++")
+    if not compiler:
+        raise InstallError("No C++ compiler found (looked for $CXX, c++, g++ and clang++). Mend it with: "
+                           "sudo apt-get install g++ make")  # fmt: skip
+    if not which("make"):
+        raise InstallError("make is missing, and Horovod builds with it. Mend it with: sudo apt-get install make")
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.exists():
+        raise InstallError(f"Python's headers are missing ({header}). Mend it with: sudo apt-get install python3-dev")
+    version = (output_of(compiler, "--version").splitlines() or ["unknown"])[0]
+    custom = {name: value for name, value in sorted(os.environ.items()) if CUSTOM_BUILD.match(name)}
+    custom |= {name: os.environ[name] for name in ("CXXFLAGS", "LDFLAGS") if name in os.environ}
+    return Stack(frameworks, None if args.without_mpi else find_mpi(), compiler, version, custom)
+
+
+def default_jobs() -> int:
+    """Return the number of compiler jobs that cores and free memory allow."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        free = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    except OSError:
+        free = None
+    return max(1, min(cores, int(int(free[1]) * 1024 / BYTES_PER_JOB)) if free else cores)

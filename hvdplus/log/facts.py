@@ -1,0 +1,192 @@
+"""What a run log shows, as figures: stretches of windows, decisions with their evidence, levels left out.
+
+Every figure is computed from the records (``hvdplus.log.runlog``), read from a file or still in memory. Figures of
+several windows are medians weighted by steps, so that one slow window, such as a first one with a compilation in it,
+does not change them. What the records do not hold is NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+Record = dict[str, Any]
+"""One line of the log: plain JSON values, ``kind`` among them."""
+
+DENSE = "none"
+
+MEDIANS = (
+    "step_ms", "compute_ms", "codec_ms", "exposed_comm_ms", "overlapped_comm_ms", "input_wait_ms", "error",
+)  # fmt: skip
+"""Fields of a window, and of a span."""
+
+
+class Span(NamedTuple):
+    """Windows at one level taken together. Times in milliseconds; NaN stands for what is not known."""
+
+    level: str
+    first_step: int
+    last_step: int
+    steps: int
+    step_ms: float
+    compute_ms: float
+    codec_ms: float
+    exposed_comm_ms: float
+    overlapped_comm_ms: float
+    """Hidden behind computation, so it does not make the step longer."""
+    input_wait_ms: float
+    error: float
+    """Norm of the residuals over the norm of the gradients."""
+    payload_bytes: float
+    """Bytes that one rank sends in a step."""
+    loss: float
+    """The last one known."""
+
+    @property
+    def exposed_share(self) -> float:
+        """Exposed communication as a share of the step, 1 at most: logs of older versions hold parts that exceed it."""
+        return min(self.exposed_comm_ms / self.step_ms, 1.0) if self.step_ms else math.nan
+
+    @property
+    def held_up_ms(self) -> float:
+        """The part of the step that depends on the level."""
+        return min(self.exposed_comm_ms + self.codec_ms, self.step_ms)
+
+
+def check_not_empty(records: Sequence[Record]) -> None:
+    """Raises ValueError where there is no record at all."""
+    if not records:
+        raise ValueError("the log is empty; the job wrote nothing")
+
+
+def run_of(records: Iterable[Record]) -> Record:
+    """The record of the run; empty if the log has none."""
+    return next((record for record in records if record["kind"] == "run"), {})
+
+
+def stretches(records: Sequence[Record]) -> list[Span]:
+    """One span for each stretch of consecutive windows at the same level."""
+    run_record = run_of(records)
+    return [span_of(list(group), run_record) for _, group in groupby(windows_of(records), key=level_of)]
+
+
+def span_of(windows: Sequence[Record], run_record: Record) -> Span:
+    """Windows of one level as one span: medians weighted by steps, and the last known loss."""
+    steps = [steps_in(window) for window in windows]
+    level = level_of(windows[-1])
+    sent = number_of(windows[-1].get("payload_bytes"))
+    if math.isnan(sent):
+        sent = number_of((run_record.get("payload_bytes") or {}).get(level))
+    losses = [loss for loss in (number_of(window.get("loss")) for window in windows) if not math.isnan(loss)]
+
+    def middle(field: str) -> float:
+        value = weighted_median([number_of(window.get(field)) for window in windows], steps)
+        return 0.0 if value < 0 else value
+
+    return Span(
+        level=level,
+        first_step=windows[0]["first_step"],
+        last_step=windows[-1]["last_step"],
+        steps=sum(steps),
+        **{field: middle(field) for field in MEDIANS},
+        payload_bytes=sent,
+        loss=losses[-1] if losses else math.nan,
+    )
+
+
+def weighted_median(values: Sequence[float], weights: Sequence[int]) -> float:
+    """Median of ``values``, each counted ``weight`` times; NaNs are left out."""
+    pairs = sorted((value, weight) for value, weight in zip(values, weights, strict=True) if not math.isnan(value))
+    half = sum(weight for _, weight in pairs) / 2
+    for place, (value, weight) in enumerate(pairs):
+        half -= weight
+        if half < 0:
+            return value
+        if half == 0:
+            return (value + pairs[min(place + 1, len(pairs) - 1)][0]) / 2
+    return math.nan
+
+
+def number_of(value: object) -> float:
+    """A figure of a record; NaN for null, missing, no number, or one that no float can hold."""
+    try:
+        return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else math.nan
+    except OverflowError:
+        return math.nan
+
+
+def steps_in(window: Record) -> int:
+    """Steps in a window."""
+    return int(window.get("steps") or window["last_step"] - window["first_step"] + 1)
+
+
+def level_of(window: Record) -> str:
+    """The level that a window ran at."""
+    return str(window["level"])
+
+
+def windows_of(records: Iterable[Record]) -> list[Record]:
+    """The records of windows of steps."""
+    return [record for record in records if record["kind"] == "window"]
+
+
+def windows_in(windows: Iterable[Record]) -> int:
+    """How many windows they are, as the job wrote them: one in memory may stand for several."""
+    return sum(window.get("windows", 1) for window in windows)
+
+
+def decisions_of(records: Iterable[Record]) -> list[Record]:
+    """The records of decisions."""
+    return [record for record in records if record["kind"] == "decision"]
+
+
+def evidence_by_level(decision: Record) -> dict[str, dict[str, float]]:
+    """The evidence of a decision: level, or ``link`` -> figure -> value."""
+    figures: dict[str, dict[str, float]] = {}
+    for key, value in (decision.get("evidence") or {}).items():
+        name, _, figure = key.rpartition(".")
+        if not math.isnan(number_of(value)):
+            figures.setdefault(name, {})[figure] = number_of(value)
+    return figures
+
+
+def dense_exposed_share(decision: Record) -> float:
+    """Exposed communication as a share of the dense step, by the evidence of a decision; 0 without evidence."""
+    dense = evidence_by_level(decision).get(DENSE, {})
+    step_ms = dense.get("step_ms")
+    return min(dense.get("exposed_comm_ms", 0.0) / step_ms, 1.0) if step_ms else 0.0
+
+
+def levels_passed_over(records: Sequence[Record]) -> list[tuple[str, float, str, float]]:
+    """Levels that ``auto`` never runs because a level below sends no more: level, its bytes a step, the level below,
+    that level's bytes a step."""
+    if run_of(records).get("compression") != "auto":
+        return []
+    # Buckets may have been cut anew since the run began.
+    levels = [record.get("levels") for record in records if record["kind"] in ("run", "resize")][-1] or {}
+    sent = {name: number_of(level.get("payload_bytes")) for name, level in levels.items()}
+    names, found = list(sent), []
+    for place, name in enumerate(names):
+        below = next((lower for lower in names[:place] if sent[lower] <= sent[name]), None)
+        if below:
+            found.append((name, sent[name], below, sent[below]))
+    return found
+
+
+def levels_refused(records: Sequence[Record]) -> dict[str, str]:
+    """Level -> reason, for each level that may run no more. A ``forbid`` record also rules out the levels above its
+    own."""
+    ladder, refused = list(run_of(records).get("ladder") or []), dict[str, str]()
+    for record in records:
+        reason = str(record.get("reason")).partition(";")[0]
+        if record["kind"] == "forbid":
+            level = str(record.get("level"))
+            levels = ladder[ladder.index(level) :] if level in ladder else [level]
+        elif record["kind"] == "decision" and "(budget " in reason:
+            levels = [record["from"]]
+        else:
+            continue
+        refused.update(dict.fromkeys(levels, f"from step {record.get('step', '?')} on, since {reason}"))
+    return refused

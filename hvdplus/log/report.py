@@ -1,0 +1,42 @@
+"""The end of a job: close its run log, print the table, draw the picture."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, Protocol
+
+from hvdplus.log.picture import picture
+from hvdplus.log.runlog import RunLog
+from hvdplus.log.table import table
+from hvdplus.log.words import printable
+from hvdplus.transport import World
+
+
+class Job(Protocol):
+    """The part of a job that is needed here; the coordinator of an optimizer has it."""
+
+    log: RunLog
+
+    def finish(self, **facts: Any) -> dict[str, Any]:
+        """Write the end of the log with ``facts`` in it; returns what the run came to."""
+
+
+def report(job: Job, world: World, png: str | os.PathLike[str] | None, facts: dict[str, Any]) -> dict[str, Any]:
+    """End a run: close its log with ``facts``, and on rank 0 print the table and draw the picture to ``png``.
+
+    A picture that cannot be drawn is no reason to lose a run: it says so and goes on. Returns what the run came to.
+    """
+    summary = job.finish(**facts)
+    if world.transport.rank == 0:
+        records = printable(job.log.records)
+        print(f"\n{table(records)}", flush=True)
+        if job.log.path:
+            print(f"\nRun log: {job.log.path}", flush=True)
+        if png:
+            try:
+                print(f"Picture: {picture(records, png).absolute()}", flush=True)
+            except (ImportError, OSError, ValueError) as error:
+                print(f"hvdplus: no picture: {error}", file=sys.stderr, flush=True)
+    job.log.close()
+    return {**summary, "ranks": world.transport.size, "transport": world.transport.name}

@@ -1,0 +1,243 @@
+"""The run log: what a job measured and decided, as JSON lines that survive a crash.
+
+One JSON object a line, written by rank 0; each line reaches the operating system at once. ``kind`` tells its type:
+
+    run       the job: framework, ranks, hosts, transport, ladder, bytes that each level sends
+    window    medians over a few steps: level, step_ms and its four parts, hidden communication, error, loss
+    trace     the controller's input, step by step, in whole microseconds: [level, step, codec, exposed_comm,
+              input_wait, overlapped_comm, sounding, error, gradient_norm, learning_rate, sounding_bytes]
+    decision  a change of level (or a choice to stay): from, to, reason, evidence
+    resize    levels: their costs since the buckets were made anew (sparse gradients)
+    forbid    level: it and the levels above it may run no more, with the reason
+    resume    a checkpoint was loaded: its step and level, and the controller's state
+    end       steps, wall_seconds, and further figures of the job
+
+Times are in milliseconds, sizes in bytes. Strict JSON: NaN and infinities are written as null. A reader skips kinds and
+fields that it does not know, so both may be added without a new ``FORMAT``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import stat
+import warnings
+import weakref
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from hvdplus import __version__
+from hvdplus.log.facts import Record
+from hvdplus.log.history import History, Medians
+
+try:
+    import fcntl
+except ImportError:  # no POSIX system: two jobs that write one file go unnoticed
+    fcntl = None  # type: ignore[assignment]
+
+FORMAT = 1
+DRAINING = "draining"
+"""Level of windows of dense steps that flush a residual: no level of the ladder, and not plain dense."""
+WARMING = "warming"
+"""Level of windows of dense warm-up steps, from which a level's contexts learn before it begins."""
+
+TIMES = ("step_ms", "compute_ms", "codec_ms", "exposed_comm_ms", "overlapped_comm_ms", "input_wait_ms")
+"""Times of a window, in milliseconds."""
+
+# The report needs these fields; all others may be missing or null.
+REQUIRED: dict[str, dict[str, type]] = {
+    "window": {"first_step": int, "last_step": int, "level": str},
+    "decision": {"step": int, "from": str, "to": str, "reason": str},
+}
+
+
+class RunLog:
+    """Writes a run log, and keeps in memory what a report at the end of the job needs.
+
+    Memory is bounded: see ``hvdplus.log.history``. An existing file is overwritten.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None, *, keep: bool = True) -> None:
+        """Open ``path`` (``~`` is the home folder) and create its folder; with None (or "") there is no file.
+
+        Args:
+            keep: records stay in memory, in ``records``. False for ranks that make no report: ``last_window`` and
+                ``medians`` serve them all the same.
+
+        Raises:
+            OSError: the file cannot be written, or another job is writing it; the message names it and the reason.
+        """
+        # Absolute, so that messages and reports find it again after the script has changed folder.
+        self.path = Path(path).expanduser().absolute() if path else None
+        self.last_window: Record | None = None
+        """The last complete window of steps."""
+        self._history = History() if keep else None
+        self._medians: dict[str | None, dict[str, Medians]] = {}
+        """Level, or None for all of them -> time -> its median over windows."""
+        self._file = None
+        if self.path:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = _open(self.path)
+            except OSError as error:
+                raise OSError(
+                    f"Cannot write the run log {self.path}: {error.strerror}. Name a file that can be written "
+                    "(HVDPLUS_RUN_LOG), or none."
+                ) from error
+            weakref.finalize(self, _close, self._file)
+
+    @property
+    def records(self) -> list[Record]:
+        """The records of the job so far, older windows of one level taken together; empty unless they are kept."""
+        return self._history.records if self._history else []
+
+    def medians(self, level: str) -> dict[str, float]:
+        """``TIMES`` as medians over the windows at ``level``, in milliseconds; over all windows where none ran at it,
+        and NaN where there is none at all."""
+        found = self._medians.get(level) or self._medians.get(None) or {}
+        return {name: found[name].median if name in found else math.nan for name in TIMES}
+
+    def write(self, kind: str, *, keep: bool = True, **fields: Any) -> None:
+        """Append one record: numbers, text, None, and lists and dicts of them. ``run`` gets format, version and time.
+
+        ``keep``: also in memory, if this log keeps records.
+
+        A disk that fills up later does not end the training: the file ends there with a warning, memory goes on.
+
+        Raises:
+            TypeError: a field is none of these; the message names it.
+        """
+        if kind == "run":
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            fields = {"format": FORMAT, "hvdplus": __version__, "started_at": now, **fields}
+        record = {"kind": kind, **{name: _plain(value, name) for name, value in fields.items()}}
+        if kind == "window":
+            self._note_window(record)
+        if keep and self._history:
+            self._history.add(record)
+        if self._file is None or self._file.closed:
+            return
+        line = json.dumps(record, allow_nan=False).encode() + b"\n"
+        try:
+            written = self._file.write(line)
+            reason = "" if written == len(line) else "the disk took only part of a line"
+        except OSError as error:
+            reason = str(error.strerror)
+        if reason:
+            self.close()
+            warnings.warn(f"The run log {self.path} ends here: {reason}.", RuntimeWarning, stacklevel=2)
+
+    def close(self) -> None:
+        """Close the file; records written later are only kept in memory."""
+        if self._file is not None:
+            _close(self._file)
+
+    def _note_window(self, window: Record) -> None:
+        self.last_window = window
+        for level in (window.get("level"), None):
+            times = self._medians.setdefault(level, {})
+            for name in TIMES:
+                if isinstance(value := window.get(name), (int, float)):
+                    times.setdefault(name, Medians()).add(value)
+
+
+def _open(path: Path) -> BinaryIO:
+    """Open a file for writing, empty, and lock it against other jobs.
+
+    Unbuffered: a line is out when it is written, and a failed write leaves nothing behind to retry.
+    """
+    # Opening a pipe that nobody reads would wait for ever.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_NONBLOCK", 0), 0o666)
+    try:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            _lock(descriptor)
+            os.ftruncate(descriptor, 0)  # not before it is ours
+        os.set_blocking(descriptor, True)
+        return os.fdopen(descriptor, "wb", buffering=0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _lock(descriptor: int) -> None:
+    """Raises OSError if another job holds the lock. File systems without locks go without."""
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
+            raise OSError(error.errno, "another job is writing it") from error
+
+
+def _close(file: BinaryIO) -> None:
+    """Close it and let go of the lock, which a forked child (of a data loader) would hold on to."""
+    if file.closed:
+        return
+    if fcntl is not None:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)
+    file.close()
+
+
+def read(path: str | os.PathLike[str]) -> list[Record]:
+    """Read a run log. A last line that a crash cut short is left out.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file is no run log, or damaged; the message names file and line and what was expected.
+    """
+    lines = Path(path).read_bytes().split(b"\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            records.append(_record(line))
+        except ValueError as error:
+            if number == len(lines) and records:  # no newline after it: the job ended in the middle of this line
+                break
+            start = line[:60].decode(errors="replace")
+            raise ValueError(f"{path}, line {number}: expected {error}. Received: {start!r}") from None
+    return records
+
+
+def _record(line: bytes) -> Record:
+    """Parse one line. Raises ValueError with what was expected."""
+    try:
+        record = json.loads(line.decode(), parse_constant=lambda name: None)
+    except (ValueError, RecursionError):  # text that is no JSON, or nested without end
+        raise ValueError("one JSON object, as hvdplus writes them") from None
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+        raise ValueError('a JSON object with a text field "kind"')
+    kind = record["kind"]
+    if kind == "run" and record.get("format", FORMAT) != FORMAT:
+        raise ValueError(f"format {FORMAT} (this is hvdplus {__version__}; the log comes from another version)")
+    for name, wanted in REQUIRED.get(kind, {}).items():
+        if not isinstance(record.get(name), wanted):
+            raise ValueError(f'a {kind} record with "{name}" of type {wanted.__name__}')
+    return record
+
+
+def _plain(value: Any, name: str) -> Any:
+    """``value`` as strict JSON holds it. ``name`` is for the error message."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner, f"{name}.{key}") for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner, name) for inner in value]
+    for convert in ("tolist", "numpy"):  # values of NumPy and torch, of TensorFlow: none of them is imported here
+        if hasattr(value, convert):
+            return _plain(getattr(value, convert)(), name)
+    raise TypeError(
+        f"The run log holds numbers, text, and lists and dicts of them. Received: {name}={value!r} "
+        f"({type(value).__name__})"
+    )

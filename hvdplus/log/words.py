@@ -1,0 +1,239 @@
+"""A run log in sentences: what the run was, why each decision was made, and what compression did for it.
+
+Each sentence is made from figures of the records (``hvdplus.log.facts``); where they hold too little, it says so. The
+sentence at the end credits a level with what the level changes, communication and codec, and with nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hvdplus.controller import Limits
+from hvdplus.log.facts import (
+    DENSE,
+    Record,
+    Span,
+    decisions_of,
+    dense_exposed_share,
+    evidence_by_level,
+    level_of,
+    levels_refused,
+    run_of,
+    span_of,
+    steps_in,
+    windows_of,
+)
+from hvdplus.log.runlog import DRAINING, WARMING
+
+LIMITS = Limits()
+"""The controller's thresholds for a bottleneck and for a difference between steps; the report uses the same."""
+ENOUGH_STEPS = 5
+"""Fewer steps at a level are no evidence."""
+LETTERS = 110
+"""Letters in a line of text."""
+MOST_LETTERS = 4000
+"""Letters of one text of a log that are shown; hvdplus itself writes fewer."""
+
+FRAMEWORKS = {"torch": "PyTorch", "keras": "Keras"}
+TRANSPORTS = {
+    "horovod-mpi": "Horovod over MPI",
+    "horovod-gloo": "Horovod over Gloo",
+    "mpi4py": "mpi4py",
+    "local": "one process, no network",
+}
+
+
+def closing(records: Sequence[Record]) -> str:
+    """One sentence on what compression did for this run, as far as the records show it."""
+    run_record, windows = run_of(records), windows_of(records)
+    by_level: dict[str, list[Record]] = {}
+    for window in windows:
+        by_level.setdefault(level_of(window), []).append(window)
+    steps = sum(map(steps_in, windows))
+    # Nobody chose the steps that flush a residual or warm up.
+    chosen = {level: group for level, group in by_level.items() if level not in (DRAINING, WARMING)}
+    levels = {level: span_of(group, run_record) for level, group in chosen.items()}
+    if not levels:
+        return "No steps were recorded: there is nothing to compare."
+    main = max(levels.values(), key=lambda span: span.steps)
+    if main.steps < ENOUGH_STEPS or math.isnan(main.step_ms) or math.isnan(main.exposed_share):
+        return f"Too little was measured ({count(steps, 'step')}) to say what hvdplus did."
+    if run_record.get("ranks") == 1:
+        return f"The job ran on one rank and had no communication to shorten ({in_ms(main.step_ms)} a step)."
+    asked = run_record.get("compression") not in (None, "auto")
+    others = [span for level, span in levels.items() if level != main.level and span.steps >= ENOUGH_STEPS]
+    if main.level != DENSE:
+        return _closing_compressed(main, next((span for span in others if span.level == DENSE), None), steps, asked)
+    if asked:
+        return (
+            f"Gradients were sent uncompressed, as asked for: communication held up {main.exposed_share:.0%} of the "
+            f"step ({in_ms(main.step_ms)})."
+        )
+    if others:
+        best = max(others, key=lambda span: saved_share(span, main))
+        return _closing_tried(main, best, steps, levels_refused(records).get(best.level))
+    return _closing_dense(main, steps, decisions_of(records))
+
+
+def _closing_tried(dense: Span, best: Span, steps: int, refused: str | None) -> str:
+    """Sentence for a run with more uncompressed steps than steps at any other level; ``best`` is the best other
+    level."""
+    if saved_share(best, dense) <= LIMITS.margin:
+        return (
+            f"Compression did not pay: the best level tried, {best.level}, took {_versus(best, dense)}, so "
+            f"{dense.steps} of {steps} steps ran uncompressed."
+        )
+    but = f"was refused {refused}" if refused else f"ran for only {best.steps} of {steps} steps"
+    return f"{best.level} took {_versus(best, dense)}, but {but}."
+
+
+def _closing_dense(dense: Span, steps: int, decisions: Sequence[Record]) -> str:
+    """Sentence for a run that compressed no steps, or too few to compare."""
+    share = f"{dense.exposed_share:.0%} of the step"
+    held_up = [decision for decision in decisions if dense_exposed_share(decision) > LIMITS.bottleneck]
+    if not held_up and dense.exposed_share <= LIMITS.bottleneck:
+        return f"Communication was never the bottleneck ({share}): gradients were sent uncompressed."
+    if not held_up or held_up[-1]["to"] != DENSE:
+        return f"Communication held up {share}, but no other level ran long enough to compare ({count(steps, 'step')})."
+    decision, found = held_up[-1], evidence_by_level(held_up[-1])
+    promises = {name: level["predicted_step_ms"] for name, level in found.items() if "predicted_step_ms" in level}
+    best = min(promises, key=lambda name: promises[name], default="")
+    why = f"no level promised enough (the best, {best}: {in_ms(promises[best])})" if best else "no other level may run"
+    return (
+        f"Communication held up {dense_exposed_share(decision):.0%} of a {in_ms(found[DENSE]['step_ms'])} step "
+        f"(step {decision['step']}), but {why}: gradients were sent uncompressed."
+    )
+
+
+def _closing_compressed(main: Span, dense: Span | None, steps: int, asked: bool) -> str:
+    """Sentence for a run with more steps at the compressed level ``main`` than at any other."""
+    share = f"{main.exposed_share:.0%} of the step"
+    if dense is None:
+        why = ", as asked for" if asked else ""
+        return (
+            f"{main.steps} of {steps} steps ran at level {main.level}{why} ({in_ms(main.step_ms)}, communication "
+            f"{share}); too few ran dense to compare with."
+        )
+    versus = _versus(main, dense)
+    if saved_share(main, dense) <= LIMITS.margin:
+        return f"Level {main.level} made the step no shorter: {versus}."
+    if main.exposed_share <= LIMITS.bottleneck:
+        return f"Communication was hidden at level {main.level}: {versus}."
+    return f"Level {main.level} made the step shorter: {versus}; communication still held up {share}."
+
+
+def like_for_like(span: Span, dense: Span) -> float:
+    """The step of ``dense`` in milliseconds, if computation had taken as long as in ``span``."""
+    alike = span.step_ms + dense.held_up_ms - span.held_up_ms
+    return dense.step_ms if math.isnan(alike) else alike
+
+
+def saved_share(span: Span, dense: Span) -> float:
+    """Share of the dense step that a level saves by less communication and codec, whatever computation took."""
+    least = min(like_for_like(span, dense), dense.step_ms)
+    return 1 - span.step_ms / least if least else 0.0
+
+
+def _versus(span: Span, dense: Span) -> str:
+    """A level's step beside the dense step, with a remark where computation took unequally long."""
+    alike, tolerance = like_for_like(span, dense), LIMITS.margin * dense.step_ms
+    if alike < dense.step_ms - tolerance:
+        return (
+            f"{in_ms(span.step_ms)} a step against {in_ms(alike)} dense with the same computation "
+            f"({alike / span.step_ms:.2f} x; dense as it ran: {in_ms(dense.step_ms)})"
+        )
+    longer = alike - dense.step_ms
+    remark = f"; its computation and input wait took {in_ms(longer)} longer" if longer > tolerance else ""
+    times = f"{dense.step_ms / span.step_ms:.2f} x"
+    return f"{in_ms(span.step_ms)} a step against {in_ms(dense.step_ms)} dense ({times}{remark})"
+
+
+def in_ms(value: float) -> str:
+    """``12.3 ms``; ``value`` is in milliseconds."""
+    return f"{three_digits(value)} ms"
+
+
+def three_digits(value: float) -> str:
+    """A figure with three significant digits, or all digits before the point, and no exponent; ``-`` for NaN."""
+    if math.isnan(value):
+        return "-"
+    decimals = 2 - math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:.{min(max(decimals, 0), 4)}f}"
+
+
+def count(number: int, noun: str) -> str:
+    """``1 rank``, ``4 ranks``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def ladder_text(run_record: Record, arrow: str) -> str:
+    """``auto: none -> fp16``, or the fixed level."""
+    compression = str(run_record.get("compression", "?"))
+    return f"{compression}: {arrow.join(run_record.get('ladder') or [])}" if compression == "auto" else compression
+
+
+def ranks_and_hosts(run_record: Record) -> str:
+    """``2 ranks on 1 host``."""
+    hosts = run_record.get("hosts") or {}
+    return count(run_record.get("ranks") or 0, "rank") + (f" on {count(len(hosts), 'host')}" if hosts else "")
+
+
+def decision_line(record: Record, arrow: str) -> str:
+    """One decision in one line."""
+    before, after = record["from"], record["to"]
+    step = f"step {record['step']}, " if "step" in record else ""
+    return f"{step}{f'stays at {after}' if before == after else f'{before}{arrow}{after}'}: {record['reason']}"
+
+
+def evidence_text(decision: Record) -> str:
+    """The evidence of a decision, in sentences. Logs of older versions hold less."""
+    measured, predicted, last = [], [], []
+    parts = {"exposed_comm_ms": "exposed", "overlapped_comm_ms": "hidden", "codec_ms": "codec"}
+    for name, figures in evidence_by_level(decision).items():
+        if "step_ms" in figures:
+            of_it = ", ".join(f"{figures[part]:.2f} ms {word}" for part, word in parts.items() if part in figures)
+            measured.append(f"{name} {figures['step_ms']:.2f} ms a step" + (f" ({of_it})" if of_it else ""))
+        if "predicted_step_ms" in figures:
+            predicted.append(f"{name} {figures['predicted_step_ms']:.2f} ms")
+        if figures.get("error"):
+            last.append(f"Residual at {name}: {figures['error']:.2f} times the gradient.")
+        if "ms_per_allreduce" in figures:
+            slope = figures.get("ms_per_MB")
+            rate = f" and {three_digits(1e3 / slope)} MB/s" if slope else ", whatever it sends"
+            last.insert(0, f"Link: {figures['ms_per_allreduce']:.2f} ms an all-reduce{rate}.")
+    groups = {"Measured": measured, "Predicted": predicted}
+    return " ".join([*(f"{title}: {', '.join(group)}." for title, group in groups.items() if group), *last])
+
+
+def explain(number: int, decision: Record) -> str:
+    """A decision with its reason, and below it its evidence."""
+    lines = [fill(decision_line(decision, " -> "), f"{number:3}. "), fill(evidence_text(decision), " " * 5)]
+    return "\n".join(filter(None, lines))
+
+
+def printable(value: Any) -> Any:
+    """A copy of ``value`` (text, or lists and dictionaries with text in them) that is safe to print.
+
+    A log may come from anybody. Control characters would move the cursor, retitle the window or hide text; here they
+    become visible escapes, as in ``repr``.
+    """
+    if isinstance(value, str):
+        text = value if len(value) <= MOST_LETTERS else value[:MOST_LETTERS] + "..."
+        if text.isprintable():
+            return text
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    if isinstance(value, Mapping):
+        return {printable(key): printable(item) for key, item in value.items()}
+    return [printable(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def fill(text: str, indent: str) -> str:
+    """``text`` in lines of at most ``LETTERS``; further lines are indented by the width of ``indent``."""
+    glued = re.sub(r"(?<=\d) (?=ms|MB|x)", "\xa0", text)  # a figure and its unit
+    further = " " * len(indent)
+    lines = textwrap.fill(glued, LETTERS, initial_indent=indent, subsequent_indent=further, break_on_hyphens=False)
+    return lines.replace("\xa0", " ")
