@@ -358,20 +358,22 @@ def test_a_damaged_state_is_refused_and_changes_nothing(damage: dict[str, object
     one = schedule()
     walk(one, [1, 1, 1, 0])
     before = one.state()
-    with pytest.raises(ValueError, match="schedule is damaged"):
+    with pytest.raises(ValueError, match="damaged: the schedule.s "):
         one.load({**before, **damage})
     (missing,) = damage
-    with pytest.raises(ValueError, match=f"schedule is damaged: KeyError.'{missing}'"):
+    with pytest.raises(ValueError, match=f"damaged: its schedule has no {missing}"):
         one.load({name: value for name, value in before.items() if name != missing})
     assert one.state() == before
     assert one.next_plan() == Plan(0, 0, 1 / 3)
 
 
-def test_more_steps_to_flush_than_the_settings_ask_for_are_fine() -> None:
-    """The other job's settings asked for more."""
+def test_no_more_steps_are_left_than_the_settings_ask_for() -> None:
+    """The other job's settings may have asked for more: the residual is flushed all the same, and soon."""
     one = schedule(flush_steps=2)
-    one.load({**one.state(), "flush_left": 5})
-    assert one.next_plan().flush_fraction == 1 / 5
+    one.load({**one.state(), "flush_left": 10**9})
+    assert [plan.flush_fraction for plan in walk(one, [0, 0, 0])] == [1 / 2, 1.0, 0.0]
+    one.load({**one.state(), "level": 2, "warm_up_left": 10**9})
+    assert [plan.warms for plan in walk(one, [2, 2, 2])] == [2, 2, 0]
 
 
 def test_there_is_a_variant_for_every_plan() -> None:
