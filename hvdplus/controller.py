@@ -193,6 +193,14 @@ class Controller:
             if f.name in memory:
                 setattr(self, f.name, _FROM_PLAIN.get(f.name, _as_plain)(memory[f.name]))
 
+    def check(self) -> None:
+        """Raise ValueError where what was recalled is not of these levels, or is nothing to measure by."""
+        levels = {self.level, self._resume, *self._rivals, *self._beaten, *self.refused, *self._samples, *self._past}
+        if not {*levels, *self._codec} <= set(range(len(self.names))):
+            raise ValueError(f"The controller's state is damaged: it names levels beyond {', '.join(self.names)}.")
+        if not all([*self._samples.values(), *self._past.values(), self._sounding_pause]):
+            raise ValueError("The controller's state is damaged: it knows levels of which it has seen no step.")
+
     def forbid(self, level: int, why: str) -> None:
         """Never again run ``level`` or one above it (1 or more); where one of them runs, the run starts anew, dense."""
         self.refused.update({above: why for above in range(level, len(self.names))})

@@ -130,26 +130,26 @@ def test_no_arrow_goes_back(name: str) -> None:
         ("hvdplus.compression.new", "def f():\n    import torch", True),
         ("hvdplus.compression.new", "import scipy", True),
         ("hvdplus.compression.new", "from hvdplus.compression.ops import Ops", False),
-        ("hvdplus.pilot", "from hvdplus.adapters.local import Local", True),
-        ("hvdplus.pilot", "from hvdplus import adapters", True),
-        ("hvdplus.pilot", "from hvdplus import torch", True),
-        ("hvdplus.pilot", "import mpi4py.MPI", True),
-        ("hvdplus.pilot", "from hvdplus.cli import main", True),
-        ("hvdplus.pilot", "from hvdplus import meter, __version__", False),
+        ("hvdplus.exchange.coordinator", "from hvdplus.adapters.local import Local", True),
+        ("hvdplus.exchange.coordinator", "from hvdplus import adapters", True),
+        ("hvdplus.exchange.coordinator", "from hvdplus import torch", True),
+        ("hvdplus.exchange.coordinator", "import mpi4py.MPI", True),
+        ("hvdplus.exchange.coordinator", "from hvdplus.cli import main", True),
+        ("hvdplus.exchange.coordinator", "from hvdplus import meter, __version__", False),
         ("hvdplus.adapters.torch.new", "import hvdplus.torch", True),
         ("hvdplus.adapters.torch.new", "from tensorflow import keras", True),
         ("hvdplus.adapters.torch.new", "from hvdplus.adapters.keras import ops", True),
-        ("hvdplus.adapters.torch.new", "from hvdplus.pilot import Pilot", False),
+        ("hvdplus.adapters.torch.new", "from hvdplus.exchange.coordinator import Coordinator", False),
         ("hvdplus.adapters.new", "from hvdplus import cli", True),
         ("hvdplus.adapters.tensorflow.new", "import keras", True),
-        ("hvdplus.adapters.keras.new", "from hvdplus.adapters.torch import exchange", False),
+        ("hvdplus.adapters.keras.new", "from hvdplus.adapters.torch import optimizer", False),
         ("hvdplus.keras", "import hvdplus.tensorflow", True),
         ("hvdplus.tensorflow", "import hvdplus.keras", False),
         ("hvdplus.torch", "import hvdplus.keras", True),
         ("hvdplus.torch.elastic", "import hvdplus.keras", True),
         ("hvdplus.torch.elastic", "import hvdplus.torch", False),
-        ("hvdplus.pilot", "from hvdplus.log.runlog import RunLog", False),
-        ("hvdplus.pilot", "def f():\n    from hvdplus.log import words", True),
+        ("hvdplus.exchange.coordinator", "from hvdplus.log.runlog import RunLog", False),
+        ("hvdplus.exchange.coordinator", "def f():\n    from hvdplus.log import words", True),
         ("hvdplus.log.facts", "from hvdplus.log.words import count", True),
         ("hvdplus.adapters.torch.new", "from hvdplus.log.table import table", True),
         ("hvdplus.torch", "from hvdplus.log.report import report", True),
@@ -168,7 +168,9 @@ def test_every_room_is_there() -> None:
     """An empty list would make the rules above pass for nothing."""
     assert {"hvdplus.compression", "hvdplus.compression.lowrank", "hvdplus.compression.ops"} <= set(COMPRESSION)
     assert {"hvdplus.adapters.local", "hvdplus.adapters.torch.ops", "hvdplus.adapters.tensorflow.ops"} <= set(ADAPTERS)
-    assert {"hvdplus", "hvdplus.pilot", "hvdplus.controller", "hvdplus.exchange", "hvdplus.launch"} <= set(CORE)
+    assert {"hvdplus", "hvdplus.controller", "hvdplus.exchange", "hvdplus.launch"} <= set(CORE)
+    rooms = ("bucket", "checkpoint", "coordinator", "eager", "engine", "metadata", "plan", "schedule", "sparse", "step")
+    assert {f"hvdplus.exchange.{room}" for room in rooms} <= set(CORE)
     assert {"hvdplus.torch", "hvdplus.keras", "hvdplus.tensorflow"} <= set(DOORS)
     assert {"hvdplus.cli", "hvdplus.cli.doctor"} <= set(CLI)
     assert {"hvdplus.log.runlog"} | SHOWS <= set(CORE)

@@ -12,8 +12,17 @@ from frameworks import examples
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hvdplus.buckets import DENSE_ONLY, Bucket, bytes_per_step, compressible, compressor_for, make_buckets
 from hvdplus.compression import parse
+from hvdplus.exchange.bucket import (
+    DENSE_ONLY,
+    Bucket,
+    bytes_per_step,
+    compressible,
+    compressor_for,
+    itemsize,
+    make_buckets,
+    wide,
+)
 
 Parameter = tuple[tuple[int, ...], str]
 
@@ -28,6 +37,8 @@ parameters = st.lists(
     max_size=25,
 )
 limits = st.integers(4, 4000)
+
+TYPES = ("float16", "bfloat16", "float32", DENSE_ONLY)
 
 thoroughly = examples(200)
 
@@ -44,9 +55,9 @@ def may_be_compressed(shape: tuple[int, ...]) -> bool:
 
 
 def wire_bytes(parameter: Parameter) -> int:
-    """Bytes of a gradient in its bucket: 8 an element for float64, else 4, whatever the parameter's own type."""
+    """Bytes of a gradient in its bucket, in its own type."""
     shape, dtype = parameter
-    return math.prod(shape) * (8 if dtype == "float64" else 4)
+    return math.prod(shape) * {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[dtype]
 
 
 @given(parameters, limits)
@@ -63,7 +74,7 @@ def test_every_parameter_is_in_exactly_one_bucket(model: list[Parameter], limit:
 def test_order_is_that_of_a_backward_pass(model: list[Parameter], limit: int) -> None:
     """Last to first, type by type, from bucket to bucket. Within one too, but what may be compressed comes first."""
     buckets = cut(model, limit)
-    for dtype in ("float32", DENSE_ONLY):
+    for dtype in TYPES:
         order = [i for bucket in buckets if bucket.dtype == dtype for i in sorted(bucket.parameters, reverse=True)]
         assert order == sorted(order, reverse=True)
     for bucket in buckets:
@@ -93,7 +104,7 @@ def test_tapering_buckets_leave_little_to_the_end(model: list[Parameter], limit:
 def test_buckets_are_as_full_as_the_limit_allows(model: list[Parameter], limit: int) -> None:
     """None is larger unless a single parameter is, and no parameter would have fitted into the one before its own."""
     buckets = cut(model, limit)
-    for dtype in ("float32", DENSE_ONLY):
+    for dtype in TYPES:
         same = [bucket for bucket in buckets if bucket.dtype == dtype]
         sizes = [sum(wire_bytes(model[i]) for i in bucket.parameters) for bucket in same]
         for bucket, size in zip(same, sizes, strict=True):
@@ -105,10 +116,32 @@ def test_buckets_are_as_full_as_the_limit_allows(model: list[Parameter], limit: 
 
 @given(parameters, limits)
 @thoroughly
-def test_float64_travels_apart_and_everything_narrower_together(model: list[Parameter], limit: int) -> None:
+def test_every_type_has_buckets_of_its_own(model: list[Parameter], limit: int) -> None:
+    """So that plain dense steps can send gradients as they are."""
     for bucket in cut(model, limit):
-        assert {model[i][1] == "float64" for i in bucket.parameters} == {bucket.dtype == DENSE_ONLY}
-        assert bucket.dtype in ("float32", "float64")
+        assert {model[i][1] for i in bucket.parameters} == {bucket.dtype}
+
+
+def test_types() -> None:
+    assert [itemsize(dtype) for dtype in TYPES] == [2, 2, 4, 8]
+    assert [wide(dtype) for dtype in TYPES] == ["float32", "float32", "float32", "float64"]
+
+
+@given(parameters, limits, st.randoms(use_true_random=False))
+@thoroughly
+def test_tables_have_a_bucket_each_behind_all_others(model: list[Parameter], limit: int, random: object) -> None:
+    """And change nothing in how the rest is cut."""
+    apart = [i for i in range(len(model)) if random.random() < 0.3]  # type: ignore[attr-defined]
+    shapes, dtypes = [shape for shape, _ in model], [dtype for _, dtype in model]
+    buckets = make_buckets(shapes, dtypes, bucket_bytes=limit, ranks=2, seed=5, apart=apart)
+    dense = len(buckets) - len(apart)
+    assert [bucket.parameters for bucket in buckets[dense:]] == [(i,) for i in apart]
+    assert [bucket.number for bucket in buckets] == list(range(len(buckets)))
+    rest = [i for i in range(len(model)) if i not in apart]
+    alone = make_buckets([shapes[i] for i in rest], [dtypes[i] for i in rest], bucket_bytes=limit, ranks=2, seed=5)
+    assert [bucket.parameters for bucket in buckets[:dense]] == [
+        tuple(rest[i] for i in bucket.parameters) for bucket in alone
+    ]
 
 
 @given(parameters, limits, st.integers(1, 64), st.integers(0, 2**31))
@@ -131,9 +164,9 @@ def test_the_spec_tells_what_the_bucket_holds(model: list[Parameter], limit: int
 @pytest.mark.parametrize(
     ("limit", "expected"),
     [
-        (8 << 20, [(4, 3, 1, 0), (2,)]),  # the float64 bucket opened later and so closes later
-        (400, [(4, 3), (1,), (0,), (2,)]),
-        (4, [(4,), (3,), (1,), (0,), (2,)]),
+        (8 << 20, [(4, 0), (5, 3), (2,), (1,)]),
+        (400, [(4,), (5, 3), (2,), (0,), (1,)]),
+        (60, [(4,), (3,), (5,), (2,), (0,), (1,)]),
     ],
 )
 def test_a_model_cut_by_hand(limit: int, expected: list[tuple[int, ...]]) -> None:
@@ -143,6 +176,7 @@ def test_a_model_cut_by_hand(limit: int, expected: list[tuple[int, ...]]) -> Non
         ((3,), "float64"),
         ((50,), "bfloat16"),
         ((7, 7), "float32"),
+        ((2,), "bfloat16"),
     ]
     assert sorted(bucket.parameters for bucket in cut(model, limit)) == sorted(expected)
 
@@ -195,6 +229,16 @@ def test_float64_stays_dense_at_every_level(level: str) -> None:
     dense = 8 * 32 * 32
     assert bytes_per_step([double], parse(level)) == dense
     assert bytes_per_step([half, double], parse(level)) == dense + bytes_per_step([half], parse(level))
+
+
+@pytest.mark.parametrize(("sums", "width"), [((), 4), (("float16",), 2), (("bfloat16",), 4), (("float32",), 4)])
+def test_narrow_gradients_travel_narrow_where_the_transport_can_add_them_up(sums: tuple[str, ...], width: int) -> None:
+    """In plain dense steps; whatever is compressed is so from float32."""
+    (bucket,) = cut([((32, 32), "float16")], 8 << 20)
+    assert bytes_per_step([bucket], parse("none"), sums) == width * 32 * 32
+    (wide_bucket,) = cut([((32, 32), "float32")], 8 << 20)
+    for level in ("fp16", "int8", "lowrank:4"):
+        assert bytes_per_step([bucket], parse(level), sums) == bytes_per_step([wide_bucket], parse(level))
 
 
 def test_bytes_of_a_step() -> None:

@@ -9,9 +9,9 @@ import pytest
 from hvdplus import calibration
 from hvdplus.adapters.local import Local
 from hvdplus.adapters.numpy import NumpyOps
-from hvdplus.buckets import Bucket, make_buckets
 from hvdplus.calibration import codec_seconds
 from hvdplus.compression import parse
+from hvdplus.exchange.bucket import Bucket, make_buckets
 
 LADDER = [parse(level) for level in ("none", "fp16", "lowrank:4", "topk:0.05+int8", "int8")]
 

@@ -71,7 +71,8 @@ from hvdplus.compression import (
 from hvdplus.compression.blocks import BlockSelection
 from hvdplus.compression.hashing import key, scramble, uniform
 from hvdplus.compression.integer import Integer
-from hvdplus.residual import join, unreleased
+from hvdplus.exchange.residual import add as with_residual
+from hvdplus.exchange.residual import left_after_flush
 
 other_frameworks = pytest.mark.parametrize("framework", [name for name in OPS if name != "numpy"])
 
@@ -593,15 +594,15 @@ class Job:
         self.bound = 0.0
         """What float32 rounding may have added up to."""
 
-    def step(self, level: str, release: float) -> None:
+    def step(self, level: str, fraction: float) -> None:
         """One step of all ranks; levels with a residual send all of it."""
         ops, compressor = self.ops, parse(level)
-        release = 1.0 if compressor.keeps_residual else release
+        fraction = 1.0 if compressor.keeps_residual else fraction
         ctx = self.contexts.setdefault(level, compressor.init(ops, self.spec))
         payloads, alone, sent = [], np.zeros(self.spec.size), np.zeros(self.spec.size)
         for rank, residual in enumerate(self.residuals):
             grad = self.rng.standard_normal(self.spec.size, np.float32)
-            joined = join(ops.from_numpy(grad), residual, release)
+            joined = with_residual(ops.from_numpy(grad), residual, fraction)
             payload = compressor.encode(ops, ctx, joined, residual)
             before = ops.to_numpy(residual)
             sent += ops.to_numpy(joined)
@@ -610,9 +611,9 @@ class Job:
             self.residuals[rank] = (
                 compressor.remain(ops, ctx, joined, payload)
                 if compressor.keeps_residual
-                else unreleased(residual, release)
+                else left_after_flush(residual, fraction)
             )
-            if not release:
+            if not fraction:
                 assert ops.to_numpy(self.residuals[rank]).tobytes() == before.tobytes(), "untouched"
             self.put_in += grad
             alone += ops.to_numpy(compressor.decode(ops, ctx, payload))
@@ -646,7 +647,7 @@ def test_gradients_are_what_was_sent_plus_what_is_left(framework: str, ranks: in
         steps += [rng.choice(levels)] * rng.randint(1, 5)
     most = 0.0
     for level in steps:
-        job.step(level, release=rng.choice((0.0, 0.25, 1.0)))
+        job.step(level, fraction=rng.choice((0.0, 0.25, 1.0)))
         assert job.off() <= job.bound
         most = max(most, *(norm(job.ops.to_numpy(residual)) for residual in job.residuals))
     assert most > math.sqrt(RUN.size), "there is something in the residuals"

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from frameworks import need
 
 from hvdplus.adapters.local import Local
 from hvdplus.adapters.numpy import NumpyOps
-from hvdplus.buckets import bytes_per_step, make_buckets
+from hvdplus.adapters.numpy.backend import NumpyExchange
 from hvdplus.compression import Array, Chain, Compressor, Context, IntB, LowRank, Ops, Spec, TopK, known, parse
 from hvdplus.compression.foreign import HorovodCompressor
-from hvdplus.exchange import Ladder
+from hvdplus.exchange.bucket import bytes_per_step, make_buckets
+from hvdplus.exchange.plan import Ladder
 from hvdplus.launch import (
     FLOATS,
     Compression,
@@ -237,22 +237,15 @@ class Four(Local):
 
 def test_a_level_that_four_ranks_leave_no_room_for_is_refused_when_the_exchange_is_made() -> None:
     """With the fewest bits that would do."""
-    torch = need("torch")
-    from hvdplus.adapters.torch.exchange import TorchExchange
 
-    def exchange(level: str) -> TorchExchange:
-        ladder, auto = choose(level)
-        parameters = [torch.nn.Parameter(torch.zeros(32, 32))]
-        return TorchExchange(
-            parameters, Four(), Settings(), ladder=ladder, auto=auto, log=open_log(Settings(), EQUAL, 0),
-            prefix="hvdplus", average=True, passes=1,
-        )  # fmt: skip
+    def exchange(level: str) -> NumpyExchange:
+        return NumpyExchange([(32, 32)], Four(), ["none", level])
 
     with pytest.raises(ValueError, match="int2 leaves no level for a sum over 4 ranks.*fewest that do are 4"):
         exchange("int2")
     with pytest.raises(ValueError, match=r"int3 leaves no level .*fewest that do are 4"):
         exchange("topk:0.1+int3")
-    assert exchange("int4").pilot.payload_bytes[1] < exchange("int8").pilot.payload_bytes[1]
+    assert exchange("int4").coordinator.payload_bytes[1] < exchange("int8").coordinator.payload_bytes[1]
 
 
 # -- what is none ------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ SCRIPT = """
 import inspect, json, sys
 import hvdplus.{door} as hvd
 from hvdplus.adapters.{door}.optimizer import Distributed
-from hvdplus.pilot import Pilot
+from hvdplus.exchange.coordinator import Coordinator
 
 def there(name):
     if name.endswith("="):
@@ -54,7 +54,7 @@ def there(name):
     found = known[first]
     for part in rest:
         if (found, part) == (Distributed, "hvdplus"):
-            found = Pilot
+            found = Coordinator
         elif not hasattr(found, part):
             return False
         else:

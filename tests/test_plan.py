@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from hvdplus.cli import main
 from hvdplus.costmodel import ALL_REDUCES, LevelCost, Link, Wire, ring_all_reduce
-from hvdplus.exchange import SLOT_FLOATS
+from hvdplus.exchange.metadata import Slot
 from hvdplus.log.forecast import (
     DENSE,
     MARGIN,
@@ -31,7 +31,7 @@ from hvdplus.log.forecast import (
     what_the_run_showed,
 )
 
-SLOT = 4 * SLOT_FLOATS
+SLOT = 4 * len(Slot._fields)
 """Bytes of a rank's slot in the metadata tensor."""
 thoroughly = examples(100)
 

@@ -1,4 +1,4 @@
-"""A run log's figures decide once more what the job decided: a real pilot, a real file, a simulated job."""
+"""A run log's figures decide once more what the job decided: a real coordinator, a real file, a simulated job."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from coordinating import heard, report
 from frameworks import examples as up_to
 from hypothesis import given
 from hypothesis import strategies as st
 from simulating import LOSSY, NAMES, NOISES, Job, jobs, ms
 
 from hvdplus.adapters.local import Local
-from hvdplus.exchange import Ladder, Plan, SideSlot, side_tensor
+from hvdplus.exchange.coordinator import Coordinator
+from hvdplus.exchange.plan import Ladder, Plan
 from hvdplus.log.facts import Record
 from hvdplus.log.replay import replay
 from hvdplus.log.runlog import RunLog, read
 from hvdplus.meter import StepTimes
-from hvdplus.pilot import Pilot
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 
@@ -34,13 +34,13 @@ examples = up_to(30)
 
 
 class Run:
-    """Drives a pilot with side tensors: what ranks say of a step's times comes with the next."""
+    """Drives a coordinator with metadata: what ranks report of a step's times comes with the next."""
 
     def __init__(self, job: Job, path: Path, seed: int = 0, compression: str = "auto", **options: Any) -> None:
         """``options``: settings."""
         self.job, self.path, self.dice = job, path, random.Random(seed)
         self.names = NAMES if compression == "auto" else ("none", compression)
-        self.pilot = Pilot(
+        self.coordinator = Coordinator(
             Ladder(self.names),
             Settings(**options),
             auto=compression == "auto",
@@ -48,26 +48,27 @@ class Run:
             costs=job.costs[: len(self.names)],
             log=RunLog(path),
         )
-        self.pilot.describe_run(World(Local(), {"a": RANKS}, "ring", 0, ()), "torch", parameters=1000)
+        self.coordinator.describe_run(
+            World(Local(), {"a": RANKS}, "ring", 0, ()), "torch", parameters=1000, gradient_bytes=4000
+        )
         self._ran: Plan | None = None
 
     def go(self, steps: int, rate: float = 0.1, norm: float = 1.0) -> Run:
         """``rate``, ``norm``: learning rate, and norm of the gradients, which is noisy."""
         for _ in range(steps):
-            plan = self.pilot.plan
+            plan = self.coordinator.plan
             times = [StepTimes()] * RANKS
             if self._ran:
                 times = self.job.step(0 if self._ran.warms else self._ran.level, self.dice)
-                took = self.job.sounding(self._ran.sounding) if self._ran.sounding else 0.0
+                took = self.job.sounding(self._ran.probe_bytes) if self._ran.probe_bytes else 0.0
                 times = [each._replace(step=each.step + took, sounding=took) for each in times]
-            slots = [SideSlot(**each._asdict(), learning_rate=rate) for each in times]
-            if plan.gauge:
+            norms = {}
+            if plan.measure_norms:
                 gradient = norm * self.dice.uniform(0.7, 1.4)
                 lost = (plan.level >= LOSSY) * gradient * self.dice.uniform(0, 1.2)
-                slots = [slot._replace(gradient_norm=gradient, residual_norm=lost) for slot in slots]
-            said = sum(side_tensor(rank, RANKS, slot, np.ones(3)) for rank, slot in enumerate(slots))
-            self.pilot.observe(plan, np.asarray(said))
-            self.pilot.advance()
+                norms = {"gradient_norm": gradient, "residual_norm": lost}
+            self.coordinator.observe(plan, heard(*(report(each, learning_rate=rate, **norms) for each in times)))
+            self.coordinator.advance()
             self._ran = plan
         return self
 
@@ -75,27 +76,27 @@ class Run:
         """Sparse gradients have turned out to be dense: buckets are others."""
         sent = tuple(size * share for size, share in zip(self.job.payload_bytes, shares, strict=True))
         self.job = replace(self.job, payload_bytes=sent)
-        self.pilot.resize(self.job.costs)
-        self.pilot.advance()
+        self.coordinator.resize(self.job.costs)
+        self.coordinator.advance()
         return self
 
     def scale_losses(self) -> Run:
-        self.pilot.leave_out_residuals()
-        self.pilot.advance()
+        self.coordinator.leave_out_residuals()
+        self.coordinator.advance()
         return self
 
     def go_back(self, steps: int) -> Run:
         """As from a checkpoint that is so many steps old."""
-        checkpoint = json.loads(json.dumps(self.pilot.state()))
+        checkpoint = json.loads(json.dumps(self.coordinator.state()))
         self.go(steps)
-        assert self.pilot.load(checkpoint) and json.loads(json.dumps(self.pilot.state())) == checkpoint
+        assert self.coordinator.load(checkpoint) and json.loads(json.dumps(self.coordinator.state())) == checkpoint
         self._ran = None
         return self
 
     def end(self) -> list[Record]:
         """The log, read from its file."""
-        self.pilot.finish()
-        self.pilot.log.close()
+        self.coordinator.finish()
+        self.coordinator.log.close()
         return read(self.path)
 
 
@@ -178,7 +179,9 @@ def test_a_run_with_everything_in_it_is_replayed(tmp_path: Path) -> None:
         assert any(words in reason for reason in reasons)
     assert reasons[-1].startswith("fp16 takes")
     assert replayed(records) == logged(records)
-    assert any(record["kind"] == "trace" and None in record["steps"][0] for record in records), "steps without a gauge"
+    assert any(record["kind"] == "trace" and None in record["steps"][0] for record in records), (
+        "steps that measure no norms"
+    )
 
 
 def test_a_job_that_was_killed_is_replayed_as_far_as_its_log_goes(tmp_path: Path) -> None:
@@ -264,12 +267,12 @@ def test_what_a_job_keeps_in_memory_cannot_be_replayed(tmp_path: Path) -> None:
     run = Run(SLOW, tmp_path / "run.jsonl").go(60)
     run.end()
     with pytest.raises(ValueError):
-        replay(run.pilot.log.records)
+        replay(run.coordinator.log.records)
 
 
 def test_records_that_a_replay_does_not_know_are_passed_over(tmp_path: Path) -> None:
     run = Run(SLOW, tmp_path / "run.jsonl").go(60)
-    run.pilot.log.write("weather", sky="blue")
+    run.coordinator.log.write("weather", sky="blue")
     records = run.go(100).end()
     assert any(record["kind"] == "weather" for record in records)
     assert replayed(records) == logged(records)

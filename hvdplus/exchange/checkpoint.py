@@ -21,8 +21,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import os
 import sys
+import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,6 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hvdplus.compression import Context
+from hvdplus.exchange.form import are_different, are_shapes, damaged, is_count, is_finite, require, require_fields
 from hvdplus.transport import Transport
 
 if TYPE_CHECKING:
@@ -43,8 +47,16 @@ FROM_OTHER = "another's"
 """In place of it in a state that a new rank takes over, which has held back nothing yet."""
 FILE = "hvdplus.npz"
 FIELDS = (
-    "framework", "ranks", "rank", "shapes", "order", "sparse", "tables", "coordinator", "not_taken", "contexts", "residuals",
+    "framework", "ranks", "rank", "shapes", "order", "sparse", "tables", "coordinator", "not_taken", "contexts",
+    "residuals",
 )  # fmt: skip
+
+
+UNREADABLE = (
+    AttributeError, EOFError, KeyError, MemoryError, RecursionError, TypeError, ValueError, zipfile.BadZipFile,
+    zlib.error,
+)  # fmt: skip
+"""Errors of NumPy and JSON about files that nobody has written so."""
 
 
 class Ownership(NamedTuple):
@@ -99,37 +111,38 @@ def load(x: Exchange, state: Mapping[str, Any]) -> str:
     """Go on where the exchange was that gave ``state``; returns a digest that has to be the same on all ranks.
 
     Raises:
-        ValueError: the state is damaged, of another model, or of another version of hvdplus.
+        ValueError: the state is damaged, of another model, or of another version of hvdplus. Nothing has changed then.
     """
     check(state, x.shapes)
-    same_ranks, mine, share = claim(state, x.transport, average=x.average)
+    own = state["framework"] == x.framework
+    known = own and state["order"] is not None
+    resumed = own and state["ranks"] == x.transport.size and x.coordinator.fits(state["coordinator"])
+    contexts = checked_contexts(x, state) if resumed else {}
+    _, mine, share = claim(state, x.transport, average=x.average)
+    # From here on nothing is wrong.
     if x.idle:
         if not (mine and holds_back(state)):
             return ""
         x.idle = False  # until all is flushed
-    own = state["framework"] == x.framework
-    if own and state["order"] is not None:
+    if known:
         x.know_gradients(state["order"], state["sparse"], state["tables"])
     else:
         x.know_nothing()
     x.consolidated = state["rank"] is None
-    resumed = own and same_ranks and x.coordinator.load(state["coordinator"])
-    x.not_taken = resumed and bool(state["not_taken"])
-    saved = {tuple(each["parameters"]): each["levels"] for each in state["contexts"]} if resumed else {}
+    if resumed:
+        x.coordinator.load(state["coordinator"])
+    x.not_taken = resumed and state["not_taken"]
     for bucket in x.states:
-        for name, arrays in saved.get(bucket.bucket.parameters, {}).items():
-            level = x.ladder.names.index(name)
-            fresh = x.compressor(bucket.bucket, level).init(x.ops, bucket.bucket.spec)
-            check_context(name, arrays, fresh)
+        for level, arrays in contexts.get(bucket.bucket.parameters, {}).items():
             x.put_context(bucket, level, arrays)
     for i, residual in state["residuals"].items():
-        x.hold(int(i), residual if mine else None, share)
+        x.hold(i, residual if mine else None, share)
     if state["residuals"] and not resumed:
         x.coordinator.flush()
     x.follow(x.coordinator.plan)
     plain = state["ranks"], state["rank"] is None, resumed, state["coordinator"], own and state["order"], x.not_taken
-    arrays = [np.asarray(x.on_host(array)) for levels in saved.values() for those in levels.values() for array in those]
-    return digest(*plain, arrays=arrays)
+    arrays = (array for levels in contexts.values() for those in levels.values() for array in those)
+    return digest(*plain, arrays=[np.asarray(x.on_host(array)) for array in arrays])
 
 
 def consolidate(x: Exchange) -> None:
@@ -145,14 +158,13 @@ def consolidate(x: Exchange) -> None:
     x.consolidated = True
 
 
-def check(state: Mapping[str, Any], shapes: Sequence[Sequence[int]]) -> None:
+def check(state: Any, shapes: Sequence[Sequence[int]]) -> None:
     """Raise ValueError if the state is damaged, of another model, or of another version of hvdplus."""
     if not isinstance(state, Mapping) or state.get("format") != FORMAT:
         received = state.get("format") if isinstance(state, Mapping) else type(state).__name__
         raise ValueError(f"This hvdplus reads states of format {FORMAT}. Received: {received}")
-    absent = [name for name in FIELDS if name not in state]
-    if absent:
-        raise ValueError(f"The state of hvdplus is damaged: it has no {', '.join(absent)}.")
+    require_fields(state, FIELDS, "the state")
+    require(are_shapes(state["shapes"]), "shapes", "the gradients' shapes", state["shapes"])
     theirs, mine = ([list(shape) for shape in those] for those in (state["shapes"], shapes))
     if theirs != mine:
         odd = next(i for i, (one, other) in enumerate(itertools.zip_longest(theirs, mine)) if one != other)
@@ -160,54 +172,82 @@ def check(state: Mapping[str, Any], shapes: Sequence[Sequence[int]]) -> None:
             f"The state is of another model: of {len(theirs)} parameters, while this optimizer has {len(mine)}, and "
             f"the first that differs is number {odd}."
         )
+    require(isinstance(state["framework"], str), "framework", "a name", state["framework"])
     ranks, rank = state["ranks"], state["rank"]
-    if not isinstance(ranks, int) or ranks < 1:
-        raise ValueError(
-            f"The state of hvdplus is damaged: a number of ranks of at least 1 was expected. Received: {ranks!r}"
-        )
-    if not (rank in (None, KEEP_LOCAL, FROM_OTHER) or (isinstance(rank, int) and rank >= 0)):
-        raise ValueError(f"The state of hvdplus is damaged: a rank of at least 0 was expected. Received: {rank!r}")
-    _check_numbers(state, len(mine))
-    for i, residual in state["residuals"].items():
-        if not _finite(residual):
-            raise ValueError(
-                f"The residual of parameter {i} in the checkpoint holds values that are not finite: they would reach every "
-                "weight. Load an earlier checkpoint, or remove the key 'hvdplus' from this one, which forgets residuals."
-            )
-        if math_prod(getattr(residual, "shape", ())) != math_prod(mine[int(i)]):
-            raise ValueError(f"The residual of parameter {i} in the checkpoint has another size than its gradient.")
+    require(is_count(ranks) and ranks > 0, "ranks", "a number of at least 1", ranks)
+    known = rank is None or is_count(rank) or (isinstance(rank, str) and rank in (KEEP_LOCAL, FROM_OTHER))
+    require(known, "rank", "a number of at least 0, or nothing", rank)
+    require(isinstance(state["not_taken"], bool), "not_taken", "true or false", state["not_taken"])
+    _check_order(state, len(mine))
+    _check_residuals(state["residuals"], mine)
 
 
-def _check_numbers(state: Mapping[str, Any], parameters: int) -> None:
-    everything = list(range(parameters))
+def _check_order(state: Mapping[str, Any], parameters: int) -> None:
+    """Which parameters there are: in order, sparse, tables."""
     order, sparse, tables = state["order"], state["sparse"], state["tables"]
-    fits = order is None or (
-        sorted(order) == everything and set(sparse) <= set(everything) and set(tables) <= set(sparse)
-    )
-    if not fits or not {int(i) for i in state["residuals"]} <= set(everything):
-        raise ValueError("The state of hvdplus is damaged: it names parameters that do not exist.")
+    everything = f"every parameter below {parameters} once, or nothing"
+    if order is None:
+        require(sparse is None and tables is None, "sparse and tables", "nothing where order is", (sparse, tables))
+        return
+    require(are_different(order, parameters) and len(order) == parameters, "order", everything, order)
+    require(are_different(sparse, parameters), "sparse", f"parameters below {parameters}", sparse)
+    fits = are_different(tables, parameters) and set(tables) <= set(sparse)
+    require(fits and all(len(state["shapes"][i]) > 1 for i in tables), "tables", "some of the sparse matrices", tables)
 
 
-def check_context(name: str, arrays: Sequence[Any], fresh: Context) -> None:
+def _check_residuals(residuals: Any, shapes: Sequence[Sequence[int]]) -> None:
+    require(isinstance(residuals, Mapping), "residuals", "a dictionary of arrays", residuals)
+    for i, residual in residuals.items():
+        require(is_count(i, len(shapes)), "a residual's parameter", f"below {len(shapes)}", i)
+        received = tuple(getattr(residual, "shape", ()))
+        if math.prod(received) != math.prod(shapes[i]) or not hasattr(residual, "shape"):
+            wanted = f"an array of shape {tuple(shapes[i])}"
+            raise damaged(f"the residual of parameter {i}", wanted, received or residual)
+        if not is_finite(residual):
+            raise ValueError(
+                f"The residual of parameter {i} in the checkpoint holds values that are not finite: they would reach "
+                "every weight. Load an earlier checkpoint, or remove the key 'hvdplus' from this one, which forgets "
+                "residuals."
+            )
+
+
+def checked_contexts(x: Exchange, state: Mapping[str, Any]) -> dict[tuple[int, ...], dict[int, Any]]:
+    """Parameters of a bucket -> level -> the arrays of its context, of the buckets that there will be."""
+    order = list(reversed(range(len(x.shapes)))) if state["order"] is None else state["order"]
+    buckets = {bucket.parameters: bucket for bucket in x.make_buckets(order=order, tables=state["tables"] or [])}
+    found: dict[tuple[int, ...], dict[int, Any]] = {}
+    require(isinstance(state["contexts"], list | tuple), "contexts", "a list, one entry a bucket", state["contexts"])
+    for each in state["contexts"]:
+        require_fields(each, ("parameters", "levels"), "a bucket's contexts")
+        parameters, levels = each["parameters"], each["levels"]
+        fits = are_different(parameters, len(x.shapes))
+        require(fits, "a bucket's parameters", f"different numbers below {len(x.shapes)}", parameters)
+        require(isinstance(levels, Mapping), "a bucket's contexts", "a dictionary of lists", levels)
+        known = set(levels) <= set(x.ladder.names)
+        require(known, "a context's level", f"one of {', '.join(x.ladder.names)}", list(levels))
+        bucket = buckets.get(tuple(parameters))
+        if bucket is None:  # they were cut in another way
+            continue
+        for name, arrays in levels.items():
+            level = x.ladder.names.index(name)
+            check_context(x, name, arrays, x.compressor(bucket, level).init(x.ops, bucket.spec))
+            found.setdefault(tuple(parameters), {})[level] = arrays
+    return found
+
+
+def check_context(x: Exchange, name: str, arrays: Any, fresh: Context) -> None:
     """Raise ValueError if a loaded context does not have the form that the level makes."""
-    theirs = [tuple(array.shape) for array in arrays]
-    wanted = [tuple(array.shape) for array in fresh.state]
-    if theirs != wanted or not all(_finite(array) for array in arrays):
-        raise ValueError(
-            f"The context of {name} in the checkpoint is damaged: arrays of shapes {wanted} with finite values were "
-            f"expected. Received: {theirs}"
-        )
+    wanted = [_form(x.ops.to_numpy(array)) for array in fresh.state]
+    try:
+        received = [_form(np.asarray(x.on_host(array))) for array in arrays]
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        received = None
+    if received != wanted or not all(map(is_finite, arrays)):
+        raise damaged(f"the context of {name}", f"arrays of {wanted} with finite values", received or arrays)
 
 
-def _finite(array: Any) -> bool:
-    if hasattr(array, "isfinite"):  # torch
-        return bool(array.isfinite().all())
-    return bool(np.isfinite(np.asarray(array)).all())
-
-
-def math_prod(shape: Sequence[int]) -> int:
-    """Number of elements."""
-    return int(np.prod(np.array(shape, np.int64)))
+def _form(array: np.ndarray) -> str:
+    return f"{array.dtype} {array.shape}"
 
 
 def claim(state: Mapping[str, Any], transport: Transport, *, average: bool) -> Ownership:
@@ -219,7 +259,7 @@ def claim(state: Mapping[str, Any], transport: Transport, *, average: bool) -> O
     mine = rank in (None, KEEP_LOCAL, transport.rank)
     if state["residuals"] and rank not in (None, KEEP_LOCAL, FROM_OTHER):
         forgotten = [] if mine or transport.rank >= ranks else [transport.rank]
-        forgotten += range(size, ranks) if transport.rank == 0 else ()
+        forgotten += itertools.islice(range(size, ranks), 9) if transport.rank == 0 else ()
         if forgotten:
             some = ", ".join(map(str, forgotten[:8])) + (" ..." if len(forgotten) > 8 else "")
             say(
@@ -277,14 +317,21 @@ def write(state: Mapping[str, Any], folder: str | os.PathLike[str]) -> None:
 
 
 def read(file: Any) -> dict[str, Any]:
-    """Read what ``write`` wrote, from a path or an open file. Nothing in it is executed."""
-    with np.load(file, allow_pickle=False) as saved:
+    """Read what ``write`` wrote, from a path or an open file. Nothing in it is executed.
 
-        def full(value: Any) -> Any:
-            if isinstance(value, dict) and "array" in value:
-                return saved[value["array"]]
-            if isinstance(value, dict):
-                return {full(key): full(each) for key, each in value["pairs"]}
-            return [full(each) for each in value] if isinstance(value, list) else value
+    Raises:
+        ValueError: it is another file, or a damaged one.
+    """
+    try:
+        with np.load(file, allow_pickle=False) as saved:
 
-        return full(json.loads(str(saved["state"])))  # type: ignore[no-any-return]
+            def full(value: Any) -> Any:
+                if isinstance(value, dict) and "array" in value:
+                    return saved[value["array"]]
+                if isinstance(value, dict):
+                    return {full(key): full(each) for key, each in value["pairs"]}
+                return [full(each) for each in value] if isinstance(value, list) else value
+
+            return full(json.loads(str(saved["state"])))  # type: ignore[no-any-return]
+    except UNREADABLE as error:
+        raise ValueError(f"The state of hvdplus cannot be read: {type(error).__name__}: {error}") from error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import math
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import Any
 
 from hvdplus.controller import Controller, Limits, Observation
 from hvdplus.costmodel import LevelCost
+from hvdplus.exchange.form import check_remembered, is_count, is_list, require, require_fields
 from hvdplus.exchange.journal import Journal, costs_of_levels
 from hvdplus.exchange.metadata import Metadata, check_agreement
 from hvdplus.exchange.plan import Ladder, Plan
@@ -108,16 +110,14 @@ class Coordinator:
         Raises:
             ValueError: the state is damaged.
         """
-        levels, controller, steps, plan = _checked(state)
-        if levels != list(self.ladder.names) or (controller is None) != (not self._controller):
+        if not self.fits(state):
             return False
-        if not self.ladder.allows(plan):
-            raise ValueError(f"The checkpoint's plan is damaged. Received: {list(plan)}")
+        controller, steps = state["controller"], state["steps"]
         self._journal.write_trace(self.steps)
         self._close_window()
         self.schedule.load(state["schedule"])
         self._steps_before += steps - self.steps
-        self.steps, self.plan = steps, plan
+        self.steps, self.plan = steps, Plan(*state["plan"])
         # The next times are those of a step without a beginning, and count for nothing.
         self._measured, self._known = Plan(self.schedule.level), Observation(StepTimes())
         if self._controller:
@@ -125,6 +125,39 @@ class Coordinator:
         name = self.ladder.names[self.schedule.level]
         self.log.write("resume", step=self.steps, level=name, controller=controller)
         return True
+
+    def fits(self, state: Any) -> bool:
+        """Whether ``load`` can take over a state: it had the same levels to choose from. Changes nothing.
+
+        Raises:
+            ValueError: the state is damaged.
+        """
+        require_fields(state, ("levels", "schedule", "steps", "plan", "controller"), "its coordinator")
+        levels, controller, steps, plan = (state[name] for name in ("levels", "controller", "steps", "plan"))
+        require(is_list(levels, lambda name: isinstance(name, str)), "the coordinator's levels", "names", levels)
+        if list(levels) != list(self.ladder.names) or (controller is None) != (not self._controller):
+            return False
+        self.schedule.check(state["schedule"])
+        require(is_count(steps), "the number of steps", "a whole number of at least 0", steps)
+        wanted = f"one of {len(Plan._fields)} values that the levels allow"
+        known = isinstance(plan, list | tuple) and len(plan) == len(Plan._fields) and self.ladder.allows(Plan(*plan))
+        most = self._controller.limits.sounding_most if self._controller else 0
+        require(known and Plan(*plan).probe_bytes <= most, "its plan", wanted, plan)
+        if self._controller:
+            self._check_controller(self._controller, controller)
+        return True
+
+    def _check_controller(self, mine: Controller, memory: Any) -> None:
+        """Raise ValueError unless the controller can go on from ``memory``."""
+        known = mine.memory()
+        require_fields(memory, list(known), "its controller")
+        trial = copy.deepcopy(mine)
+        try:
+            trial.recall(memory)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"The state of hvdplus is damaged: its controller: {error!r}") from None
+        check_remembered(trial, list(known))
+        trial.check()
 
     def flush(self) -> None:
         """A residual came from elsewhere: if the level keeps none, send it over the coming steps."""
@@ -284,14 +317,6 @@ class Coordinator:
     def _close_window(self) -> None:
         sent = self.payload_bytes[self._measured.level] + self.row_bytes
         self._journal.write_window(self.steps, self._label(self._measured), sent)
-
-
-def _checked(state: Mapping[str, Any]) -> tuple[list[str], Any, int, Plan]:
-    """Levels, controller, steps and plan of a checkpoint."""
-    try:
-        return list(state["levels"]), state["controller"], int(state["steps"]), Plan(*state["plan"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"The checkpoint's decisions are damaged: {error!r}") from None
 
 
 @atexit.register

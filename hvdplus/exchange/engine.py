@@ -93,10 +93,18 @@ class Exchange(ABC):
         """Whether the transport can add up arrays of this type."""
         return dtype in self.transport.summable
 
-    def make_buckets(self, *, plain: bool = False) -> tuple[Bucket, ...]:
-        """Buckets of all parameters, those of tables last. ``plain``: of dense steps in place, without tables."""
-        order = list(reversed(self.order))
-        chosen = [i for i in order if not (plain and i in self.tables)]
+    def make_buckets(
+        self, *, plain: bool = False, order: Sequence[int] | None = None, tables: Sequence[int] | None = None
+    ) -> tuple[Bucket, ...]:
+        """Buckets of all parameters, those of tables last.
+
+        Args:
+            plain: of dense steps in place, without tables.
+            order, tables: in place of the exchange's own.
+        """
+        tables = self.tables if tables is None else tables
+        in_order = list(reversed(self.order if order is None else order))
+        chosen = [i for i in in_order if not (plain and i in tables)]
         buckets = make_buckets(
             [self.shapes[i] for i in chosen],
             [self.dtypes[i] for i in chosen],
@@ -104,7 +112,7 @@ class Exchange(ABC):
             ranks=self.transport.size,
             seed=self.settings.seed,
             tapering=plain,
-            apart=[] if plain else [chosen.index(i) for i in self.tables],
+            apart=[] if plain else [chosen.index(i) for i in tables],
         )
         return tuple(bucket._replace(parameters=tuple(chosen[i] for i in bucket.parameters)) for bucket in buckets)
 

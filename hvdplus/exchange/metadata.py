@@ -4,7 +4,7 @@
 
 Sums where sums do. Where they do not (minima, agreement), every rank fills its own slot and leaves the others zero, so
 that the sum is a gather. A flag counts the ranks that have a gradient of the parameter. The summed tensor is read once
-a step, in NumPy: a few microseconds, 0.1 ms for 4,096 ranks.
+a step, in NumPy: a few microseconds, under 0.1 ms for 4,096 ranks.
 """
 
 from __future__ import annotations
@@ -115,17 +115,18 @@ def read(total: np.ndarray, ranks: int) -> Metadata:
     """All ranks' metadata from the summed tensor (float32, one-dimensional)."""
     sums = Sums(*total[: len(Sums._fields)].tolist())
     behind = len(Sums._fields) + ranks * len(Slot._fields)
-    slots = total[len(Sums._fields) : behind].reshape(ranks, len(Slot._fields))
-    # The values are zeros and one number each: min and max of a column see a difference, and a NaN is not itself.
-    low, high = slots.min(axis=0).tolist(), slots.max(axis=0).tolist()
+    # One row a field: with many ranks NumPy is several times quicker along rows.
+    fields = np.ascontiguousarray(total[len(Sums._fields) : behind].reshape(ranks, len(Slot._fields)).T)
+    # Least and greatest of a field see a difference, and a NaN is not itself.
+    low, high = fields.min(axis=1).tolist(), fields.max(axis=1).tolist()
     least, most = Slot(*low), Slot(*high)
-    odd = _odd(slots, low, high)
+    odd = _odd(fields, low, high)
     used = total[behind:]
     turned = used > (TURNED - 0.5) * ranks
     norms = (0.0, 0.0)
     if most.gradient_norm or most.residual_norm or math.isnan(most.gradient_norm + most.residual_norm):
         at = Slot._fields.index("gradient_norm")
-        norms = tuple(np.sqrt(np.square(slots[:, at : at + 2].astype(np.float64)).mean(axis=0)).tolist())
+        norms = tuple(np.sqrt(np.square(fields[at : at + 2].astype(np.float64)).mean(axis=1)).tolist())
     times = StepTimes(
         step=sums.step / ranks,
         codec=most.codec,
@@ -139,22 +140,22 @@ def read(total: np.ndarray, ranks: int) -> Metadata:
         overflow=not sums.overflow < 0.5,
         times=times,
         loss=sums.loss / sums.losses if sums.losses else math.nan,
-        learning_rate=float(slots[0, Slot._fields.index("learning_rate")]),
+        learning_rate=float(fields[Slot._fields.index("learning_rate"), 0]),
         gradient_norm=norms[0],
         residual_norm=norms[1],
         odd=odd,
-        added=[] if not most.added else slots[:, Slot._fields.index("added")].astype(int).tolist(),
+        added=[] if not most.added else fields[Slot._fields.index("added")].astype(int).tolist(),
         used=used,
         turned=turned,
     )
 
 
-def _odd(slots: np.ndarray, low: list[float], high: list[float]) -> dict[str, list[int]]:
+def _odd(fields: np.ndarray, low: list[float], high: list[float]) -> dict[str, list[int]]:
     found = {}
     for name in AGREED:
-        column = Slot._fields.index(name)
-        if low[column] != high[column]:
-            bits = np.ascontiguousarray(slots[:, column]).view(np.int32)
+        row = Slot._fields.index(name)
+        if low[row] != high[row]:
+            bits = fields[row].view(np.int32)
             ranks = np.flatnonzero(bits != bits[0]).tolist()
             if ranks:  # else the same NaN everywhere
                 found[name] = ranks

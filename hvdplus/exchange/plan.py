@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hvdplus.compression import Compressor, NoCompression, parse
+from hvdplus.exchange.form import is_count, is_share
 
 
 class Variant(NamedTuple):
@@ -69,9 +70,13 @@ class Ladder:
         return self.variants.index(Variant(plan.level, plan.side, self.flushes(plan), plan.warms))
 
     def allows(self, plan: Plan) -> bool:
-        """Whether there is a variant that runs ``plan``."""
-        levels = range(len(self.names))
-        if not (plan.level in levels and plan.warms in levels):
+        """Whether there is a variant that runs ``plan``, and its other fields can be what they are."""
+        levels = len(self.names)
+        if not (is_count(plan.level, levels) and is_count(plan.warms, levels) and is_count(plan.side)):
+            return False
+        if not (is_share(plan.flush_fraction) and isinstance(plan.measure_norms, bool) and is_count(plan.probe_bytes)):
+            return False
+        if self.keeps_residual(plan) and plan.flush_fraction != 1:  # the rest of the residual would be lost
             return False
         return Variant(plan.level, plan.side, self.flushes(plan), plan.warms) in self.variants
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hvdplus.exchange.form import is_count, is_list, require, require_fields
 from hvdplus.exchange.plan import Ladder, Plan
 from hvdplus.exchange.residual import flush_fraction
 
@@ -96,15 +97,20 @@ class Schedule:
         Raises:
             ValueError: a value is missing or impossible.
         """
-        levels = len(self.ladder.names)
-        try:
-            level, sides = int(state["level"]), [int(side) for side in state["sides"]]
-            flush_left, warm_up_left = int(state["flush_left"]), int(state["warm_up_left"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"The checkpoint's schedule is damaged: {error!r}") from None
-        possible = [range(compressor.phases) for compressor in self.ladder.compressors]
-        fits = 0 <= level < levels == len(sides) and all(s in p for s, p in zip(sides, possible, strict=True))
-        if not fits or flush_left < 0 or warm_up_left < 0:
-            raise ValueError(f"The checkpoint's schedule is damaged. Received: {dict(state)}")
-        self.level, self._sides, self._flush_left, self._warm_up_left = level, sides, flush_left, warm_up_left
+        self.check(state)
+        self.level, self._sides = state["level"], list(state["sides"])
+        # Settings of another job may have asked for more steps.
+        self._flush_left = min(state["flush_left"], self._flush_steps)
+        self._warm_up_left = min(state["warm_up_left"], self._warm_up_steps)
         self._context_source = None
+
+    def check(self, state: Any) -> None:
+        """Raise ValueError where a value is missing or impossible."""
+        require_fields(state, ("level", "sides", "flush_left", "warm_up_left"), "its schedule")
+        phases = [compressor.phases for compressor in self.ladder.compressors]
+        require(is_count(state["level"], len(phases)), "the schedule's level", f"below {len(phases)}", state["level"])
+        fits = is_list(state["sides"], is_count) and len(state["sides"]) == len(phases)
+        fits = fits and all(map(is_count, state["sides"], phases))
+        require(fits, "the schedule's sides", f"one a level, below {phases}", state["sides"])
+        for name in ("flush_left", "warm_up_left"):
+            require(is_count(state[name]), f"the schedule's {name}", "a number of steps", state[name])

@@ -1,0 +1,384 @@
+"""The plans of coming steps: warm-up before a level, flushing the residual after it, alternating sides."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from coordinating import BAD, FP16, LADDER, NONE, go, heard, make, step, steps
+
+from hvdplus.exchange.metadata import Report
+from hvdplus.exchange.plan import Ladder, Plan
+from hvdplus.exchange.schedule import Schedule
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["none", "fp16"])
+def test_a_fixed_lossless_level_has_one_plan(name: str) -> None:
+    coordinator = make(name)
+    assert [step(coordinator) for _ in range(50)] == [Plan(0, 0, 0.0)] * 50
+
+
+def test_a_fixed_lossy_level_alternates_its_sides() -> None:
+    """The residual joins in full at every step."""
+    coordinator = make("lowrank:4")
+    assert [step(coordinator) for _ in range(4)] == [Plan(0, 0, 1.0), Plan(0, 1, 1.0)] * 2
+
+
+def test_sides_alternate_only_when_every_rank_was_finite() -> None:
+    """A context that did not advance must not be read as the other side's."""
+    coordinator = make("lowrank:4")
+    sides = [step(coordinator, *slots).side for slots in ((), BAD, BAD, (), (), BAD, ())]
+    assert sides == [0, 1, 1, 1, 0, 1, 1]
+
+
+def test_each_level_remembers_its_own_side() -> None:
+    """Across other levels, and across the dense steps that lead up to it again."""
+    coordinator = make("none", "lowrank:4", auto=True, warm_steps=1, drain_steps=2)
+    warming, side_0, side_1 = Plan(warms=1), Plan(1, 0, 1.0), Plan(1, 1, 1.0)
+    go(coordinator, "lowrank:4")
+    assert steps(coordinator, 4) == [warming, side_0, side_1, side_0]
+    go(coordinator, "none")
+    assert steps(coordinator, 4) == [Plan(0, 0, 0.5), Plan(0, 0, 1.0), Plan(), Plan()]
+    go(coordinator, "lowrank:4")
+    assert steps(coordinator, 3) == [warming, side_1, side_0]
+
+
+@pytest.mark.parametrize("names", [LADDER, ("none", "fp16"), ("fp16", "none"), ("none", "qsgd:8"), ("fp16",)])
+def test_a_fixed_level_is_the_last_of_its_ladder(names: tuple[str, ...]) -> None:
+    coordinator = make(*names)
+    assert steps(coordinator, 5)[-1].level == len(names) - 1
+
+
+def test_a_new_level_begins_with_the_next_plan() -> None:
+    """The plan that is under way goes on meaning what it meant."""
+    coordinator = make(auto=True)
+    coordinator.set_level(FP16)
+    assert step(coordinator) == Plan(NONE)
+    assert step(coordinator) == Plan(FP16)
+
+
+# -- levels that learn -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["int8", "qsgd:8", "topk:0.2:16", "lowrank:4", "lowrank:4+fp16"])
+@pytest.mark.parametrize("warm_steps", [1, 2, 5])
+def test_a_level_that_learns_is_led_up_to_by_dense_steps(level: str, warm_steps: int) -> None:
+    """As many as the settings say, before the run's first step at it and whenever it is come back to."""
+    coordinator = make("none", level, warm_steps=warm_steps, drain_steps=1)
+    for _ in range(3):
+        assert steps(coordinator, warm_steps) == [Plan(warms=1)] * warm_steps
+        assert {plan.level for plan in steps(coordinator, 4)} == {1}
+        go(coordinator, "none")
+        steps(coordinator, 3)
+        go(coordinator, level)
+
+
+def test_two_dense_steps_are_the_default() -> None:
+    assert steps(make("none", "topk:0.2:16"), 4) == [Plan(warms=1)] * 2 + [Plan(1, 0, 1.0)] * 2
+
+
+def test_levels_that_learn_nothing_begin_at_once() -> None:
+    coordinator = make("none", "fp16", "lowrank:4", auto=True, warm_steps=3)
+    for level in ("fp16", "none", "fp16"):
+        go(coordinator, level)
+        assert step(coordinator) == Plan(coordinator.ladder.names.index(level))
+
+
+def test_only_steps_of_finite_gradients_teach() -> None:
+    """Whether a rank said so of what it sent, or all ranks saw it in the sums."""
+    coordinator = make("none", "topk:0.2:16", warm_steps=2)
+    for told, healthy in (((), False), (BAD, True), ((), True), (BAD, False), ((), False)):
+        assert coordinator.plan._replace(measure_norms=False) == Plan(warms=1)
+        coordinator.observe(coordinator.plan, heard(*(told or (Report(),) * 2)), healthy)
+        coordinator.advance()
+    assert steps(coordinator, 2) == [Plan(warms=1), Plan(1, 0, 1.0)]
+
+
+def test_a_sum_that_is_not_finite_turns_no_side_and_flushes_nothing() -> None:
+    """Every rank's own payload can be finite, and their sum beyond float32."""
+    coordinator = make("none", "lowrank:4", auto=True, warm_steps=1, drain_steps=3)
+    go(coordinator, "lowrank:4")
+    steps(coordinator, 2)
+    for level, plan in (("lowrank:4", Plan(1, 1, 1.0)), ("none", Plan(0, 0, 1 / 3))):
+        go(coordinator, level)
+        for _ in range(2):
+            assert coordinator.plan._replace(measure_norms=False) == plan
+            coordinator.observe(plan, heard(Report(), Report()), healthy=False)
+            coordinator.advance()
+    assert steps(coordinator, 2) == [Plan(0, 0, 1 / 3), Plan(0, 0, 1 / 2)]
+
+
+def test_a_residual_waits_while_the_next_level_learns() -> None:
+    """Flushed in these steps it would teach contexts that the gradients are larger than they are."""
+    coordinator = make("none", "topk:0.2:16", "int8", auto=True)
+    go(coordinator, "topk:0.2:16")
+    steps(coordinator, 4)
+    go(coordinator, "int8")
+    assert steps(coordinator, 4) == [Plan(warms=2)] * 2 + [Plan(2, 0, 1.0)] * 2
+
+
+def test_a_level_without_a_residual_learns_first_and_flushes_then() -> None:
+    coordinator = make("none", "lowrank:4", "qsgd:8", auto=True, drain_steps=4)
+    go(coordinator, "lowrank:4")
+    steps(coordinator, 4)
+    go(coordinator, "none")
+    assert steps(coordinator, 1) == [Plan(0, 0, 1 / 4)]
+    go(coordinator, "qsgd:8")  # and goes on where the flush was
+    assert steps(coordinator, 3) == [Plan(warms=2)] * 2 + [Plan(2, 0, 1 / 3)]
+    go(coordinator, "none")
+    assert steps(coordinator, 1) == [Plan(0, 0, 1 / 2)]
+    go(coordinator, "qsgd:8")
+    assert steps(coordinator, 4) == [Plan(warms=2)] * 2 + [Plan(2, 0, 1.0), Plan(2, 0, 0.0)]
+
+
+def test_a_warm_up_that_is_cut_short_starts_from_the_beginning() -> None:
+    coordinator = make("none", "topk:0.2:16", "int8", auto=True, warm_steps=3)
+    for level in (1, 2, 1):
+        coordinator.set_level(level)
+        coordinator.advance()
+        assert steps(coordinator, 2) == [Plan(warms=level)] * 2
+    go(coordinator, "none")
+    assert coordinator.plan.warms == 0
+    go(coordinator, "int8")
+    assert steps(coordinator, 4) == [Plan(warms=2)] * 3 + [Plan(2, 0, 1.0)]
+
+
+@pytest.mark.parametrize("other", ["none", "fp16"])
+def test_a_warm_up_called_off_in_its_last_plan_leaves_no_trace(other: str) -> None:
+    """The plan is made, then the level is changed from outside (loss scaling), then the plan's step is taken: the
+    residual that waited is flushed all the same."""
+    coordinator = make("none", "fp16", "topk:0.2:16", "int8", auto=True, drain_steps=2)
+    go(coordinator, "topk:0.2:16")
+    steps(coordinator, 4)
+    go(coordinator, "int8")
+    coordinator.set_level(coordinator.ladder.names.index(other))
+    assert step(coordinator).warms, "under way"
+    assert [plan.flush_fraction for plan in steps(coordinator, 3)] == [1 / 2, 1.0, 0.0]
+
+
+def test_a_step_that_taught_another_level_does_not_count() -> None:
+    coordinator = make("none", "topk:0.2:16", "int8", auto=True)
+    go(coordinator, "topk:0.2:16")
+    coordinator.set_level(2)
+    assert step(coordinator) == Plan(warms=1)
+    assert steps(coordinator, 3) == [Plan(warms=2)] * 2 + [Plan(2, 0, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("lowrank:1", "lowrank:4"), ("lowrank:4", "lowrank:1"), ("lowrank:4+fp16", "lowrank:1+fp16")],
+)
+@pytest.mark.parametrize("before", [3, 4])
+def test_a_level_that_follows_the_last_one_goes_on_from_there(first: str, second: str, before: int) -> None:
+    """It takes over contexts, so it is not warmed up, and it takes its turn at the side whose turn it is."""
+    coordinator = make("none", first, second, auto=True)
+    go(coordinator, first)
+    steps(coordinator, before)
+    side = before % 2
+    go(coordinator, second)
+    assert steps(coordinator, 3) == [Plan(2, side, 1.0), Plan(2, 1 - side, 1.0), Plan(2, side, 1.0)]
+    go(coordinator, first)
+    assert step(coordinator) == Plan(1, 1 - side, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("lowrank:4", "lowrank:4+fp16"), ("lowrank:4+fp16", "lowrank:1"), ("int8", "qsgd:8"), ("lowrank:4", "int8")],
+)
+def test_a_level_that_does_not_follow_is_warmed_up(first: str, second: str) -> None:
+    coordinator = make("none", first, second, auto=True)
+    go(coordinator, first)
+    steps(coordinator, 5)
+    go(coordinator, second)
+    assert steps(coordinator, 2) == [Plan(warms=2)] * 2
+    assert step(coordinator).level == 2
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_nothing_is_taken_over_from_a_level_that_has_not_begun(taken: int) -> None:
+    """It has learned from fewer dense steps than it should have, and its contexts are nobody's yet."""
+    coordinator = make("none", "lowrank:1", "lowrank:4", auto=True)
+    go(coordinator, "lowrank:1")
+    steps(coordinator, taken)
+    go(coordinator, "lowrank:4")
+    assert steps(coordinator, 3) == [Plan(warms=2)] * 2 + [Plan(2, 0, 1.0)]
+
+
+def test_a_level_follows_only_the_last_one() -> None:
+    """Contexts of one that ran before are out of date."""
+    coordinator = make("none", "lowrank:1", "lowrank:4", "fp16", auto=True)
+    go(coordinator, "lowrank:1")
+    steps(coordinator, 4)
+    go(coordinator, "fp16")
+    steps(coordinator, 1)
+    go(coordinator, "lowrank:4")
+    assert steps(coordinator, 2) == [Plan(warms=2)] * 2
+
+
+# -- residuals ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_flush_is_counted_in_finite_steps_only() -> None:
+    coordinator = make(auto=True, drain_steps=3)
+    go(coordinator, "lowrank:4")
+    steps(coordinator, 3)
+    go(coordinator, "none")
+    fractions = [step(coordinator, *slots).flush_fraction for slots in ((), BAD, (), BAD, BAD, (), (), ())]
+    assert fractions == [1 / 3, 1 / 2, 1 / 2, 1.0, 1.0, 1.0, 0.0, 0.0]
+
+
+def test_a_flush_goes_on_under_another_lossless_level() -> None:
+    coordinator = make(auto=True, drain_steps=4)
+    go(coordinator, "lowrank:4")
+    steps(coordinator, 3)
+    plans = []
+    for level in (NONE, FP16, NONE):
+        coordinator.set_level(level)
+        coordinator.advance()
+        plans += [step(coordinator), step(coordinator)]
+    assert [plan.flush_fraction for plan in plans] == [1 / 4, 1 / 3, 1 / 2, 1.0, 0.0, 0.0]
+    assert [plan.level for plan in plans] == [NONE, NONE, FP16, FP16, NONE, NONE]
+
+
+def test_asking_for_the_present_level_does_not_start_a_flush_again() -> None:
+    coordinator = make(auto=True, drain_steps=4)
+    go(coordinator, "lowrank:4")
+    steps(coordinator, 3)
+    fractions = []
+    for _ in range(6):
+        coordinator.set_level(NONE)
+        coordinator.advance()
+        fractions.append(step(coordinator).flush_fraction)
+    assert fractions == [1 / 4, 1 / 3, 1 / 2, 1.0, 0.0, 0.0]
+
+
+def test_without_a_lossy_level_before_there_is_nothing_to_flush() -> None:
+    coordinator = make("none", "fp16", "qsgd:8", auto=True)
+    for level in ("fp16", "none", "qsgd:8", "fp16", "qsgd:8", "none"):
+        go(coordinator, level)
+        assert {plan.flush_fraction for plan in steps(coordinator, 4)} == {0.0}
+
+
+def test_changing_its_mind_before_a_step_leaves_no_trace() -> None:
+    """No share of a residual is ever more than all of it, or negative, none is flushed while a level learns, and only
+    the level that was asked for last runs or learns."""
+    names = ("none", "fp16", "qsgd:8", "topk:0.2:16", "lowrank:4", "lowrank:1")
+    coordinator = make(*names, auto=True, drain_steps=2)
+    rng = np.random.default_rng(0)
+    wanted = warmed = 0
+    for _ in range(2000):
+        if rng.random() < 0.4:
+            for level in rng.integers(0, len(names), rng.integers(1, 4)):
+                warmed = 0 if level != wanted else warmed
+                coordinator.set_level(wanted := int(level))
+            coordinator.advance()
+        told = BAD if rng.random() < 0.2 else ()
+        plan = step(coordinator, *told)
+        assert 0.0 <= plan.flush_fraction <= 1.0
+        assert plan.flush_fraction == 1.0 or not coordinator.ladder.compressors[plan.level].keeps_residual
+        if plan.warms:
+            assert plan == Plan(warms=wanted)
+            warmed += not told
+            assert warmed <= 2
+        else:
+            assert plan.level == wanted
+            assert warmed == 2 or not coordinator.ladder.compressors[wanted].warms or wanted >= 4, (
+                "all but those that follow"
+            )
+    go(coordinator, "topk:0.2:16")
+    steps(coordinator, 3)
+    go(coordinator, "none")
+    assert [plan.flush_fraction for plan in steps(coordinator, 3)] == [1 / 2, 1.0, 0.0]
+
+
+def test_a_flush_that_was_not_taken_is_repeated() -> None:
+    """What the step sent is still outstanding."""
+    coordinator = make(auto=True, drain_steps=3)
+    go(coordinator, "lowrank:4")
+    steps(coordinator, 3)
+    go(coordinator, "none")
+    assert step(coordinator) == Plan(0, 0, 1 / 3)
+    assert coordinator.repeat().flush_fraction == 1 / 3
+    assert [plan.flush_fraction for plan in steps(coordinator, 2)] == [1 / 3, 1 / 2]
+    assert step(coordinator) == Plan(0, 0, 1.0)
+    assert coordinator.repeat().flush_fraction == 1.0
+    assert steps(coordinator, 2) == [Plan(0, 0, 1.0), Plan()]
+
+
+@pytest.mark.parametrize(("level", "fractions"), [("none", [1 / 2, 1.0, 0.0]), ("lowrank:4", [1.0, 1.0, 1.0])])
+def test_a_residual_from_elsewhere_is_flushed_where_the_level_keeps_none(level: str, fractions: list[float]) -> None:
+    coordinator = make("none", level, drain_steps=2, warm_steps=1) if level != "none" else make("none", drain_steps=2)
+    if level != "none":
+        steps(coordinator, 1)
+    coordinator.flush()
+    assert [plan.flush_fraction for plan in steps(coordinator, 3)] == fractions
+
+
+# -- states ------------------------------------------------------------------------------------------------------------
+
+
+def schedule(*names: str, flush_steps: int = 4, warm_up_steps: int = 2) -> Schedule:
+    return Schedule(
+        Ladder(names or ("none", "lowrank:4", "int8")), flush_steps=flush_steps, warm_up_steps=warm_up_steps
+    )
+
+
+def walk(one: Schedule, levels: list[int]) -> list[Plan]:
+    """The plans of steps, before each of which a level is set."""
+    plans = []
+    for level in levels:
+        one.set_level(level)
+        plans.append(one.next_plan())
+        one.commit(plans[-1])
+    return plans
+
+
+@pytest.mark.parametrize("before", range(1, 16))
+def test_a_loaded_schedule_goes_on_where_the_saved_one_was(before: int) -> None:
+    """In the middle of a warm-up, of a flush, and between two sides."""
+    course = [0, 1, 1, 1, 1, 1, 0, 0, 2, 2, 2, 0, 0, 1, 1, 1, 1, 1]
+    one, other = schedule(), schedule()
+    walk(one, course[:before])
+    other.load(one.state())
+    assert other.state() == one.state()
+    assert walk(other, course[before:]) == walk(one, course[before:])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"level": 3}, {"level": -1}, {"level": "none"}, {"level": None},
+        {"sides": [0, 2, 0]}, {"sides": [0, 0]}, {"sides": [0, -1, 0]}, {"sides": 1}, {"sides": [1, 0, 0]},
+        {"flush_left": -1}, {"flush_left": None}, {"flush_left": "many"}, {"warm_up_left": -2}, {"warm_up_left": []},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_damaged_state_is_refused_and_changes_nothing(damage: dict[str, object]) -> None:
+    one = schedule()
+    walk(one, [1, 1, 1, 0])
+    before = one.state()
+    with pytest.raises(ValueError, match="damaged: the schedule.s "):
+        one.load({**before, **damage})
+    (missing,) = damage
+    with pytest.raises(ValueError, match=f"damaged: its schedule has no {missing}"):
+        one.load({name: value for name, value in before.items() if name != missing})
+    assert one.state() == before
+    assert one.next_plan() == Plan(0, 0, 1 / 3)
+
+
+def test_no_more_steps_are_left_than_the_settings_ask_for() -> None:
+    """The other job's settings may have asked for more: the residual is flushed all the same, and soon."""
+    one = schedule(flush_steps=2)
+    one.load({**one.state(), "flush_left": 10**9})
+    assert [plan.flush_fraction for plan in walk(one, [0, 0, 0])] == [1 / 2, 1.0, 0.0]
+    one.load({**one.state(), "level": 2, "warm_up_left": 10**9})
+    assert [plan.warms for plan in walk(one, [2, 2, 2])] == [2, 2, 0]
+
+
+def test_there_is_a_variant_for_every_plan() -> None:
+    """Whatever levels are asked for."""
+    one = schedule("none", "fp16", "lowrank:1", "lowrank:4", "qsgd:8")
+    rng = np.random.default_rng(1)
+    for plan in walk(one, [int(level) for level in np.repeat(rng.integers(0, 5, 200), rng.integers(1, 6, 200))]):
+        assert one.ladder.allows(plan)
