@@ -6,6 +6,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hvdplus.compression import Compressor, HorovodCompressor, Ops, Spec, known, parse
@@ -135,6 +136,8 @@ def join(
     check_same_model(list(zip(*((names,) if names else ()), shapes, dtypes, strict=True)), world)
     announce(ladder, auto, world)
     check_same_settings(settings, ladder, world, auto=auto, **agreed)
+    if world.differences:  # the same update gives other bits there, which was said at the start
+        settings = replace(settings, weights_check_steps=0)
     log = open_log(settings, world, instance, times)
     exchange = make(world.transport, settings, ladder=ladder, auto=auto, log=log, prefix=f"hvdplus{instance}")
     exchange.coordinator.describe_run(world, framework, sum(map(math.prod, shapes)), exchange.gradient_bytes)

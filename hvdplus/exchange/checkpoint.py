@@ -199,6 +199,8 @@ def _check_residuals(residuals: Any, shapes: Sequence[Sequence[int]]) -> None:
     require(isinstance(residuals, Mapping), "residuals", "a dictionary of arrays", residuals)
     for i, residual in residuals.items():
         require(is_count(i, len(shapes)), "a residual's parameter", f"below {len(shapes)}", i)
+        if residual is None:  # of a rank that has held back nothing yet
+            continue
         received = tuple(getattr(residual, "shape", ()))
         if math.prod(received) != math.prod(shapes[i]) or not hasattr(residual, "shape"):
             wanted = f"an array of shape {tuple(shapes[i])}"
@@ -274,7 +276,7 @@ def claim(state: Mapping[str, Any], transport: Transport, *, average: bool) -> O
 
 def holds_back(state: Mapping[str, Any]) -> bool:
     """Whether any residual is not zero."""
-    return any(bool((residual != 0).any()) for residual in state["residuals"].values())
+    return any(residual is not None and bool((residual != 0).any()) for residual in state["residuals"].values())
 
 
 def say(line: str) -> None:
