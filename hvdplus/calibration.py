@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from hvdplus.compression import Array, Compressor, Context, NoCompression, Ops, Spec
-from hvdplus.exchange.bucket import DENSE_ONLY, Bucket
 from hvdplus.transport import Transport
 
 BUCKETS = 4
@@ -38,7 +37,7 @@ other results of an exchange)."""
 
 def codec_seconds(
     ops: Ops,
-    buckets: Sequence[Bucket],
+    specs: Sequence[Spec],
     compressors: Sequence[Compressor],
     transport: Transport,
     compiled: Callable[[Round], Any] = lambda a_round: a_round,
@@ -50,7 +49,7 @@ def codec_seconds(
     Args:
         compiled: makes a graph of a function of arrays, for frameworks that train in graphs.
     """
-    tried, factor = _typical(buckets)
+    tried, factor = _typical(specs)
     rng = np.random.default_rng(0)  # zeros would take short cuts; the script's own random state stays untouched
     grads = [rng.standard_normal(spec.size, dtype=np.float32) for spec in tried]
     own = [
@@ -60,9 +59,9 @@ def codec_seconds(
     return tuple(max(ranks) for ranks in zip(*transport.gather_objects(own, "codec seconds"), strict=True))
 
 
-def _typical(buckets: Sequence[Bucket]) -> tuple[Sequence[Spec], float]:
+def _typical(specs: Sequence[Spec]) -> tuple[Sequence[Spec], float]:
     """Buckets to measure, and the size of all buckets over theirs."""
-    specs = [bucket.spec for bucket in buckets if bucket.dtype != DENSE_ONLY and bucket.spec.size]
+    specs = [spec for spec in specs if spec.size]
     if not specs:
         return (), 0.0
     # Small buckets would show the cost of calls rather than of bytes.

@@ -13,9 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from hvdplus.compression import Compressor
-from hvdplus.exchange.bucket import Bucket, bytes_per_step
-
 
 class LevelCost(NamedTuple):
     """Demands of a level on link and processor in one step, the same on every rank."""
@@ -27,24 +24,6 @@ class LevelCost(NamedTuple):
     """Number of all-reduces."""
     codec: float = 0.0
     """Seconds to encode and decode, measured before training; 0: not measured."""
-
-
-def level_costs(
-    buckets: Sequence[Bucket],
-    compressors: Sequence[Compressor],
-    codec: Sequence[float],
-    summable: Sequence[str] = (),
-) -> tuple[LevelCost, ...]:
-    """Costs of every level. ``codec``: seconds a step for each compressor. ``summable``: see ``bytes_per_step``."""
-    return tuple(
-        LevelCost(
-            bytes_per_step(buckets, compressor, summable),
-            bytes_per_step(buckets[-1:], compressor, summable),
-            len(buckets),
-            seconds,
-        )
-        for compressor, seconds in zip(compressors, codec, strict=True)
-    )
 
 
 class Link(NamedTuple):

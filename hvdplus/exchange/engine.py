@@ -13,7 +13,7 @@ import numpy as np
 
 from hvdplus.calibration import codec_seconds
 from hvdplus.compression import Array, Compressor, Context, NoCompression, Ops
-from hvdplus.costmodel import LevelCost, level_costs
+from hvdplus.costmodel import LevelCost
 from hvdplus.exchange import checkpoint
 from hvdplus.exchange.bucket import Bucket, BucketState, bytes_per_step, compressor_for, itemsize, make_buckets
 from hvdplus.exchange.coordinator import Coordinator
@@ -80,7 +80,8 @@ class Exchange(ABC):
         """Of every level, for all parameters; 0: not tried."""
         self._codec_elements = sum(bucket.spec.size for bucket in self.buckets)
         if tries_codecs and transport.size > 1:
-            self._codec_seconds = codec_seconds(ops, self.buckets, ladder.compressors, transport, compiled)
+            specs = [bucket.spec for bucket in self.buckets if bucket.compressible]
+            self._codec_seconds = codec_seconds(ops, specs, ladder.compressors, transport, compiled)
         self.coordinator = Coordinator(ladder, settings, auto=auto, ranks=transport.size, costs=self.costs(), log=log)
 
     @property
@@ -192,3 +193,21 @@ class Exchange(ABC):
     def consolidate(self) -> None:
         """Let any rank's state be everybody's, see ``checkpoint.consolidate``."""
         checkpoint.consolidate(self)
+
+
+def level_costs(
+    buckets: Sequence[Bucket],
+    compressors: Sequence[Compressor],
+    codec: Sequence[float],
+    summable: Sequence[str] = (),
+) -> tuple[LevelCost, ...]:
+    """Costs of every level. ``codec``: seconds a step for each compressor. ``summable``: see ``bytes_per_step``."""
+    return tuple(
+        LevelCost(
+            bytes_per_step(buckets, compressor, summable),
+            bytes_per_step(buckets[-1:], compressor, summable),
+            len(buckets),
+            seconds,
+        )
+        for compressor, seconds in zip(compressors, codec, strict=True)
+    )
