@@ -61,7 +61,7 @@ def test_small_buckets_stand_for_nothing_and_huge_ones_are_shortened(tried: list
 
 
 def test_shortened_buckets_are_of_the_same_make() -> None:
-    spec = cut([(3000, 1000), (2000, 500), (700,)], bucket_bytes=1 << 30)[0].spec
+    spec = cut([(3000, 1000), (2000, 500), (700,)], bucket_bytes=1 << 30)[0]
     shortened = calibration._shortened(spec)
     for (height, width), (before, same) in zip(shortened.shapes, spec.shapes, strict=True):
         assert width == same and height == pytest.approx(before * shortened.size / spec.size, abs=1.5)
