@@ -36,7 +36,7 @@ def stored() -> set[str]:
         key.value
         for tree in TREES
         for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and node.name == "state"
+        if isinstance(node, ast.FunctionDef) and node.name in ("state", "save")
         for inner in ast.walk(node)
         if isinstance(inner, ast.Dict)
         for key in inner.keys
@@ -60,7 +60,7 @@ def test_every_field_of_a_checkpoint_is_described() -> None:
 
 
 def test_formats_have_the_numbers_of_the_sources() -> None:
-    for module, page in (("runlog", "log-format.md"), ("saved", "checkpoint-format.md")):
+    for module, page in (("runlog", "log-format.md"), ("checkpoint", "checkpoint-format.md")):
         (tree,) = (tree for path, tree in PARSED.items() if path.stem == module)
         (number,) = (
             ast.literal_eval(node.value)
