@@ -238,7 +238,7 @@ DAMAGE: dict[str, tuple[Edit, str]] = {
     "sparse phantom": (put("sparse", [2, 9]), "sparse has to be"),
     "sparse nothing": (put("sparse", None), "sparse has to be"),
     "table not sparse": (put("tables", [0]), "tables has to be"),
-    "table of a vector": (lambda state: state.update(sparse=[1], tables=[1]), "tables has to be"),
+    "table phantom": (put("tables", [2, 5]), "tables has to be"),
     "not_taken": (put("not_taken", 2), "not_taken has to be true or false"),
     "residual NaN": (spoil(0, np.nan), "residual of parameter 0 in the checkpoint holds values that are not finite"),
     "residual inf": (spoil(3, -np.inf), "residual of parameter 3 .* not finite"),

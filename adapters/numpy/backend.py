@@ -79,13 +79,15 @@ class NumpyBackend:
         return [self._flat(i).astype(dtype).reshape(self.shapes[i]) for i in bucket.parameters]
 
     def norm(self, array: Array) -> Array:
-        return np.linalg.norm(np.ravel(array).astype(np.float64))
+        with np.errstate(over="ignore"):  # then it is infinite, and counts for nothing
+            return np.linalg.norm(np.ravel(array).astype(np.float64))
 
     def flat(self, i: int) -> Array:
         return self._flat(i)
 
     def norm_of_all(self, norms: Sequence[Array]) -> float:
-        return float(np.linalg.norm(norms)) if norms else 0.0
+        with np.errstate(over="ignore"):
+            return float(np.linalg.norm(norms)) if norms else 0.0
 
     def rows(self, i: int) -> tuple[Array, Array]:
         table = self._flat(i).reshape(self.shapes[i][0], -1)
