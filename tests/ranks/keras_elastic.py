@@ -31,7 +31,7 @@ seen = []
 class Watch(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         state.step += 1
-        pilot = optimizer.hvdplus
+        coordinator = optimizer.hvdplus
         residuals = optimizer._hvdplus.exchange.state()["residuals"]
         seen.append(
             {
@@ -39,7 +39,7 @@ class Watch(keras.callbacks.Callback):
                 "ranks": hvd.size(),
                 "rank": hvd.rank(),
                 "identical": hvd.identical(model),
-                "level": pilot.ladder.names[pilot.plan.level],
+                "level": coordinator.ladder.names[coordinator.plan.level],
                 "held_back": sum(float(np.linalg.norm(residual)) for residual in residuals.values()),
             }
         )
