@@ -11,10 +11,10 @@ from hvdplus.adapters.tensorflow import tensors
 from hvdplus.adapters.tensorflow.variables import GraphState
 from hvdplus.compression import Context, NoCompression
 from hvdplus.exchange.bucket import wide
+from hvdplus.exchange.codec import receive_bucket, send_bucket
 from hvdplus.exchange.plan import Plan, Variant
 from hvdplus.exchange.residual import add
 from hvdplus.exchange.sparse import few, mask_bytes, mask_counts, mask_words
-from hvdplus.exchange.step import receive_bucket, send_bucket
 
 if TYPE_CHECKING:
     from hvdplus.adapters.tensorflow.graph import GraphExchange

@@ -527,7 +527,8 @@ def test_the_step_is_taken_apart(tmp_path):
     summary = hvd.report(optimizer)
     assert summary["step_ms"] > 0 and summary["compute_ms"] > 0
     windows = [record for record in optimizer.hvdplus.log.records if record["kind"] == "window"]
-    assert windows and all(window["loss"] > 0 for window in windows)
+    assert bool(windows) == (RANK == 0)  # which keeps them for the report
+    assert all(window["loss"] > 0 for window in windows)
     parts = ("compute_ms", "codec_ms", "exposed_comm_ms", "input_wait_ms")
     assert all(sum(w[part] for part in parts) == pytest.approx(w["step_ms"], rel=0.5) for w in windows)
 
