@@ -426,6 +426,8 @@ def test_a_level_that_follows_takes_over_contexts_and_phase(first: str, second: 
     assert job.plan == Plan(LADDER.index(second), 1, 1.0)
     (number,) = (number for number, spec in enumerate(job.specs) if (3, 3, 8, 16) in spec.shapes)
     for old, new in zip(before[number], job.contexts[number][LADDER.index(second)].state, strict=True):
+        if old.ndim < 3:
+            continue
         assert np.allclose(np.abs((old[0].T @ new[0]).diagonal()), 1, atol=1e-5)
     job.step()
     job.check()
