@@ -58,10 +58,9 @@ class BlockSelection(Projection):
         block = "" if self.block == BLOCK else f":{self.block}"
         return f"{type(self).__name__.lower()}:{self.share!r}{block}"
 
-    @property
     @abstractmethod
-    def measured(self) -> int:
-        """Floats that ride along for every block."""
+    def measured(self, blocks: int) -> int:
+        """Floats that ride along for a bucket of that many blocks."""
 
     @abstractmethod
     def chosen(self, ops: Ops, ctx: Context) -> Array:
@@ -71,7 +70,7 @@ class BlockSelection(Projection):
         """How ``spec``'s bucket is cut."""
         count = spec.body // self.block
         chosen = max(1, round(self.share * count))
-        if chosen * self.block + self.measured * count >= count * self.block:
+        if chosen * self.block + self.measured(count) >= count * self.block:
             return Cut(0, 0, self.block)
         return Cut(count, chosen, self.block)
 
@@ -95,7 +94,7 @@ class BlockSelection(Projection):
     def layout(self, spec: Spec, phase: int) -> Layout:
         """Blocks in front; what travels dense, and measurements, behind."""
         cut = self.cut(spec)
-        return Layout(cut.chosen * cut.block, spec.size - cut.end + self.measured * cut.blocks)
+        return Layout(cut.chosen * cut.block, spec.size - cut.end + (self.measured(cut.blocks) if cut.blocks else 0))
 
     def _matrix(self, ops: Ops, cut: Cut, bucket: Array) -> Array:
         return ops.reshape(bucket[: cut.end], (cut.blocks, cut.block))

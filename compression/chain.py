@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hvdplus.compression.contract import Compressor, Context, Piecewise, Projection, Spec
+from hvdplus.compression.contract import Compressor, Context, Piecewise, Projection, Sent, Spec
 from hvdplus.compression.fp16 import Half
 from hvdplus.compression.integer import Integer
 from hvdplus.compression.ops import Array, Ops, Piece
@@ -113,9 +113,18 @@ class Chain(Piecewise):
         """The first part's."""
         return self.first.inherit(ops, ctx, old)
 
+    def send(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Sent:
+        """Each part tells from what it made itself whether it overflows."""
+        outer, inner = self._outer(ctx), self._inner(ctx)
+        between = self.first.encode(ops, outer, grad, residual)
+        payload = self.second.encode(ops, inner, between)
+        sound = self.sound(ops, grad, payload)
+        overflow = self.first.overflows(ops, outer, grad, between) | self.second.overflows(ops, inner, between, payload)
+        return Sent(payload, self.remain(ops, ctx, grad, payload), sound, overflow)
+
     def sound(self, ops: Ops, grad: Array, payload: Array) -> Array:
-        """As the second part sees it, if the first shows it everything."""
-        return self.second.sound(ops, grad, payload) if self.first.shows_all else ops.all_finite(grad)
+        """As the second part sees it."""
+        return self.second.sound(ops, grad, payload)
 
     def payload_bytes(self, spec: Spec, phase: int = 0) -> int:
         """The second part's, of what the first leaves."""

@@ -91,8 +91,6 @@ class Compressor(ABC):
     """Where the next context comes from, in a few words."""
     paper: str = ""
     """Where the method comes from (arXiv id)."""
-    shows_all: bool = True
-    """Whether what is not finite in a gradient is never finite in its payload."""
 
     @property
     @abstractmethod
@@ -192,7 +190,12 @@ class Compressor(ABC):
 
     def overflows(self, ops: Ops, ctx: Context, grad: Array, payload: Array) -> Array:
         """Whether values of this rank lie so far beyond the level's scale that the residual would need many steps to
-        pay them out, as a 0-d boolean. If it is so on any rank, all ranks send what is left in full width."""
+        pay them out, as a 0-d boolean.
+
+        If it is so on any rank, all ranks send what is left in full width, in the same step, and nothing stays in the
+        residual. Contexts stay as they are in such a step: they would learn a scale that is gone in the next one. Only
+        where steps overflow again and again do they advance, because the gradients have grown for good.
+        """
         return ops.from_numpy(np.zeros(1, np.float32))[0] > 0
 
     def warm(self, ops: Ops, ctx: Context, total: Array) -> Context:
@@ -208,12 +211,42 @@ class Compressor(ABC):
         return ctx
 
     def sound(self, ops: Ops, grad: Array, payload: Array) -> Array:
-        """Whether what is sent is finite, as a 0-d boolean: of one rank, before the sum."""
-        return ops.all_finite(payload if self.shows_all else grad)
+        """Whether what is sent is finite, as a 0-d boolean: of one rank, before the sum. Here: what is not finite in a
+        gradient is never finite in its payload."""
+        return ops.all_finite(payload)
 
     @abstractmethod
     def payload_bytes(self, spec: Spec, phase: int = 0) -> int:
         """Bytes that one rank hands to the all-reduce for this bucket. Raises ValueError as ``init`` does."""
+
+
+FAR = 32.0
+"""What is this many times as large as all ranks' sum of the last steps is far beyond a level's scale: a rank's own part
+of it was smaller, so that neither tenfold growth nor the largest of heavy-tailed values comes near."""
+
+
+REMEMBERED = 0.9
+"""Share of a scale that is left of it a step later."""
+
+
+def largest_of(ops: Ops, values: Array) -> Array:
+    """Largest magnitude of a 1-D array, one element; 0 for an empty one."""
+    if not values.shape[0]:
+        return ops.reshape(ops.rms(values), (1,))
+    return ops.reshape(ops.largest(ops.reshape(values, (1, values.shape[0], 1))), (1,))
+
+
+def follow(ops: Ops, scale: Array, values: Array) -> Array:
+    """The largest magnitude of a sum's ``values``, or most of the last ``scale`` where that is more: the scale that
+    values of the next step are held against (one element). It forgets in some ten steps, because rows that are rarely
+    hit are not far beyond it."""
+    return largest_of(ops, ops.concat([largest_of(ops, values), scale * REMEMBERED]))
+
+
+def beyond(ops: Ops, scale: Array, values: Array) -> Array:
+    """Whether one of a rank's own ``values`` is far beyond ``scale``, as a 0-d boolean; 0 is no scale yet."""
+    # Divided, because the scale times FAR could leave float32.
+    return ((largest_of(ops, values) * (1 / FAR) > scale) & (scale > 0))[0]
 
 
 class Piecewise(Compressor):

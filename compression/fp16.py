@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hvdplus.compression.contract import Context, Piecewise, Spec
-from hvdplus.compression.ops import Array, Halves, Ops, Piece
+from hvdplus.compression.contract import Context, Piecewise, Spec, largest_of
+from hvdplus.compression.ops import HALF_LIMIT, Array, Halves, Ops, Piece
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,12 @@ class Half(Piecewise):
     def encode_parts(self, ops: Ops, ctx: Context, parts: Sequence[Array]) -> Array:
         """The same, of tensors that nobody has joined."""
         return ops.half(parts, 1.0 / _divisor(ctx.spec), self.saturate)
+
+    def overflows(self, ops: Ops, ctx: Context, grad: Array, payload: Array) -> Array:
+        """Whether a value was stopped, where values are."""
+        if not self.saturate:
+            return super().overflows(ops, ctx, grad, payload)
+        return largest_of(ops, payload)[0] >= HALF_LIMIT / _divisor(ctx.spec)
 
     def pieces(self, ops: Ops, ctx: Context, total: Array) -> Sequence[Piece]:
         """float32 sum over ranks."""

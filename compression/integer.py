@@ -6,7 +6,8 @@ adds them exactly: Horovod's PyTorch binding reduces no 8- or 16-bit integers. T
 two, shared by all ranks and one step late: it follows from the root mean squares of the last step, whose logarithms
 ride along as integers; those of the louder ranks count, so that a rank with hardly any gradient does not have the
 others clipped. So encoding, adding and decoding make no rounding error beyond the one rounding to a level, zero is
-exact, and the next context is made of integers alone. Values beyond the levels are clipped and counted.
+exact, and the next context is made of integers alone. Values beyond the levels are clipped and counted; one that is
+also far beyond the largest of the last steps overflows (64 times their geometric mean over the louder ranks).
 
 Nearest rounding loses at most half a step of what is not clipped and never sends more than there is, so the residual
 takes the rest (error feedback); stochastic rounding is right on average instead, and its residual stays below one step.
@@ -28,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvdplus.compression.contract import Context, Piecewise, Sent, Spec
+from hvdplus.compression.contract import Context, Piecewise, Sent, Spec, largest_of
 from hvdplus.compression.hashing import key
 from hvdplus.compression.ops import Array, Ops, Packed, Packing, Piece
 
@@ -48,6 +49,12 @@ TAIL_BITS = 32
 TAIL_LEVELS = 2**30
 TAIL_RANGE = 2.0**10
 """Multiple of the tail's root mean square that fits into its lanes."""
+FAR = 6 * PER_OCTAVE
+"""A value this far above the largest of the last steps overflows, if it is beyond the levels, too."""
+FORGET = PER_OCTAVE // 8
+"""How much of the largest is forgotten in a step that had smaller ones."""
+UNSEEN = 1 << 16
+"""Logarithm of the largest value where no sum has told it yet: nothing is above it."""
 
 
 class State(NamedTuple):
@@ -59,6 +66,9 @@ class State(NamedTuple):
     clipped: Array
     """Values beyond the levels in the last step, all ranks together"""
     step: Array
+    largest: Array = UNSEEN
+    """PER_OCTAVE * log2(largest magnitude that a rank had in the last steps)"""
+    tail_largest: Array = UNSEEN
 
 
 class Measured(NamedTuple):
@@ -76,6 +86,11 @@ class Measured(NamedTuple):
     clipped: Array
     infinite: Array
     """Ranks whose values were not finite"""
+    largest: Array
+    """PER_OCTAVE * log2(largest magnitude of the body), over the ranks of ``loudness``"""
+    tail_largest: Array
+    overflow: Array
+    """What is above 0 on ranks whose values lie far beyond the levels"""
 
 
 class Integer(Piecewise):
@@ -123,7 +138,7 @@ class Integer(Piecewise):
     def init(self, ops: Ops, spec: Spec) -> Context:
         """No step known."""
         self.levels(spec.ranks)
-        return Context(spec, 0, (ops.from_numpy(np.array(State(UNKNOWN, UNKNOWN, 0, 0), np.int32)),))
+        return Context(spec, 0, (ops.from_numpy(np.array(State(UNKNOWN, UNKNOWN, 0, 0, UNSEEN, UNSEEN), np.int32)),))
 
     def encode(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Array:
         """Lanes of the body, lanes of the tail, measurements."""
@@ -150,9 +165,8 @@ class Integer(Piecewise):
     def _payload(self, ops: Ops, ctx: Context, body: Packing, tail: Packing) -> Array:
         if not ctx.spec.size:
             return body.words
-        *loudness, infinite = self._loudness(ops, ctx, body.rms, tail.rms)
-        numbers = _numbers(ops, [*loudness, body.clipped + tail.clipped, infinite], self._word(ctx.spec.ranks))
-        return ops.concat([body.words, tail.words, numbers])
+        measured = self._measure(ops, ctx, body, tail)
+        return ops.concat([body.words, tail.words, _numbers(ops, measured, self._word(ctx.spec.ranks))])
 
     def pieces(self, ops: Ops, ctx: Context, total: Array) -> Sequence[Piece]:
         """Integers times the step."""
@@ -168,6 +182,7 @@ class Integer(Piecewise):
         if not ctx.spec.size:
             return ctx
         numbers, state = ops.integers(total[-len(Measured._fields) :]), ctx.state[0]
+        largest = self._follow_largest(ops, ctx, numbers)
         quiet, loudness, heard = numbers[:2], numbers[2:4], numbers[4:6]
         louder = ops.integers(heard % QUIET_ONE > 0)
         loudness = loudness * louder + quiet * (1 - louder)
@@ -179,15 +194,17 @@ class Integer(Piecewise):
         apart = (offsets - ops.concat([offsets[1:], offsets[:1]])) // PER_OCTAVE
         other = ops.concat([exponents[1:], exponents[:1]]) + apart
         exponents = exponents * known + other * (1 - known)
-        return ctx._replace(state=(ops.concat([exponents, numbers[6:7], state[3:4] + 1]),))
+        return ctx._replace(state=(ops.concat([exponents, numbers[6:7], state[3:4] + 1, largest]),))
 
     def warm(self, ops: Ops, ctx: Context, total: Array) -> Context:
         """Steps for gradients of which ``total`` is the sum, taken for independent ones."""
         if not ctx.spec.size:
             return ctx
-        body, tail = (ops.rms(part) * ctx.spec.ranks**-0.5 for part in (total[: ctx.spec.body], total[ctx.spec.body :]))
-        *loudness, infinite = self._loudness(ops, ctx, body, tail)
-        return self.advance(ops, ctx, _numbers(ops, [*loudness, ctx.state[0][2:3], infinite], 32))
+        parts, none = (total[: ctx.spec.body], total[ctx.spec.body :]), ops.integers(ops.rms(total[:0]))
+        share = ctx.spec.ranks**-0.5
+        body, tail = (Packing(part, none, ops.rms(part) * share, None, largest_of(ops, part)) for part in parts)
+        measured = self._measure(ops, ctx, body, tail)._replace(clipped=ctx.state[0][2:3])
+        return self.advance(ops, ctx, _numbers(ops, measured, 32))
 
     def _offsets(self, ranks: int) -> np.ndarray:
         """PER_OCTAVE * log2(step / root mean square) for body and tail."""
@@ -195,20 +212,42 @@ class Integer(Piecewise):
         steps = self.reach(levels) / levels, TAIL_RANGE / (TAIL_LEVELS // ranks)
         return np.array([round(PER_OCTAVE * math.log2(step)) for step in steps], np.int32)
 
-    def _loudness(self, ops: Ops, ctx: Context, body: Array, tail: Array) -> tuple[Array, Array, Array, Array]:
-        """``Measured`` quiet, loudness and heard (each for body and tail), and infinite, of one rank."""
-        rms = ops.concat([ops.reshape(body, (1,)), ops.reshape(tail, (1,))])
-        heard = ops.integers(rms > QUIETEST)
-        loudness = ops.integers(ops.log2(rms + QUIETEST) * PER_OCTAVE)
+    def _measure(self, ops: Ops, ctx: Context, body: Packing, tail: Packing) -> Measured:
+        """What one rank has to say."""
+        measures = [body.rms, tail.rms, body.largest, tail.largest]
+        rms = ops.concat([ops.reshape(number, (1,)) for number in measures])
+        heard = ops.integers(rms[:2] > QUIETEST)
+        logarithms = ops.integers(ops.log2(rms + QUIETEST) * PER_OCTAVE)
+        loudness, largest = logarithms[:2], logarithms[2:]
         made_for = ctx.state[0][:2] * PER_OCTAVE - ops.from_numpy(self._offsets(ctx.spec.ranks))
         loud = heard * ops.integers(loudness + QUIET > made_for)
         quiet = heard - loud
-        infinite = 1 - ops.integers(ops.all_finite(rms))
-        return loudness * quiet, loudness * loud, loud + quiet * QUIET_ONE, infinite
+        # A tail may be rarely hit: it is held against the body's values, too, where those are larger.
+        body_large, tail_large = ctx.state[0][4:5], ctx.state[0][5:6]
+        known = ops.concat([body_large, _larger(tail_large, body_large - UNSEEN * ops.integers(body_large == UNSEEN))])
+        far = ops.integers(largest > known + FAR)
+        overflow = far[:1] * ops.integers(body.clipped > 0) + far[1:] * ops.integers(tail.clipped > 0)
+        pairs = (loudness * quiet, loudness * loud, loud + quiet * QUIET_ONE)
+        numbers = [part for pair in (*pairs, largest * loud) for part in (pair[:1], pair[1:])]
+        numbers[6:6] = [body.clipped + tail.clipped, 1 - ops.integers(ops.all_finite(rms))]
+        return Measured(*[*numbers, overflow])
+
+    def _follow_largest(self, ops: Ops, ctx: Context, numbers: Array) -> Array:
+        """The mean of what the louder ranks had, or what is remembered of the steps before."""
+        before, count = ctx.state[0][4:6], numbers[4:6] % QUIET_ONE
+        known = ops.integers(count > 0)
+        now = numbers[8:10] // (count + 1 - known)
+        # A first measurement replaces what stands for none.
+        faded = before - FORGET - 2 * UNSEEN * ops.integers(before == UNSEEN)
+        return _larger(now, faded) * known + before * (1 - known)
 
     def sound(self, ops: Ops, grad: Array, payload: Array) -> Array:
         """As measured, because integers are always finite."""
-        return payload[-1] < 1 if payload.shape[0] else ops.all_finite(grad)
+        return _measured(payload).infinite[0] < 1 if payload.shape[0] else ops.all_finite(grad)
+
+    def overflows(self, ops: Ops, ctx: Context, grad: Array, payload: Array) -> Array:
+        """A value beyond the levels that is far above what was the largest, or beyond the levels of the tail."""
+        return _measured(payload).overflow[0] > 0 if payload.shape[0] else super().overflows(ops, ctx, grad, payload)
 
     def payload_bytes(self, spec: Spec, phase: int = 0) -> int:
         """B bits an element of the body, 32 of the tail, and a word for every number measured."""
@@ -265,6 +304,17 @@ def fewest_bits(ranks: int) -> int:
 def _words(count: int, bits: int, word: int) -> int:
     lanes = word // bits
     return -(-count // lanes)
+
+
+def _measured(payload: Array) -> Measured:
+    count = len(Measured._fields)
+    numbers = payload[-count:]
+    return Measured(*(numbers[i : i + 1] for i in range(count)))
+
+
+def _larger(one: Array, other: Array) -> Array:
+    """The larger of two integers, in operations that all frameworks share."""
+    return (one + other + abs(one - other)) // 2
 
 
 def _numbers(ops: Ops, numbers: Sequence[Array], word: int) -> Array:

@@ -14,6 +14,9 @@ in the payload, so that their factors are orthonormalised in one batch, each sca
 Different from the papers: orthonormalisation by Householder QR with fixed signs (Gram-Schmidt lost orthogonality
 at scale), after dividing the matrix by its own largest magnitude, so that zero gradients are safe and tiny ones are
 not swamped by an absolute epsilon. Only the basis is orthonormal, never the payload, which keeps ``decode`` linear.
+
+A rank whose factors are far beyond the sum of the last steps overflows, and scales them down to where that begins: they
+would swamp the other ranks' bases and the rest of the gradient.
 """
 
 from __future__ import annotations
@@ -27,11 +30,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvdplus.compression.contract import Compressor, Context, Layout, Projection, Spec
+from hvdplus.compression.contract import FAR, Compressor, Context, Layout, Projection, Spec, beyond, follow, largest_of
 from hvdplus.compression.hashing import uniform
 from hvdplus.compression.ops import Array, Ops, Piece, Product
 
 LARGEST_RANK = 1024
+HEADROOM = 2.0**12
+"""Products are made this much smaller, so that finite gradients have finite ones."""
 SMALLEST_NORMAL = 2.0**-126
 """Smallest normal float32: added to a divisor it changes no bit of any scale above 1e-30, and saves zeros from 0/0."""
 
@@ -81,16 +86,21 @@ class LowRank(Projection):
                     for tensor in group.tensors
                 ]
                 state.append(ops.from_numpy(np.stack(bases)))
+        if state:  # the largest magnitude of factors in the last steps
+            state.append(ops.from_numpy(np.zeros(1, np.float32)))
         return Context(spec, 0, tuple(state))
 
     def encode(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Array:
         """``G Q`` (phase 0) or ``G^T P`` (phase 1) of every matrix, then dense tensors as they are."""
         starts, parts = _starts(ctx.spec), []
         for number, group in enumerate(self._groups(ctx.spec)):
+            bases = ctx.state[2 * number + ctx.phase] * (1 / HEADROOM)
             for place, tensor in enumerate(group.tensors):
-                basis = ctx.state[2 * number + ctx.phase][place]
-                sent = ops.matmul(_matrix(ops, grad, group, starts[tensor]), basis, transpose_a=ctx.phase == 1)
+                matrix = _matrix(ops, grad, group, starts[tensor])
+                sent = ops.matmul(matrix, bases[place], transpose_a=ctx.phase == 1)
                 parts.append(ops.reshape(sent, (self.rank * (group.columns if ctx.phase else group.rows),)))
+        if parts:
+            parts = [_limited(ops, ctx.state[-1], ops.concat(parts))]
         parts += [grad[starts[tensor] : starts[tensor + 1]] for tensor in self._dense(ctx.spec)]
         return ops.concat([*parts, grad[ctx.spec.body :]])
 
@@ -113,6 +123,9 @@ class LowRank(Projection):
         state = list(ctx.state)
         for number, factor in enumerate(self._factors(ops, ctx, total)):
             state[2 * number + 1 - ctx.phase] = _orthonormal(ops, factor)
+        if state:
+            values = total[: self.layout(ctx.spec, ctx.phase).values]
+            state[-1] = follow(ops, state[-1], values)
         return Context(ctx.spec, 1 - ctx.phase, tuple(state))
 
     def warm(self, ops: Ops, ctx: Context, total: Array) -> Context:
@@ -125,6 +138,7 @@ class LowRank(Projection):
                 sent = [ops.matmul(matrix, basis[i], transpose_a=side == 0) for i, matrix in enumerate(matrices)]
                 flat = ops.concat([ops.reshape(factor, (length * self.rank,)) for factor in sent])
                 state[2 * number + side] = _orthonormal(ops, ops.reshape(flat, (len(sent), length, self.rank)))
+                state[-1] = largest_of(ops, ops.concat([flat, state[-1]]))
         return ctx._replace(state=tuple(state))
 
     def follows(self, other: Compressor) -> bool:
@@ -134,6 +148,8 @@ class LowRank(Projection):
     def inherit(self, ops: Ops, ctx: Context, old: Context) -> Context:
         """The old bases' first columns, and new random ones orthogonal to them where there were fewer."""
         spec, state = ctx.spec, list(ctx.state)
+        if state and old.state:
+            state[-1] = old.state[-1]
         if not old.state:  # all was too small for bases at the old rank
             return ctx._replace(phase=old.phase)
         rank = int(old.state[0].shape[-1])
@@ -148,6 +164,13 @@ class LowRank(Projection):
                         columns + state[2 * number + side] * ops.from_numpy(fresh.astype(np.float32))
                     )
         return ctx._replace(phase=old.phase, state=tuple(state))
+
+    def overflows(self, ops: Ops, ctx: Context, grad: Array, payload: Array) -> Array:
+        """Whether factors were scaled down."""
+        if not ctx.state:
+            return super().overflows(ops, ctx, grad, payload)
+        # They are rounded, so they may be a little below where "far" begins.
+        return beyond(ops, ctx.state[-1] * 0.99, payload[: self.layout(ctx.spec, ctx.phase).values])
 
     def layout(self, spec: Spec, phase: int) -> Layout:
         """Factors in front, dense tensors behind."""
@@ -204,6 +227,16 @@ def _starts(spec: Spec) -> tuple[int, ...]:
 def _matrix(ops: Ops, bucket: Array, group: Group, start: int) -> Array:
     shape = group.rows, group.columns
     return ops.reshape(bucket[start : start + math.prod(shape)], shape)
+
+
+def _limited(ops: Ops, scale: Array, values: Array) -> Array:
+    """Products times ``HEADROOM``, or less where the largest would be far beyond ``scale``; what is not finite stays
+    so."""
+    largest, limit = largest_of(ops, values), scale * (FAR / HEADROOM)
+    # 1 or 0, as a float.
+    far = ops.power_of_two(127 * ops.integers((largest > limit) & (scale > 0)) - 127)
+    near = 1.0 - far
+    return values * (near * HEADROOM + far * (limit / (far * largest + near)) * HEADROOM)
 
 
 def _orthonormal(ops: Ops, factor: Array) -> Array:

@@ -77,6 +77,8 @@ class Packing(NamedTuple):
     """``Ops.rms`` of the values, which it had in hand"""
     left: Array | None
     """``values - q 2^worth``, if asked for"""
+    largest: Array
+    """0-d: the largest magnitude of the values; of values that are not all finite, anything"""
 
 
 class Halves(NamedTuple):
@@ -137,8 +139,9 @@ class Ops(Protocol):
     def rms(self, values: Array) -> Array:
         """Root of the mean square, 0-d; 0 for an empty array. No overflow or underflow on the way."""
 
-    def row_norms(self, matrix: Array, other: Array | None = None, factor: float = 1.0) -> Array:
-        """Euclidean norm of every row of ``matrix + other * factor`` (2-D). No overflow or underflow on the way."""
+    def row_rms(self, matrix: Array, other: Array | None = None, factor: float = 1.0) -> Array:
+        """Root of the mean square of every row of ``matrix + other * factor`` (2-D). No overflow or underflow on the
+        way, and finite where the row is."""
 
     def top(self, values: Array, count: int) -> Array:
         """Indices (int32, ascending) of the ``count`` largest of a 1-D array; of equal ones, those in front."""

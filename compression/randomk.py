@@ -6,7 +6,10 @@ starting from a place that the hash draws anew whenever the group has been round
 and none waits for more than two: with independent draws some would wait for many rounds and arrive many times too
 large.
 
-Sent: 4 k bytes for k elements. Work: one copy of what is sent; nothing is read of what is not.
+A spike in a block that is not sent would arrive many steps late. So the root mean square of all there is rides along,
+and a rank whose own is far beyond the sum of the last steps overflows.
+
+Sent: 4 k bytes for k elements, and 4 bytes. Work: all is read once, what is sent is copied.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hvdplus.compression.blocks import BlockSelection
-from hvdplus.compression.contract import Context, Spec
+from hvdplus.compression.contract import Context, Spec, beyond, follow
 from hvdplus.compression.hashing import key
 from hvdplus.compression.ops import Array, Ops
 
@@ -25,14 +28,16 @@ from hvdplus.compression.ops import Array, Ops
 class RandomK(BlockSelection):
     """Hashed choice of blocks."""
 
-    learns = "the step number"
+    learns = "the step number, and the root mean square of what is to be sent"
     paper = "1809.07599"
-    measured = 0
-    shows_all = False
 
     def init(self, ops: Ops, spec: Spec) -> Context:
         """Step 0 and its blocks."""
-        return self._context(ops, spec, ops.from_numpy(np.zeros(1, np.int32)))
+        return self._context(ops, spec, ops.from_numpy(np.zeros(1, np.int32)), ops.from_numpy(np.zeros(1, np.float32)))
+
+    def measured(self, blocks: int) -> int:
+        """One."""
+        return 1
 
     def chosen(self, ops: Ops, ctx: Context) -> Array:
         """One block of every group."""
@@ -40,13 +45,25 @@ class RandomK(BlockSelection):
 
     def advance(self, ops: Ops, ctx: Context, total: Array) -> Context:
         """The next step and its blocks."""
-        return self._context(ops, ctx.spec, ctx.state[0] + 1)
+        scale = follow(ops, ctx.state[2], total[-1:]) if self.cut(ctx.spec).blocks else ctx.state[2]
+        return self._context(ops, ctx.spec, ctx.state[0] + 1, scale)
 
-    def _context(self, ops: Ops, spec: Spec, step: Array) -> Context:
+    def encode(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Array:
+        """Chosen blocks, what travels dense, and the root mean square of all: it shows what is not finite."""
+        payload = super().encode(ops, ctx, grad, residual)
+        return ops.concat([payload, ops.reshape(ops.rms(grad), (1,))]) if self.cut(ctx.spec).blocks else payload
+
+    def overflows(self, ops: Ops, ctx: Context, grad: Array, payload: Array) -> Array:
+        """Far beyond the root mean square of the last steps."""
+        if not self.cut(ctx.spec).blocks:
+            return super().overflows(ops, ctx, grad, payload)
+        return beyond(ops, ctx.state[2], payload[-1:])
+
+    def _context(self, ops: Ops, spec: Spec, step: Array, scale: Array) -> Context:
         cut = self.cut(spec)
         bounds = np.arange(cut.chosen + 1, dtype=np.int64) * cut.blocks // max(1, cut.chosen)
         starts = ops.from_numpy(bounds[:-1].astype(np.int32))
         lengths = ops.from_numpy(np.diff(bounds).astype(np.int32))
         groups = ops.from_numpy(np.arange(cut.chosen, dtype=np.int32))
         drawn = ops.scramble(ops.scramble(groups + key(spec.seed, spec.position)) + step // lengths)
-        return Context(spec, 0, (step, starts + (drawn % lengths + step % lengths) % lengths))
+        return Context(spec, 0, (step, starts + (drawn % lengths + step % lengths) % lengths, scale))

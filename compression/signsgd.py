@@ -3,21 +3,20 @@
 signSGD (Bernstein et al., arXiv 1802.04434) in its mean form with error feedback (EF-signSGD: Karimireddy et al., arXiv
 1901.09847), because the majority vote is not linear in the sum of signs. Different from the papers: the scale is half
 the ranks' last root mean square, rounded to a power of two, where EF-signSGD takes each rank's mean magnitude (about
-0.7 to 0.8 of the root mean square): the smaller one never overshoots that of a smooth distribution. Zero is sent as
-zero. A lane has as many bits as a sum of N signs needs: 3 on 2 or 3 ranks.
+0.7 to 0.8 of the root mean square): the smaller one never overshoots that of a smooth distribution. What is below a
+64th of the scale is sent as zero, so that a scale that is far too large sends nothing instead of itself. A lane has as
+many bits as a sum of N signs needs: 3 on 2 or 3 ranks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from hvdplus.compression.integer import Integer, State, fewest_bits
 from hvdplus.compression.ops import Array, Ops
 
-SMALLEST = -126
-"""Exponent of so small a step that everything but zero is beyond the one level."""
+FINEST = 5
+"""Values that round to zero on a grid this many octaves finer than the scale are sent as zero."""
 
 
 @dataclass(frozen=True)
@@ -36,5 +35,7 @@ class SignSGD(Integer):
         return 0.5
 
     def rounding(self, ops: Ops, state: State) -> Array:
-        """Everything but zero becomes its sign."""
-        return ops.from_numpy(np.array([SMALLEST], np.int32))
+        """On a grid so fine that nearly everything is beyond the one level, and becomes its sign."""
+        # max(exponent - FINEST, -126) in integers; below, a step has no reciprocal.
+        above = state.exponent - FINEST + 126
+        return (above + abs(above)) // 2 - 126

@@ -4,11 +4,11 @@ Top-k sparsification with memory (Lin et al.: Deep Gradient Compression, arXiv 1
 1809.07599) made fit for a ring: all ranks send the same blocks, chosen by the sum of their energies, which rode along
 with the payload of the step before. What rides is the norm of *what stays behind after sending + the fresh gradient*,
 the best guess of what the next step will have to send: energies from before sending would pick half of the same blocks
-again.
+again. A block that is far beyond the largest of the last steps on any rank overflows: it would arrive a step late.
 
 Sent: 4 k bytes for k elements, and 4 bytes a block. Work: two arrays are read to measure the blocks, what is sent is
-copied. Different from the papers: whole blocks instead of elements, one choice for all ranks, one step late, norms
-(which add without overflow) instead of their squares.
+copied. Different from the papers: whole blocks instead of elements, one choice for all ranks, one step late, root mean
+squares (which add without overflow) instead of squares.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hvdplus.compression.blocks import BlockSelection
-from hvdplus.compression.contract import Context, Spec
+from hvdplus.compression.contract import Context, Spec, beyond, follow
 from hvdplus.compression.ops import Array, Ops
 
 
@@ -30,20 +30,23 @@ class TopK(BlockSelection):
     paper = "1712.01887, 1809.07599"
     warms = True
     memory_passes = 5.0
-    measured = 1
 
     def init(self, ops: Ops, spec: Spec) -> Context:
         """Blocks at equal distances."""
         cut = self.cut(spec)
         places = np.arange(cut.chosen) * cut.blocks // max(1, cut.chosen)
-        return Context(spec, 0, (ops.from_numpy(places.astype(np.int32)),))
+        return Context(spec, 0, (ops.from_numpy(places.astype(np.int32)), ops.from_numpy(np.zeros(1, np.float32))))
+
+    def measured(self, blocks: int) -> int:
+        """One for every block."""
+        return blocks
 
     def chosen(self, ops: Ops, ctx: Context) -> Array:
         """As the last sum said."""
         return ctx.state[0]
 
     def encode(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Array:
-        """Chosen blocks, what travels dense, and every block's expected norm in the next step."""
+        """Chosen blocks, what travels dense, and every block's expected root mean square in the next step."""
         payload = super().encode(ops, ctx, grad, residual)
         cut = self.cut(ctx.spec)
         if not cut.blocks:
@@ -51,21 +54,33 @@ class TopK(BlockSelection):
         chosen, blocks = ctx.state[0], self._matrix(ops, cut, grad)
         # Half of (what stays + fresh), the latter being what is sent less the old residual.
         before = None if residual is None else self._matrix(ops, cut, residual)
-        expected = ops.row_norms(blocks, before, -0.5)
+        expected = ops.row_rms(blocks, before, -0.5)
         before = None if before is None else ops.take_rows(before, chosen)
-        fresh = ops.row_norms(ops.take_rows(blocks, chosen), before, -1.0) * 0.5
+        fresh = ops.row_rms(ops.take_rows(blocks, chosen), before, -1.0) * 0.5
         return ops.concat([payload, ops.put_values(expected, chosen, fresh)])
 
     def advance(self, ops: Ops, ctx: Context, total: Array) -> Context:
-        """The blocks of the largest norms."""
+        """The blocks of most energy."""
         cut = self.cut(ctx.spec)
         if not cut.blocks:
             return ctx
-        return ctx._replace(state=(ops.top(total[-cut.blocks :], cut.chosen),))
+        return self._choose(ops, ctx, total[-cut.blocks :], total[-cut.blocks :])
 
     def warm(self, ops: Ops, ctx: Context, total: Array) -> Context:
-        """The blocks of the reduced gradient's largest norms."""
+        """The blocks of the reduced gradient's most energy."""
         cut = self.cut(ctx.spec)
         if not cut.blocks:
             return ctx
-        return ctx._replace(state=(ops.top(ops.row_norms(self._matrix(ops, cut, total)), cut.chosen),))
+        # The largest element is no less than that of any block, and the same on every CPU, bit for bit.
+        return self._choose(ops, ctx, ops.row_rms(self._matrix(ops, cut, total)), total[: cut.end])
+
+    def overflows(self, ops: Ops, ctx: Context, grad: Array, payload: Array) -> Array:
+        """A block that stays behind, or was sent, far beyond the largest of the last steps."""
+        cut = self.cut(ctx.spec)
+        if not cut.blocks:
+            return super().overflows(ops, ctx, grad, payload)
+        return beyond(ops, ctx.state[1], payload[-cut.blocks :])
+
+    def _choose(self, ops: Ops, ctx: Context, energies: Array, values: Array) -> Context:
+        chosen = ops.top(energies, self.cut(ctx.spec).chosen)
+        return ctx._replace(state=(chosen, follow(ops, ctx.state[1], values)))

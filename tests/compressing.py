@@ -189,10 +189,10 @@ def drawn(trip: Trip) -> None:
 
 
 def signs(trip: Trip) -> None:
-    """Every element but zero arrives as its sign times the shared scale."""
+    """Every element arrives as its sign times the shared scale, or as zero where it is less than a 64th of that."""
     body, scale = trip.ctx.spec.body, step_of(trip.ctx.state[0][0])
     normal = np.abs(trip.sent[:body]) >= 2.0**-126  # some frameworks flush what is smaller
-    expected = np.sign(trip.sent[:body]) * scale
+    expected = np.sign(trip.sent[:body]) * scale * (np.abs(trip.sent[:body]) > scale / 64)
     assert np.array_equal(trip.arrived[:body][normal], expected[normal])
     assert not trip.arrived[:body][trip.sent[:body] == 0].any()
     lost = np.abs(trip.sent - trip.arrived)[body:]
@@ -212,7 +212,8 @@ def chained(trip: Trip) -> None:
         bound = nearest_bound(compressor.second, inner, payload)
     if compressor.second.name == "signsgd":
         values = np.abs(payload[: inner.spec.body])
-        bound[: inner.spec.body] = np.where(values, np.abs(values - step_of(inner.state[0][0])), 0)
+        scale = step_of(inner.state[0][0])
+        bound[: inner.spec.body] = np.where(values > scale / 64, np.abs(values - scale), values)
     lost = np.abs(kept - trip.arrived)
     if isinstance(first, BlockSelection):  # its payload holds the very elements
         limit = first.decode(ops_of("numpy"), outer, bound.astype(np.float32))
@@ -481,7 +482,7 @@ class Heard(NamedTuple):
     body: np.ndarray
     tail: np.ndarray
     measured: np.ndarray
-    """As in ``integer.Measured``: loudness, the tail's, ranks heard, the tail's, clipped, infinite."""
+    """As in ``integer.Measured``: loudness, the tail's, ranks heard, the tail's, clipped, infinite, ..."""
 
 
 def heard_in(compressor: Integer, spec: Spec, payload: np.ndarray) -> Heard:
@@ -504,7 +505,7 @@ def blocks_of(compressor: BlockSelection, spec: Spec) -> tuple[int, int]:
     """(blocks of a bucket, how many of them a step sends); (0, 0) where sending some would save nothing."""
     count = spec.body // compressor.block
     chosen = max(1, round(compressor.share * count))
-    rides_along = count if isinstance(compressor, TopK) else 0
+    rides_along = count if isinstance(compressor, TopK) else 1
     return (count, chosen) if chosen * compressor.block + rides_along < count * compressor.block else (0, 0)
 
 

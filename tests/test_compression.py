@@ -201,18 +201,18 @@ def test_the_payload_is_as_long_as_announced_in_every_phase(level: str, framewor
     [
         ("none", 4 * 10_020),
         ("fp16", 2 * 10_020),
-        ("randomk:0.01", 4 * (256 * 0 + 10_020 - 39 * 256 + 256)),
+        ("randomk:0.01", 4 * (256 * 0 + 10_020 - 39 * 256 + 256 + 1)),
         ("topk:0.1", 4 * (4 * 256 + 39 + 10_020 - 39 * 256)),
         ("lowrank:4", 4 * (4 * 100 + 20)),
-        ("int8", 10_000 + 4 * (20 + 8)),
-        ("int4", 5_000 + 4 * (20 + 8)),
-        ("int16", 20_000 + 4 * (20 + 8)),
-        ("int3", 8 * (477 + 10 + 8)),  # 21 in 64 bits
-        ("int5", 4 * (1667 + 20 + 8)),  # 6 in 32 bits
-        ("int11", 8 * (2000 + 10 + 8)),  # 5 in 64 bits
-        ("int12", 8 * (2000 + 10 + 8)),
-        ("terngrad", 8 * (477 + 10 + 8)),
-        ("lowrank:4+int8", 400 + 4 * (20 + 8)),
+        ("int8", 10_000 + 4 * (20 + 11)),
+        ("int4", 5_000 + 4 * (20 + 11)),
+        ("int16", 20_000 + 4 * (20 + 11)),
+        ("int3", 8 * (477 + 10 + 11)),  # 21 in 64 bits
+        ("int5", 4 * (1667 + 20 + 11)),  # 6 in 32 bits
+        ("int11", 8 * (2000 + 10 + 11)),  # 5 in 64 bits
+        ("int12", 8 * (2000 + 10 + 11)),
+        ("terngrad", 8 * (477 + 10 + 11)),
+        ("lowrank:4+int8", 400 + 4 * (20 + 11)),
         ("lowrank:4+fp16", 2 * (4 * 100 + 20)),
     ],
 )
@@ -270,15 +270,19 @@ def payloads_agree(compressor: Compressor, ctx: Context, payload: np.ndarray, ex
         assert np.count_nonzero(mine.body != theirs.body) <= 1 + 0.001 * spec.body
         measured = isinstance(compressor, Chain)  # block norms, or nothing
         assert (np.abs(mine.tail - theirs.tail) <= measured * (1 + 1e-6 * np.abs(theirs.tail))).all()
-        assert (np.abs(mine.measured - theirs.measured) <= [1, 1, 1, 1, 0, 0, products or measured, 0]).all()
+        assert (np.abs(mine.measured - theirs.measured) <= [1, 1, 1, 1, 0, 0, products or measured, 0, 1, 1, 0]).all()
     elif payload.dtype == np.float16:
         # What was copied agrees in every bit, ties included; what was computed may differ by one in the last place.
         assert (np.abs(payload.view(np.int16).astype(int) - expected.view(np.int16)) <= (first is not second)).all()
         if isinstance(first, BlockSelection):
-            copied = expected.size - isinstance(first, TopK) * blocks_of(first, ctx.spec)[0]
+            blocks = blocks_of(first, ctx.spec)[0]
+            copied = expected.size - (
+                blocks if isinstance(first, TopK) else min(blocks, 1)
+            )  # what rides along is computed
             assert payload[:copied].tobytes() == expected[:copied].tobytes()
     elif isinstance(first, BlockSelection):
-        copied = expected.size - isinstance(first, TopK) * blocks_of(first, ctx.spec)[0]
+        blocks = blocks_of(first, ctx.spec)[0]
+        copied = expected.size - (blocks if isinstance(first, TopK) else min(blocks, 1))
         assert payload[:copied].tobytes() == expected[:copied].tobytes()
         assert np.allclose(payload[copied:], expected[copied:], rtol=1e-5, atol=0)
     elif products:
@@ -409,10 +413,10 @@ def test_init_depends_on_the_spec_and_on_nothing_else(level: str) -> None:
 
     assert first() == first()
     if "lowrank" in level:
-        bases = [array.tobytes() for array in compressor.init(NumpyOps(), spec).state if array.dtype == np.float32]
+        bases = [array.tobytes() for array in compressor.init(NumpyOps(), spec).state if array.ndim == 3]
         for changes in ({"seed": 1}, {"position": 1}):
             changed = compressor.init(NumpyOps(), spec._replace(**changes)).state
-            bases += [array.tobytes() for array in changed if array.dtype == np.float32]
+            bases += [array.tobytes() for array in changed if array.ndim == 3]
         assert len(set(bases)) == len(bases) > 0, "no two bases are alike"
         matrices = compressor.init(NumpyOps(), spec).state[0]
         assert not np.allclose(matrices[0], matrices[1])
@@ -885,9 +889,10 @@ def test_a_bucket_may_be_a_view_with_gaps(level: str, framework: str) -> None:
     plain = ops.from_numpy(wide[::2].copy())
     expected = compressor.encode(ops, ctx, plain, plain)
     payload = compressor.encode(ops, ctx, view(), view())
-    # Products may run in other kernels, with other last bits.
-    tolerance = 1e-6 * compressor.uses_products * norm(wide)
-    if "int" in level and compressor.uses_products:
+    # Products and sums of squares may run in other kernels, with other last bits.
+    computed = compressor.uses_products or level.startswith("randomk")
+    tolerance = 1e-6 * computed * norm(wide)
+    if "int" in level and computed:
         assert ops.to_numpy(payload).shape == ops.to_numpy(expected).shape
     else:
         assert norm(ops.to_numpy(payload) - ops.to_numpy(expected)) <= tolerance

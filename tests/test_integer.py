@@ -26,7 +26,7 @@ from compressing import (
 
 from hvdplus.adapters.numpy import NumpyOps
 from hvdplus.compression import QSGD, Array, Context, IntB, Ops, SignSGD, Spec, TernGrad, parse
-from hvdplus.compression.integer import LOUDEST, QUIET_ONE, UNKNOWN, Integer, Measured, State
+from hvdplus.compression.integer import LOUDEST, QUIET_ONE, UNKNOWN, UNSEEN, Integer, Measured, State
 
 INTEGERS = [level for level in ROWS if isinstance(parse(level), Integer)]
 STOCHASTIC = ["int4:stochastic", "int8:stochastic", "qsgd:8", "terngrad"]
@@ -42,7 +42,7 @@ def integer(level: str) -> Integer:
 
 def with_step(ops: Ops, spec: Spec, exponent: int, tail_exponent: int = UNKNOWN, step: int = 0) -> Context:
     """A context with a step between levels of our choice."""
-    state = np.array(State(exponent, tail_exponent, 0, step), np.int32)
+    state = np.array(State(exponent, tail_exponent, 0, step, UNSEEN, UNSEEN), np.int32)
     return Context(spec, 0, (ops.from_numpy(state),))
 
 
@@ -72,7 +72,7 @@ def test_no_sum_overflows_a_lane(bits: int) -> None:
         assert np.array_equal(heard.body, ranks * levels * signs)
         # Levels are float32 on the way, so a few more than 2^30 may arrive: far from 2^31.
         assert np.abs(heard.tail).max() <= 2**30 + 2**10 and (np.sign(heard.tail) == signs[:7]).all()
-        assert heard.measured.tolist()[-2:] == [57 * ranks, 0], "all are counted as clipped, the tail's too"
+        assert heard.measured.tolist()[6:8] == [57 * ranks, 0], "all are counted as clipped, the tail's too"
         arrived = compressor.decode(ops, ctx, total)
         assert np.array_equal(arrived[:50], ranks * levels * signs)
         assert compressor.advance(ops, ctx, total).state[0][2] == 57 * ranks
@@ -93,7 +93,7 @@ def test_saturation_is_exact_in_every_framework(level: str, framework: str) -> N
     signs = sum(np.sign(value) for value in values)
     assert np.array_equal(heard.body, signs[:203] * compressor.levels(ranks))
     assert np.array_equal(ops.to_numpy(compressor.decode(ops, ctx, total))[:203], heard.body)
-    assert heard.measured[-2] == 207 * ranks
+    assert heard.measured[6] == 207 * ranks
     clipped = ops.to_numpy(compressor.advance(ops, ctx, total).state[0])[2]
     assert clipped == 207 * ranks, "all ranks together, and the tail"
 
@@ -275,7 +275,7 @@ def test_the_first_step_sends_nothing_and_keeps_everything(level: str, framework
     ops, compressor = ops_of(framework), integer(level)
     spec = Spec(((30, 20),), tail=5)
     ctx = compressor.init(ops, spec)
-    assert ops.to_numpy(ctx.state[0]).tolist() == [UNKNOWN, UNKNOWN, 0, 0]
+    assert ops.to_numpy(ctx.state[0]).tolist() == [UNKNOWN, UNKNOWN, 0, 0, UNSEEN, UNSEEN]
     grad = Case(spec).gradients()[0]
     arrived, payload = once(ops, compressor, ctx, grad)
     if level == "signsgd":
@@ -578,13 +578,13 @@ def test_scales_are_those_of_the_papers(ranks: int) -> None:
 
 
 def test_signs_are_signs() -> None:
-    """Sent as +1, 0 and -1, whatever the size; their sum is a count of votes."""
+    """Sent as +1, 0 and -1, whatever the size from a 64th of the scale on; their sum is a count of votes."""
     ops, compressor = NumpyOps(), SignSGD()
     spec = Spec(((6,),), ranks=3)
     ctx = with_step(ops, spec, 4)
     votes = [
         np.array(row, np.float32)
-        for row in ([1e-30, -2, 0, 5, 1e30, -1], [3, -1e-37, 0, -1, 2, 7], [9, -1, -0.0, 0, 1, 0])
+        for row in ([0.26, -2, 0, 5, 1e30, -1], [3, -0.26, 0.24, -1, 2, 7], [9, -1, -0.0, 0, 1, 0])
     ]
     payload = add([compressor.encode(ops, ctx, vote) for vote in votes])
     assert heard_in(compressor, spec, payload).body.tolist() == [3, -3, 0, 0, 3, 0]

@@ -57,10 +57,9 @@ class NumpyOps:
         wide = values.astype(np.float64)
         return np.sqrt(np.square(wide).sum() / max(1, wide.size)).astype(np.float32)
 
-    def row_norms(self, matrix: Array, other: Array | None = None, factor: float = 1.0) -> Array:
+    def row_rms(self, matrix: Array, other: Array | None = None, factor: float = 1.0) -> Array:
         whole = matrix if other is None else matrix + other * np.float32(factor)
-        with np.errstate(over="ignore"):
-            return np.linalg.norm(whole.astype(np.float64), axis=1).astype(np.float32)
+        return np.sqrt(np.square(whole.astype(np.float64)).sum(axis=1) / max(1, whole.shape[1])).astype(np.float32)
 
     def top(self, values: Array, count: int) -> Array:
         return np.sort(np.argsort(-values, kind="stable")[:count]).astype(np.int32)
@@ -115,7 +114,8 @@ class NumpyOps:
             rounded[: values.size] = scaled
         table = rounded.reshape(-1, lanes) if bits in (8, 16) else rounded.reshape(lanes, -1).T
         words = (table << (bits * np.arange(lanes, dtype=dtype))).sum(axis=1, dtype=dtype)
-        return Packing(words, np.int32(clipped), self.rms(values), left)
+        largest = np.max(np.abs(values), initial=0).astype(np.float32)
+        return Packing(words, np.int32(clipped), self.rms(values), left, largest)
 
     def all_finite(self, values: Array) -> Array:
         return np.isfinite(values).all()

@@ -71,17 +71,22 @@ class TensorFlowOps:
         return tf.cast(values, tf.float16) * tf.constant(factor, tf.float16)
 
     def rms(self, values: Array) -> Array:
-        # In units of the largest, so that no square leaves float32; half of it, because the whole could be infinite.
-        largest = tf.maximum(tf.reduce_max(tf.abs(values)), 0)  # the maximum of nothing is minus infinity
+        return self._rms(values, self._largest(values))
+
+    def _largest(self, values: Array) -> Array:
+        return tf.maximum(tf.reduce_max(tf.abs(values)), 0)  # the maximum of nothing is minus infinity
+
+    def _rms(self, values: Array, largest: Array) -> Array:
+        # In units of the largest, so that no square leaves float32.
         unit = tf.maximum(largest, 2.0**-126)
         mean = tf.reduce_sum(tf.square(values / unit)) / max(1, int(values.shape[0]))
         return tf.sqrt(mean) * unit
 
-    def row_norms(self, matrix: Array, other: Array | None = None, factor: float = 1.0) -> Array:
+    def row_rms(self, matrix: Array, other: Array | None = None, factor: float = 1.0) -> Array:
         whole = matrix if other is None else matrix + other * factor
         largest = tf.reduce_max(tf.abs(whole), axis=1, keepdims=True)
         unit = tf.maximum(largest, 2.0**-126)
-        return tf.sqrt(tf.reduce_sum(tf.square(whole / unit), axis=1)) * unit[:, 0]
+        return tf.sqrt(tf.reduce_mean(tf.square(whole / unit), axis=1)) * unit[:, 0]
 
     def top(self, values: Array, count: int) -> Array:
         return tf.sort(tf.math.top_k(values, count, sorted=False).indices)
@@ -120,7 +125,8 @@ class TensorFlowOps:
         worth: Array | None = None,
     ) -> Packing:
         dtype, lanes, count = tf.int32 if word == 32 else tf.int64, word // bits, int(values.shape[0])
-        rms = self.rms(values)
+        largest = self._largest(values)
+        rms = self._rms(values, largest)
         scaled = values * tf.where(exponent > -127, self.power_of_two(-exponent), 0.0)
         if noise is not None:
             drawn = self.scramble((tf.range(count) * WEYL + noise) ^ tf.bitcast(values, tf.int32))
@@ -135,10 +141,10 @@ class TensorFlowOps:
         if bits in BYTES:
             signs = tf.constant(sign_bits(bits, word), dtype)
             numbers = tf.bitcast(tf.reshape(tf.cast(scaled, BYTES[bits]), (-1, lanes)), dtype)
-            return Packing(tf.bitwise.bitwise_xor(numbers, signs) - signs, clipped, rms, left)
+            return Packing(tf.bitwise.bitwise_xor(numbers, signs) - signs, clipped, rms, left, largest)
         numbers = tf.reshape(tf.cast(scaled, dtype), (lanes, -1))
         shifts = tf.constant(bits * np.arange(lanes)[:, None], dtype)
-        return Packing(tf.reduce_sum(tf.bitwise.left_shift(numbers, shifts), axis=0), clipped, rms, left)
+        return Packing(tf.reduce_sum(tf.bitwise.left_shift(numbers, shifts), axis=0), clipped, rms, left, largest)
 
     def all_finite(self, values: Array) -> Array:
         return tf.reduce_all(tf.math.is_finite(values)) if values.dtype.is_floating else tf.constant(True)

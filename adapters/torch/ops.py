@@ -46,31 +46,38 @@ class _Rounding:
         known, stands = int(exponent), int(worth)
         self._inverse: Any = 2.0**-known if known > -127 else 0.0
         self._level: Any = 2.0**stands if stands > -127 else 0.0
+        # Below, no value is rounded beyond the levels: noise adds nearly 1, and is itself rounded.
+        self._within = self._levels if self._noise is None else 0.99 * self._levels
         self._square: Any = 0.0
+        self._largest: Any = 0.0
         self._clipped: Any = 0.0
 
     def __call__(self, part: torch.Tensor, start: int) -> torch.Tensor:
         """Elements from ``start`` on as floats that are whole; the caller uses them before the next call."""
         scaled = torch.mul(part, self._inverse, out=self._scratch[: len(part)])
-        self._measure(part)
+        largest = self._measure(part)
         if self._noise is not None:
             scaled.add_(self._ops._noise(part, start, self._noise)).floor_()
         else:
             scaled.round_()
-        self._clip(scaled)
+        self._clip(scaled, largest)
         if self._leaves:
             self._ops._deduct(part, scaled, self._level)
         return scaled
 
-    def _measure(self, part: torch.Tensor) -> None:
+    def _measure(self, part: torch.Tensor) -> Any:
+        """The stretch's largest magnitude."""
         square = torch.dot(part, part).item()
         if not SAFE < square < 1 / SAFE:  # squares may have left float32
             square = torch.linalg.vector_norm(part, dtype=torch.float64).item() ** 2
         self._square += square
+        largest = max(part.amax().item(), -part.amin().item())
+        self._largest = max(self._largest, largest)
+        return largest
 
-    def _clip(self, scaled: torch.Tensor) -> None:
+    def _clip(self, scaled: torch.Tensor, largest: Any) -> None:
         levels = self._levels
-        if not (scaled.amax().item() <= levels and scaled.amin().item() >= -levels):
+        if not largest * self._inverse <= self._within:  # NaN compares with nothing
             room = self._ops._scratch(len(scaled))[: len(scaled)]
             beyond = torch.abs(scaled, out=room).sub_(levels).clamp_(0, 1)
             self._clipped += beyond.sum().item()  # comparing and counting takes longer
@@ -78,6 +85,9 @@ class _Rounding:
 
     def rms(self) -> Array:
         return torch.tensor((self._square / self._count) ** 0.5, dtype=torch.float32, device=self._ops._device)
+
+    def largest(self) -> Array:
+        return torch.tensor(self._largest, dtype=torch.float32, device=self._ops._device)
 
     def clipped(self) -> Array:
         clipped = int(self._clipped) if self._clipped == self._clipped else 0
@@ -92,18 +102,24 @@ class _DeviceRounding(_Rounding):
         self._inverse = torch.where(exponent > -127, ops.power_of_two(-exponent), 0.0)
         self._level = ops.power_of_two(worth)
         self._square = torch.zeros((), dtype=torch.float64, device=ops._device)
+        self._largest = torch.zeros((), dtype=torch.float32, device=ops._device)
         self._clipped = torch.zeros((), dtype=torch.int32, device=ops._device)
 
-    def _measure(self, part: torch.Tensor) -> None:
+    def _measure(self, part: torch.Tensor) -> Any:
         self._square = self._square + torch.linalg.vector_norm(part, dtype=torch.float64).square()
+        low, high = torch.aminmax(part)
+        self._largest = torch.maximum(self._largest, torch.maximum(high, -low))
 
-    def _clip(self, scaled: torch.Tensor) -> None:
+    def _clip(self, scaled: torch.Tensor, largest: Any) -> None:
         levels = float(self._levels)
         self._clipped = self._clipped + (scaled.abs() > levels).sum(dtype=torch.int32)
         scaled.clamp_(-levels, levels)
 
     def rms(self) -> Array:
         return (self._square / self._count).sqrt().float()
+
+    def largest(self) -> Array:
+        return self._largest
 
     def clipped(self) -> Array:
         return self._clipped
@@ -199,6 +215,9 @@ class TorchOps:
         return q * (1.0 - 2.0 * (r.diagonal(dim1=-2, dim2=-1) < 0).to(q.dtype)).unsqueeze(-2)
 
     def largest(self, batch: Array) -> Array:
+        if len(batch) == 1:  # no copy of it
+            low, high = torch.aminmax(batch)
+            return torch.maximum(high, -low).reshape(1, 1, 1)
         return batch.abs().amax(dim=(1, 2), keepdim=True)
 
     def half(self, parts: Sequence[Array], factor: float, saturate: bool = False) -> Array:
@@ -221,13 +240,13 @@ class TorchOps:
             square = torch.linalg.vector_norm(values, dtype=torch.float64).square()
         return (square / values.numel()).sqrt().float()
 
-    def row_norms(self, matrix: Array, other: Array | None = None, factor: float = 1.0) -> Array:
+    def row_rms(self, matrix: Array, other: Array | None = None, factor: float = 1.0) -> Array:
         if other is not None and self._device.type == "cpu" and matrix.numel() > CHUNK:
             rows = max(1, CHUNK // matrix.shape[1])
             pairs = zip(matrix.split(rows), other.split(rows), strict=True)
             scratch = matrix.new_empty(rows, matrix.shape[1])
-            return torch.cat([self._norms(torch.add(m, o, alpha=factor, out=scratch[: len(m)])) for m, o in pairs])
-        return self._norms(matrix if other is None else torch.add(matrix, other, alpha=factor))
+            return torch.cat([self._row_rms(torch.add(m, o, alpha=factor, out=scratch[: len(m)])) for m, o in pairs])
+        return self._row_rms(matrix if other is None else torch.add(matrix, other, alpha=factor))
 
     def top(self, values: Array, count: int) -> Array:
         if not count:
@@ -273,7 +292,7 @@ class TorchOps:
         zero = torch.zeros((), dtype=torch.float32, device=self._device)
         if not len(values):
             empty = torch.zeros(0, dtype=dtype, device=self._device)
-            return Packing(empty, zero.int(), zero, None if worth is None else values)
+            return Packing(empty, zero.int(), zero, None if worth is None else values, zero)
         words = self._empty(-(-len(values) // lanes), dtype)
         rounded = self._rounding(self, len(values), exponent, levels, noise, worth)
         if bits in BYTES:
@@ -300,7 +319,7 @@ class TorchOps:
                     if start < stop:
                         whole = rounded(values[start:stop], start)
                         words[a : a + stop - start].add_(numbers[: stop - start].copy_(whole))
-        return Packing(words, rounded.clipped(), rounded.rms(), None if worth is None else values)
+        return Packing(words, rounded.clipped(), rounded.rms(), None if worth is None else values, rounded.largest())
 
     def all_finite(self, values: Array) -> Array:
         if not values.is_floating_point():
@@ -346,11 +365,11 @@ class TorchOps:
         """Where a vector is true, which is ``count`` times."""
         return chosen.nonzero().reshape(-1).to(torch.int32)
 
-    def _norms(self, matrix: torch.Tensor) -> torch.Tensor:
+    def _row_rms(self, matrix: torch.Tensor) -> torch.Tensor:
         norms = torch.linalg.vector_norm(matrix, dim=1)
         if norms.numel() and not (norms.amin() > FAINT and norms.amax() < 1 / FAINT):  # squares may have left float32
-            norms = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64).float()
-        return torch.as_tensor(norms)
+            norms = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64)
+        return torch.as_tensor(norms.mul_(matrix.shape[1] ** -0.5).float())
 
     def _noise(self, values: torch.Tensor, start: int, key: torch.Tensor) -> torch.Tensor:
         """Values in [0, 1) from a hash of key, place and the values' own bits."""
@@ -427,9 +446,9 @@ class DeviceOps(TorchOps):
         others = torch.where(chosen, places, len(chosen))
         return torch.topk(others, count, largest=False, sorted=True).values
 
-    def _norms(self, matrix: torch.Tensor) -> torch.Tensor:
+    def _row_rms(self, matrix: torch.Tensor) -> torch.Tensor:
         norms: torch.Tensor = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64)
-        return norms.float()
+        return norms.mul_(matrix.shape[1] ** -0.5).float()
 
 
 def make_ops(device: torch.device | str) -> TorchOps:
