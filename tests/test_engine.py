@@ -1006,6 +1006,114 @@ def test_values_far_beyond_the_level_that_are_not_finite_are_sent_by_nobody() ->
     run(2, body)
 
 
+# -- loss scaling ------------------------------------------------------------------------------------------------------
+
+
+@ORDERS
+@pytest.mark.parametrize("level", LEVELS)
+def test_loss_scaling_that_is_known_changes_nothing(level: str, negotiates: bool) -> None:
+    """A changed scale does not rescale what is held back. Powers of two are exact, but where float16 ends."""
+
+    def body(transport: Any) -> None:
+        plain, scaled = exchange(transport, level), exchange(transport, level)
+        scales = [8.0, 8.0, 16.0, 16.0, 4.0, 4.0, 1024.0, 1.0, 1.0]
+        for step, scale in enumerate(scales):
+            scaled.get_loss_scale = lambda scale=scale: scale
+            grads = gradients(step, transport.rank)
+            expected = plain.reduce(grads, 0.1)
+            plain.commit()
+            if step == 5:  # a loss overflows on one rank, and the step is made again
+                bad = [grad * np.float32(np.inf if transport.rank else 1.0) for grad in grads]
+                with np.errstate(all="ignore"):
+                    assert not np.isfinite(scaled.reduce(bad, 0.1)[0]).all()
+            got = scaled.reduce([grad * np.float32(scale) for grad in grads], 0.1)
+            scaled.commit()
+            for one, other in zip(got, expected, strict=True):
+                tolerance = 5e-2 if "fp16" in level else 1e-6
+                np.testing.assert_allclose(one / np.float32(scale), other, atol=tolerance)
+            for one, other in zip(residuals(scaled), residuals(plain), strict=True):
+                np.testing.assert_allclose(one, other, atol=5e-2 if "fp16" in level else 1e-5)
+            assert identical(transport, got)
+
+    run(2, body, negotiates=negotiates)
+
+
+@ORDERS
+def test_loss_scaling_that_begins_late_joins_no_residual(negotiates: bool) -> None:
+    """The coming step's plan, of a level that keeps one, was made before anybody knew."""
+
+    def body(transport: Any) -> None:
+        x = exchange(transport, ("none", "int8"), auto=True, dense_steps=10**6)
+        x.coordinator.set_level(1)
+        take(x, range(4))
+        assert x.plan.level == 1
+        for step in range(4, 7):
+            x.leave_out_residuals()
+            assert x.plan.level == 0
+            take(x, [step])
+        assert [record["kind"] for record in x.coordinator.log.records].count("forbid") == 1
+
+    run(2, body, negotiates=negotiates)
+
+
+# -- what a step does besides ------------------------------------------------------------------------------------------
+
+
+@ORDERS
+@pytest.mark.parametrize("level", ["none", "int8"])
+def test_a_bandwidth_probe_changes_no_mean(level: str, negotiates: bool) -> None:
+    """A sum of zeros of the size that was asked for, after all others; its time comes with the next metadata."""
+
+    def body(transport: Any) -> None:
+        x, plain = exchange(transport, level), exchange(transport, level)
+        take(x, range(3)), take(plain, range(3))
+        x.follow(x.plan._replace(probe_bytes=4096))
+        transport.sent.clear()
+        (got,) = take(x, [3])
+        assert transport.sent[-1] == ("numpy.probe", 4096)
+        assert x.meter.last.sounding > 0 and not x.plan.probe_bytes
+        for one, other in zip(got, take(plain, [3])[0], strict=True):
+            assert np.array_equal(one, other)
+
+    run(2, body, negotiates=negotiates)
+
+
+@ORDERS
+@pytest.mark.parametrize("level", ["none", "int8"])
+def test_losses_reach_the_log_as_their_mean(level: str, negotiates: bool) -> None:
+    def body(transport: Any) -> None:
+        x = exchange(transport, level, window_steps=4)
+        for step in range(10):
+            if step >= 2:
+                x.reporter.loss = 1.0 + transport.rank
+            take(x, [step])
+        x.coordinator.finish()
+        losses = [record["loss"] for record in x.coordinator.log.records if record["kind"] == "window"]
+        assert losses[-1] == pytest.approx(1.5)
+
+    run(2, body, negotiates=negotiates)
+
+
+@ORDERS
+@pytest.mark.parametrize("level", ["none", "int8", "lowrank:2"])
+def test_a_step_that_was_broken_off_leaves_no_trace(level: str, negotiates: bool) -> None:
+    """The transport failed in the middle of a backward pass: what was on its way is forgotten."""
+
+    def body(transport: Any) -> None:
+        from hvdplus.exchange.step import gradient_ready
+
+        x, plain = exchange(transport, level), exchange(transport, level)
+        take(x, range(4)), take(plain, range(4))
+        x.backend.gradients = gradients(99, transport.rank)
+        for i in x.order[:3]:
+            gradient_ready(x, i)
+        x.abandon()
+        for one, other in zip(take(x, range(4, 6)), take(plain, range(4, 6)), strict=True):
+            assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+    run(2, body, negotiates=negotiates)
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
