@@ -94,8 +94,10 @@ def connect(binding: str, cpu: Cpu, *arguments: Any, **keywords: Any) -> World:
         for name, near in unknown(os.environ):
             _say(f"hvdplus: {name} is not a setting and was ignored" + (f"; did you mean {near}?" if near else ""))
         for difference in world.differences:
-            _say(f"hvdplus: ranks differ in {difference}; levels that need equal bits (lowrank) are left out, and weights "
-                "are not compared")
+            _say(
+                f"hvdplus: ranks differ in {difference}; levels that need equal bits (lowrank) are left out, and "
+                "weights are not compared"
+            )
     return world
 
 

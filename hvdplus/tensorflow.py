@@ -67,6 +67,10 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
 ) -> tf.GradientTape:
     """Wrap a tape so that ``gradient`` returns means over all ranks.
 
+    Whether a step was taken is seen at the next ``gradient``: a source has changed since. Where a script leaves a step
+    out, nothing is lost. A step that changes no weight (a learning rate of 0) counts as left out; a script that adds up
+    several gradients of the same sources before one step should use ``none`` or ``fp16``, which hold nothing back.
+
     Args:
         gradtape: the tape, before or after recording.
         compression, sparse_as_dense, op, gradient_predivide_factor, settings: as of ``DistributedOptimizer``.

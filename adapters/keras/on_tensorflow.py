@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdplus.adapters.connect import Cpu
-from hvdplus.adapters.tensorflow.exchange import TensorFlowExchange, check_place
+from hvdplus.adapters.tensorflow.graph import GraphExchange, Heard, check_place
 from hvdplus.adapters.tensorflow.ops import TensorFlowOps
 from hvdplus.adapters.tensorflow.transport import cpu_capability, graph_transport
 from hvdplus.transport import Transport
@@ -25,20 +25,21 @@ def check(transport: Transport) -> None:
     check_place(transport.size)
 
 
-class Exchange(TensorFlowExchange):
+class Exchange(GraphExchange):
     """Of Keras variables."""
 
     def __init__(
         self, variables: Sequence[Any], transport: Transport, settings: Any, *, accumulates: bool, **keywords: Any
     ) -> None:
         shapes, dtypes = [tuple(v.shape) for v in variables], [str(v.dtype) for v in variables]
-        super().__init__(shapes, dtypes, transport, settings, **keywords)
+        names = [variable.path for variable in variables]
+        super().__init__(lambda: variables, names, shapes, dtypes, transport, settings, **keywords)
         self._accumulates = accumulates
 
     def hear(self, loss: tf.Tensor) -> None:
         """As TensorFlow's; where a step is of several batches, no input is the step's."""
         if self._accumulates:
-            self._heard = loss, None
+            self._heard = Heard(loss)
         else:
             super().hear(loss)
 
@@ -50,9 +51,6 @@ class Exchange(TensorFlowExchange):
 
     def end_step(self, updated: Sequence[Any]) -> None:
         super().end_step([tf.convert_to_tensor(variable) for variable in updated])
-
-    def skip_step(self) -> None:
-        """The optimizer has not taken the step."""
 
     def scales_losses(self, scale: Any) -> None:
         """Losses are scaled from now on; ``reduce`` is told by how much."""

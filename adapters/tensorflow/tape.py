@@ -2,6 +2,11 @@
 
 Scripts make a new tape in every step, or once in every trace of a compiled one. What has to last lives with the
 variables: residuals, contexts and decisions belong to the list of sources, and are found again by it.
+
+A tape does not see whether its gradients are used. The next call of ``gradient`` does: the step was taken if a source
+has changed since. If none has, what the step left behind is forgotten, and what it flushed is sent once more, as if it
+had not been. Hence the limits: a step that changes no weight (a learning rate of 0) counts as not taken, and of several
+gradients that a script adds up before one step, the last one's rest alone is kept.
 """
 
 from __future__ import annotations
@@ -13,14 +18,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdplus.adapters.tensorflow.exchange import TensorFlowExchange, check_place
+from hvdplus.adapters.tensorflow import tensors
+from hvdplus.adapters.tensorflow.graph import GraphExchange, check_place
 from hvdplus.adapters.tensorflow.ops import TensorFlowOps
 from hvdplus.launch import check_types, choose_ladder, join, next_instance
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 
 _Key = tuple[Any, ...]
-_exchanges: dict[_Key, tuple[list[weakref.ref[Any]], TensorFlowExchange]] = {}
+_exchanges: dict[_Key, tuple[list[weakref.ref[Any]], TapeExchange]] = {}
 """Which sources, and how they are exchanged -> those sources, for as long as they are alive, and their exchange."""
 
 
@@ -58,6 +64,57 @@ def forget() -> None:
     _exchanges.clear()
 
 
+class TapeExchange(GraphExchange):
+    """Of a tape's sources, which may be gone before it."""
+
+    def __init__(self, sources: Sequence[Any], *args: Any, **keywords: Any) -> None:
+        # What a script computes may differ between ranks; variables may not.
+        variables = [source for source in sources if hasattr(source, "assign")]
+        refs = [weakref.ref(variable) for variable in variables]
+        names = [getattr(variable, "path", variable.name) for variable in variables]
+        super().__init__(lambda: [ref() for ref in refs], names, *args, **keywords)
+        self._places = [i for i, source in enumerate(sources) if hasattr(source, "assign")]
+        with tf.init_scope():
+            zeros = tf.zeros(len(refs), tf.int64)
+            self._seen = tf.Variable(zeros, trainable=False, name="hvdplus_fingerprints")
+            """Of the variables at the last call."""
+
+    def reduce(self, grads: Sequence[Any], *arguments: Any, **keywords: Any) -> list[Any]:
+        """As everywhere; nobody calls ``end_step`` or ``skip_step``."""
+        self.see_sparse(grads)
+        self.settle_last_step()
+        return super().reduce(grads, *arguments, **keywords)
+
+    def settle_last_step(self) -> None:
+        """Has the optimizer taken the last step? Equal on all ranks, as weights are."""
+        if not (self._places and any(state.held is not None for state in self.states)):
+            return
+        pairs = zip(self._places, self.variables(), strict=True)
+        prints = tf.stack([tensors.fingerprint(variable, whole=i in self.sparse) for i, variable in pairs])
+        changed = tf.reduce_any(prints != self._seen.read_value())
+        self._seen.assign(prints)
+
+        def settle() -> tf.Tensor:
+            tf.cond(changed, self._commit_all, self._skip_all)
+            return tf.constant(0)
+
+        tf.cond(self.pends, settle, lambda: tf.constant(0))
+
+    def _commit_all(self) -> tf.Tensor:
+        self.commit()
+        return tf.constant(0)
+
+    def _skip_all(self) -> tf.Tensor:
+        self.skip_step()
+        return tf.constant(0)
+
+    def state(self) -> dict[str, Any]:
+        """As everywhere, when it is known whether the last step was taken."""
+        self.settle_last_step()
+        self.note_taken()  # or it was a skipped one, and that is known by now
+        return super().state()
+
+
 class _Distributed:
     """What is put before the tape's class."""
 
@@ -92,7 +149,7 @@ class _Distributed:
             grads[i] = mean
         return tf.nest.pack_sequence_as(sources, grads)
 
-    def _exchange_of(self, sources: Sequence[Any]) -> TensorFlowExchange:
+    def _exchange_of(self, sources: Sequence[Any]) -> TapeExchange:
         settings = Settings.load(self._settings)
         how = getattr(self._compression, "name", self._compression)  # a script may make an object a step
         key = (*map(id, sources), str(how), str(settings), self._average)
@@ -105,12 +162,12 @@ class _Distributed:
             _exchanges[key] = [weakref.ref(source, forget_it) for source in sources], exchange
         return exchange
 
-    def _make(self, sources: Sequence[Any], settings: Settings) -> TensorFlowExchange:
+    def _make(self, sources: Sequence[Any], settings: Settings) -> TapeExchange:
         shapes = [tuple(source.shape) for source in sources]
         dtypes = [tf.as_dtype(source.dtype).name for source in sources]
         check_types([getattr(source, "name", "a source") for source in sources], dtypes)
-        exchange: TensorFlowExchange = join(
-            functools.partial(TensorFlowExchange, shapes, dtypes, average=self._average),
+        exchange: TapeExchange = join(
+            functools.partial(TapeExchange, sources, shapes, dtypes, average=self._average),
             self._world,
             settings,
             *choose_ladder(self._compression, settings, self._world, TensorFlowOps()),
@@ -124,7 +181,7 @@ class _Distributed:
 
     @property
     def hvdplus(self) -> Any:
-        """The pilot of the sources used last: present plan, level names, measured times, run log."""
+        """The coordinator of the sources used last: present plan, level names, measured times, run log."""
         if not _exchanges:
             raise RuntimeError("No gradient has been computed yet.")
         return list(_exchanges.values())[-1][1].coordinator

@@ -39,6 +39,7 @@ class _OnHost:
         self.local_rank = transport.local_rank
         self.local_size = transport.local_size
         self.negotiates = transport.negotiates
+        self.summable = transport.summable
 
     def start(self, array: tf.Tensor, name: str, scale: float = 1.0) -> tf.Tensor:
         def total(values: np.ndarray) -> np.ndarray:

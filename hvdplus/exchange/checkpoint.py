@@ -191,8 +191,8 @@ def _check_order(state: Mapping[str, Any], parameters: int) -> None:
         return
     require(are_different(order, parameters) and len(order) == parameters, "order", everything, order)
     require(are_different(sparse, parameters), "sparse", f"parameters below {parameters}", sparse)
-    fits = are_different(tables, parameters) and set(tables) <= set(sparse) and all(state["shapes"][i] for i in tables)
-    require(fits, "tables", "some of the sparse parameters, with rows", tables)
+    fits = are_different(tables, parameters) and set(tables) <= set(sparse)
+    require(fits and all(state["shapes"][i] for i in tables), "tables", "some of the sparse parameters", tables)
 
 
 def _check_residuals(residuals: Any, shapes: Sequence[Sequence[int]]) -> None:

@@ -146,7 +146,7 @@ class Exchange(ABC):
 
     @property
     @abstractmethod
-    def states(self) -> Sequence[BucketState]:
+    def states(self) -> Sequence[Any]:
         """All buckets that keep residuals and contexts."""
 
     @abstractmethod

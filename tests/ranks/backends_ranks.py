@@ -316,7 +316,8 @@ def test_local_gradients_are_scaled_or_not():
 def memory(net):
     """What hvdplus remembers of a model's training."""
     state = net.optimizer._hvdplus.exchange.state()
-    return [state["residuals"][i] for i in sorted(state["residuals"])], state["coordinator"]["steps"], state["coordinator"]["plan"]
+    known = state["coordinator"]
+    return [state["residuals"][i] for i in sorted(state["residuals"])], known["steps"], known["plan"]
 
 
 @several

@@ -11,7 +11,11 @@ import tensorflow as tf
 from reference import Reference
 
 import hvdplus.keras as hvd
-from hvdplus.exchange import read_side
+from hvdplus.adapters.in_process import run as run_in_process
+from hvdplus.adapters.numpy.backend import NumpyExchange, Rows
+from hvdplus.adapters.tensorflow import graph
+from hvdplus.compression import IntB
+from hvdplus.exchange.metadata import Slot, Sums
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -190,10 +194,10 @@ def test_nothing_is_lost_across_changes_of_level(monkeypatch):
         assert hvd.identical(variables)
     exchange = optimizer._hvdplus.exchange
     left = [np.zeros(shape) for shape in SHAPES]
-    for state in exchange._lanes:
-        residual = state.residual.numpy().astype(np.float64)
-        for place, i in enumerate(state.bucket.parameters):
-            left[i] += residual[state.bucket.offsets[place] : state.bucket.offsets[place + 1]].reshape(SHAPES[i])
+    for state in exchange.states:
+        residual = state.held.numpy().astype(np.float64)
+        for i, (part, shape) in state.places.items():
+            left[i] += residual[part].reshape(shape)
     gathered = hvd.allgather_object((total, left))
     for i, v in enumerate(variables):
         grads = sum(values[i] for values, _ in gathered)
@@ -214,18 +218,18 @@ def test_non_finite_gradient_of_one_rank_reaches_all_and_leaves_no_trace(level, 
     exchange = optimizer._hvdplus.exchange
 
     def memory():
-        states = exchange._lanes
-        held = [v.numpy() for state in states for v in state.states.values()]
-        return held + [state.residual.numpy() for state in states if state.residual is not None]
+        states = exchange.states
+        held = [ctx.variable.numpy() for state in states for ctx in state.contexts.values()]
+        return held + [state.held.numpy() for state in states if state.held is not None]
 
-    before, plan = memory(), exchange.pilot.plan._replace(gauge=False)
+    before, plan = memory(), exchange.coordinator.plan._replace(measure_norms=False)
     kept = [np.array(v) for v in variables]
     grads = gradients(4, RANK)
     if RANK == SIZE - 1:
         grads[3][2, 5] = value
     step(grads)
     assert not np.isfinite(np.array(variables[3])).all()
-    assert exchange.pilot.plan._replace(gauge=False) == plan
+    assert exchange.coordinator.plan._replace(measure_norms=False) == plan
     assert all(a.tobytes() == b.tobytes() for a, b in zip(before, memory(), strict=True))
     for v, value_before in zip(variables, kept, strict=True):
         v.assign(value_before)
@@ -276,9 +280,9 @@ def test_contexts_that_differ_between_ranks_are_an_error_on_every_rank():
     for step in range(3):  # the first two are dense, and teach
         optimizer.apply(gradients(step, RANK), variables)
     if RANK == SIZE - 1:
-        for state in optimizer._hvdplus.exchange._lanes:
-            for state in state.states.values():
-                state.assign(state * (1 + 1e-6))
+        for state in optimizer._hvdplus.exchange.states:
+            for ctx in state.contexts.values():
+                ctx.variable.assign(ctx.variable * (1 + 1e-6))
     raises_everywhere(Exception, "contexts of lowrank:2 differ", lambda: optimizer.apply(gradients(3, RANK), variables))
 
 
@@ -523,7 +527,8 @@ def test_the_step_is_taken_apart(tmp_path):
     summary = hvd.report(optimizer)
     assert summary["step_ms"] > 0 and summary["compute_ms"] > 0
     windows = [record for record in optimizer.hvdplus.log.records if record["kind"] == "window"]
-    assert windows and all(window["loss"] > 0 for window in windows)
+    assert bool(windows) == (RANK == 0)  # which keeps them for the report
+    assert all(window["loss"] > 0 for window in windows)
     parts = ("compute_ms", "codec_ms", "exposed_comm_ms", "input_wait_ms")
     assert all(sum(w[part] for part in parts) == pytest.approx(w["step_ms"], rel=0.5) for w in windows)
 
@@ -561,9 +566,9 @@ def test_indexed_slices(level, height):
     assert hvd.identical([np.array(v) for v in variables])
     dense_bytes = 4 * height * 24
     if height == 400:
-        assert 0 < exchange.pilot.row_bytes < dense_bytes / 2
-        if exchange._lanes[-1].residual is not None:
-            assert not exchange._lanes[-1].residual.numpy().any(), "nothing is lost of what is exact"
+        assert 0 < exchange.coordinator.row_bytes < dense_bytes / 2
+        if exchange.states[-1].held is not None:
+            assert not exchange.states[-1].held.numpy().any(), "nothing is lost of what is exact"
     if height == 400 or level == "none":
         np.testing.assert_allclose(np.array(variables[0]), expected, rtol=0, atol=1e-5)
 
@@ -580,9 +585,9 @@ def test_rows_are_shared_or_not_from_step_to_step():
         values = rng.standard_normal((count, 24)).astype(np.float32)
         optimizer.apply([tf.IndexedSlices(tf.constant(values), tf.constant(rows), shape)], variables)
         total[rows] += values
-    (state,) = optimizer._hvdplus.exchange._lanes
-    assert state.residual.numpy().any()
-    everyone = hvd._require_world().transport.gather_objects((total, state.residual.numpy().reshape(shape)))
+    (state,) = optimizer._hvdplus.exchange.states
+    assert state.held.numpy().any()
+    everyone = hvd._require_world().transport.gather_objects((total, state.held.numpy().reshape(shape)))
     sent = -np.array(variables[0], np.float64) * SIZE
     np.testing.assert_allclose(sent + sum(left for _, left in everyone), sum(own for own, _ in everyone), atol=1e-4)
     assert hvd.identical([np.array(variables[0])])
@@ -663,7 +668,7 @@ def norm(arrays):
 
 @several
 @pytest.mark.parametrize("level", ["none", "topk:0.2:32"])
-def test_ranks_say_how_large_their_gradients_and_residuals_are(level):
+def test_ranks_say_how_large_their_gradients_and_residuals_are(level, monkeypatch):
     shapes = [*SHAPES, (400, 6)]
     variables = [keras.Variable(np.zeros(shape, np.float32)) for shape in shapes]
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([6], [0.5, 0.25])
@@ -671,13 +676,14 @@ def test_ranks_say_how_large_their_gradients_and_residuals_are(level):
     optimizer.build(variables)
     optimizer.hvdplus._measures_norms = True  # as `auto` does at every level
     exchange, heard, known = optimizer._hvdplus.exchange, [], []
-    observe = exchange.pilot.observe
+    read = graph.read
 
-    def observed(plan, total, *healthy):
-        heard.append((plan, read_side(total, SIZE)[0]))
-        observe(plan, total, *healthy)
+    def heard_by_all(total, ranks):
+        slots = total[len(Sums._fields) :].reshape(ranks, -1)
+        heard.append((exchange.coordinator.plan, [Slot(*slot.tolist()) for slot in slots]))
+        return read(total, ranks)
 
-    exchange.pilot.observe = observed
+    monkeypatch.setattr(graph, "read", heard_by_all)
 
     @tf.function
     def step(rows, *grads):
@@ -687,14 +693,288 @@ def test_ranks_say_how_large_their_gradients_and_residuals_are(level):
     for number in range(12):
         grads, rows = gradients(number, RANK), np.array([number, 3, 3, RANK])
         step(tf.constant(rows), *map(tf.constant, grads))
-        left = [state.residual.numpy() for state in exchange._lanes if state.residual is not None]
+        left = [state.held.numpy() for state in exchange.states if state.held is not None]
         known.append((norm([*grads, np.repeat(np.bincount(rows), 6)]), norm(left), 0.5 if number <= 6 else 0.25))
     everyone = hvd.allgather_object(known)
-    assert sum(plan.gauge for plan, _ in heard) >= 2 and len(heard) == 12
+    assert sum(plan.measure_norms for plan, _ in heard) >= 2 and len(heard) == 12
     for number, (plan, slots) in enumerate(heard):
         for rank, slot in enumerate(slots):
             gradient_norm, residual_norm, rate = everyone[rank][number]
             assert slot.learning_rate == pytest.approx(rate)
-            assert slot.gradient_norm == pytest.approx(gradient_norm if plan.gauge else 0.0, rel=1e-4)
-            assert slot.residual_norm == pytest.approx(residual_norm if plan.gauge else 0.0, rel=1e-4)
+            assert slot.gradient_norm == pytest.approx(gradient_norm if plan.measure_norms else 0.0, rel=1e-4)
+            assert slot.residual_norm == pytest.approx(residual_norm if plan.measure_norms else 0.0, rel=1e-4)
     assert any(slot.residual_norm for _, slots in heard for slot in slots) == (level != "none")
+
+
+def in_numpy(level, shapes, gradients_of, steps, levels=(), **settings):
+    """Means of all steps as the NumPy reference exchange makes them, all ranks in this process.
+
+    ``levels``: step -> level that runs from then on.
+    """
+
+    def body(transport):
+        auto = not isinstance(level, str)
+        exchange = NumpyExchange(shapes, transport, level, auto=auto, bucket_bytes=6000, **settings)
+        means = []
+        for number in range(steps):
+            if number in dict(levels):
+                exchange.coordinator.set_level(dict(levels)[number])
+            means.append(exchange.reduce(gradients_of(number, transport.rank)))
+            exchange.commit()
+        return means
+
+    return run_in_process(SIZE, body)[0]
+
+
+def dense(mean, shape):
+    if not isinstance(mean, Rows):
+        return mean
+    whole = np.zeros(shape, np.float32)
+    whole[mean.rows] = mean.values
+    return whole
+
+
+@several
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_level_does_what_numpys_exchange_does(level):
+    variables, optimizer = plain(level)
+    step = compiled(optimizer, variables)
+    for number, expected in enumerate(in_numpy(level, SHAPES, gradients, 7)):
+        before = [np.array(v) for v in variables]
+        step(gradients(number, RANK))
+        tolerance = 2e-3 if "fp16" in level else 5e-5
+        for v, old, mean in zip(variables, before, expected, strict=True):
+            np.testing.assert_allclose(old - np.array(v), mean, rtol=0, atol=tolerance * max(np.abs(mean).max(), 1))
+
+
+@several
+def test_changes_of_level_are_those_of_numpys_exchange():
+    """Warm-up, flushing, contexts that are handed over, and rows of a table, shared or not."""
+    ladder, levels = ["none", "lowrank:1", "lowrank:2", "int8"], {4: 1, 10: 2, 14: 3, 19: 0, 27: 3}
+    settings = {"dense_steps": 100000, "drain_steps": 4, "warm_steps": 2}
+    shapes = [*SHAPES, (400, 6)]
+
+    def of(number, rank):
+        rows = np.random.default_rng([number, rank]).integers(0, 400, 250 if number % 5 == 4 else 7)
+        return [*gradients(number, rank), Rows(rows, np.ones((len(rows), 6), np.float32))]
+
+    variables, optimizer = plain("auto", shapes, settings={**settings, "ladder": ladder})
+
+    @tf.function(reduce_retracing=True)
+    def step(rows, *grads):
+        slices = tf.IndexedSlices(tf.ones((tf.shape(rows)[0], 6)), rows, (400, 6))
+        optimizer.apply([*grads, slices], variables)
+
+    for number, expected in enumerate(in_numpy(ladder, shapes, of, 32, levels.items(), **settings)):
+        if number in levels:
+            optimizer.hvdplus.set_level(levels[number])
+        before = [np.array(v) for v in variables]
+        *grads, rows = of(number, RANK)
+        step(tf.constant(rows.rows), *map(tf.constant, grads))
+        for v, old, mean in zip(variables, before, expected, strict=True):
+            mean = dense(mean, v.shape)
+            message = f"step {number}"
+            np.testing.assert_allclose(
+                old - np.array(v), mean, rtol=0, atol=2e-4 * max(np.abs(mean).max(), 1), err_msg=message
+            )
+    ran = {record["level"] for record in optimizer.hvdplus.log.records if record["kind"] == "window"}
+    assert {"none", "lowrank:1", "lowrank:2", "int8", "draining", "warming"} <= ran
+
+
+class Loud(IntB):
+    """Calls a step an overflow in which any rank's values are large."""
+
+    def overflows(self, ops, ctx, grad, payload):
+        return tf.reduce_max(tf.abs(grad)) > 1e4
+
+
+@several
+def test_what_overflows_a_level_is_sent_in_full_width_in_its_own_step():
+    variables, optimizer = plain(Loud(8))
+    step = compiled(optimizer, variables)
+    for number in range(6):
+        for v in variables:
+            v.assign(np.zeros(v.shape))
+        loud = number == 4
+        held = [0.0 if s.held is None else s.held.numpy() for s in optimizer._hvdplus.exchange.states]
+        scale = [np.float32(1e6 if loud and rank == SIZE - 1 else 1.0) for rank in range(SIZE)]
+        step([grad * scale[RANK] for grad in gradients(number, RANK)])
+        if loud:
+            everyone = hvd.allgather_object(held)
+            for state, parts in zip(optimizer._hvdplus.exchange.states, zip(*everyone, strict=True), strict=True):
+                assert not state.held.numpy().any(), "nothing is left"
+                for i, (part, shape) in state.places.items():
+                    sent = [gradients(number, rank)[i] * scale[rank] for rank in range(SIZE)]
+                    mean = np.mean([s + p[part].reshape(shape) for s, p in zip(sent, parts, strict=True)], axis=0)
+                    np.testing.assert_allclose(-np.array(variables[i]), mean, rtol=1e-5, atol=0.2)
+    assert hvd.identical(variables)
+
+
+@several
+def test_ranks_that_begin_with_other_weights_are_an_error_on_every_rank():
+    net = model(seed=RANK)
+    optimizer = hvd.DistributedOptimizer(sgd(), compression="none")
+    others = rf"weights of rank\(s\) {', '.join(map(str, range(1, SIZE)))} are not those of rank 0"
+    raises_everywhere(Exception, f"{others} any more: .*kernel is the first", lambda: fit(net, optimizer))
+    assert optimizer.hvdplus.steps == 1, "in the second step"
+
+
+@several
+def test_ranks_whose_weights_are_changed_are_an_error_within_the_interval():
+    net = model()
+    optimizer = hvd.DistributedOptimizer(sgd(), compression="none", settings={"weights_check_steps": 5})
+    fit(net, optimizer)
+    assert optimizer.hvdplus.steps == 16
+    if RANK == SIZE - 1:
+        bias = net.layers[1].bias
+        bias.assign(bias + 1e-3)
+    raises_everywhere(Exception, rf"weights of rank\(s\) {SIZE - 1} .*bias is the first", lambda: fit(net, optimizer))
+    assert 16 < optimizer.hvdplus.steps <= 21
+    unchecked = model(seed=RANK)
+    fit(unchecked, hvd.DistributedOptimizer(sgd(), compression="none", settings={"weights_check_steps": 0}))
+
+
+@several
+def test_learning_rates_that_differ_between_ranks_are_an_error_on_every_rank():
+    net = model()
+    optimizer = hvd.DistributedOptimizer(sgd(), compression="fp16")
+    fit(net, optimizer)
+    optimizer.learning_rate = 0.1 / (RANK + 1)
+    names = ", ".join(map(str, range(1, SIZE)))
+    raises_everywhere(
+        Exception, rf"learning rate differs between rank 0 and rank\(s\) {names},", lambda: fit(net, optimizer)
+    )
+
+
+@several
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_plain_dense_steps_send_gradients_in_their_own_type_if_they_can_be_added_up(dtype, monkeypatch):
+    variables = [keras.Variable(np.zeros(shape), dtype=dtype) for shape in SHAPES]
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(1.0), compression="auto", settings={"ladder": ["none", "int8"], "dense_steps": 100000}
+    )
+    optimizer.build(variables)
+    exchange, sums = optimizer._hvdplus.exchange, set()
+    transport = exchange.transport
+
+    class Spy:
+        def __getattr__(self, name):
+            return getattr(transport, name)
+
+        def start(self, array, name, scale=1.0):
+            sums.add((name, array.dtype.name))
+            return transport.start(array, name, scale)
+
+    monkeypatch.setattr(exchange, "transport", Spy())
+    own = dtype if dtype in transport.summable else "float32"
+    for level in (0, 1, 0):
+        optimizer.hvdplus.set_level(level)
+        for number in range(3):
+            for v in variables:
+                v.assign(np.zeros(v.shape))
+            optimizer.apply([tf.cast(grad, dtype) for grad in gradients(number, RANK)], variables)
+    # Branches are eager here: only those that ran began a sum.
+    kinds = {(name.split(".")[2], kind) for name, kind in sums if name.split(".")[1].isdigit()}
+    warm_up = {("none", "float32"), ("int8", "int32")} if dtype != "float64" else {("int8", "float64")}
+    assert kinds == {("none", own), *warm_up}
+    assert dtype == "bfloat16" or exchange.costs()[0].payload_bytes == exchange.gradient_bytes
+    assert hvd.identical([np.array(v, np.float64) for v in variables])
+
+
+@several
+def test_a_step_that_is_not_taken_sends_what_it_flushed_once_more():
+    """Of two steps out of three nobody takes the means; nothing is lost of what the others sent, or held back."""
+    ladder = ["none", "lowrank:1", "int8"]
+    settings = {"ladder": ladder, "dense_steps": 100000, "drain_steps": 3}
+    variables, optimizer = plain("auto", settings=settings)
+    exchange = optimizer._hvdplus.exchange
+
+    @tf.function
+    def step(taken, *grads):
+        means = exchange.reduce(list(grads))
+
+        def take():
+            for v, mean in zip(variables, means, strict=True):
+                v.assign_sub(mean)
+            exchange.end_step([tf.convert_to_tensor(v) for v in variables])
+            return 0
+
+        def skip():
+            exchange.skip_step()
+            return 0
+
+        tf.cond(taken, take, skip)
+
+    total, number = [np.zeros(shape) for shape in SHAPES], 0
+    for level, steps in ((1, 9), (2, 9), (0, 24)):
+        optimizer.hvdplus.set_level(level)
+        for _ in range(steps):
+            taken, grads = number % 3 == 0, gradients(number, RANK)
+            step(tf.constant(taken), *map(tf.constant, grads))
+            for t, g in zip(total, grads, strict=True):
+                t += g * taken
+            number += 1
+    assert not any(state.held.numpy().any() for state in exchange.states if state.held is not None), "all is flushed"
+    everyone = hvd.allgather_object(total)
+    for v, *parts in zip(variables, *everyone, strict=True):
+        np.testing.assert_allclose(-np.array(v, np.float64), np.mean(parts, axis=0), atol=2e-4)
+
+
+@several
+def test_a_checkpoint_within_a_step_knows_that_it_was_not_taken():
+    settings = {"ladder": ["none", "int8"], "dense_steps": 100000, "drain_steps": 3, "warm_steps": 1}
+    variables, optimizer = plain("auto", settings=settings)
+    exchange = optimizer._hvdplus.exchange
+    for number, level in enumerate((0, 1, 1, 1, 0, 0)):
+        optimizer.hvdplus.set_level(level)
+        optimizer.apply(gradients(number, RANK), variables)
+    assert optimizer.hvdplus.plan.flush_fraction == 1 / 2
+    exchange.reduce(gradients(7, RANK))
+    state = exchange.state()
+    assert state["not_taken"] and optimizer.hvdplus.plan.flush_fraction == 1
+    others, again = plain("auto", settings=settings, state=state)
+    assert again.hvdplus.plan.flush_fraction == 1 / 2
+    sums = [np.mean([r[i] for r in hvd.allgather_object(state["residuals"])], axis=0) for i in range(len(SHAPES))]
+    for _ in range(2):
+        again.apply([np.zeros(shape, np.float32) for shape in SHAPES], others)
+    for v, held in zip(others, sums, strict=True):
+        np.testing.assert_allclose(-np.array(v), held, atol=1e-6)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "compiled"])
+def test_one_rank_is_idle_again_when_a_checkpoints_residual_is_flushed(in_graph):
+    """A step that was compiled before goes on as it is."""
+    shape = (40, 30)
+    (variable,), optimizer = plain("int8", [shape])
+    for number in range(3):
+        optimizer.apply(gradients(number, 0, [shape]), [variable])
+    state = optimizer._hvdplus.exchange.state()
+    held = state["residuals"][0]
+    assert held.any()
+    alone = keras.Variable(np.zeros(shape, np.float32))
+    again = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), compression="none", settings={"drain_steps": 3})
+    again._hvdplus.state = {**state, "ranks": 2, "rank": None}
+    again.build([alone])
+    exchange = again._hvdplus.exchange
+    step = compiled(again, [alone]) if in_graph else lambda grads: again.apply(grads, [alone])
+    for number in range(5):
+        assert exchange.idle == (number >= 3), number
+        step([np.full(shape, 0.5, np.float32)])
+    np.testing.assert_allclose(-np.array(alone), held + 2.5, atol=1e-6)
+    assert not again._hvdplus.exchange.state()["residuals"]
+
+
+@several
+def test_where_tensorflow_has_no_order_of_effects_to_leave_times_are_taken_all_the_same(monkeypatch):
+    from hvdplus.adapters.tensorflow import private
+
+    assert private.missing() == []
+    monkeypatch.setattr(private, "_order_of", lambda graph: None)
+    assert any("experimental_acd_manager" in line and tf.__version__ in line for line in private.missing())
+    net = model()
+    optimizer = hvd.DistributedOptimizer(sgd(), compression="none")
+    fit(net, optimizer, epochs=4)
+    windows = [record for record in optimizer.hvdplus.log.records if record["kind"] == "window"]
+    assert windows and all(0 < window["exposed_comm_ms"] <= window["step_ms"] for window in windows)
+    assert hvd.identical(net)

@@ -26,18 +26,18 @@ class Reference:
         means = [None] * len(gradients[0])
         warming = self.compressor.warms and self.steps < self.WARM_STEPS
         compressor = NoCompression() if warming else self.compressor
-        release = 1.0 if compressor.keeps_residual else 0.0
+        fraction = 1.0 if compressor.keeps_residual else 0.0
         self.steps += 1
         for number, bucket in enumerate(self.buckets):
             ctx, payloads = self.contexts[number], []
             for rank in range(self.ranks):
                 flat = np.concatenate([gradients[rank][i].ravel() for i in bucket.parameters]).astype(np.float32)
                 residual = self.residuals[rank][number]
-                sent = add(flat, residual, release)
+                sent = add(flat, residual, fraction)
                 if compressor.keeps_residual:
                     payload, left, *_ = compressor.send(self.ops, ctx, sent, residual)
                 else:
-                    payload, left = compressor.encode(self.ops, ctx, sent), left_after_flush(residual, release)
+                    payload, left = compressor.encode(self.ops, ctx, sent), left_after_flush(residual, fraction)
                 self.residuals[rank][number] = left
                 payloads.append(payload)
             total = np.sum(payloads, axis=0, dtype=payloads[0].dtype)

@@ -11,6 +11,8 @@ import pytest
 import tensorflow as tf
 
 import hvdplus.tensorflow as hvd
+from hvdplus.adapters.in_process import run as run_in_process
+from hvdplus.adapters.numpy.backend import NumpyExchange
 from hvdplus.adapters.tensorflow import tape as tapes
 
 hvd.init()
@@ -59,7 +61,9 @@ def test_what_is_held_back_lives_with_the_variables_and_goes_with_them():
     for number in range(40):
         for total, part in zip(sums, mean(0), strict=True):
             total += part
-        for total, part in zip(sent, taped(sources, gradients(0, RANK), compression="topk:0.3:8"), strict=True):
+        means = taped(sources, gradients(0, RANK), compression="topk:0.3:8")
+        for total, source, part in zip(sent, sources, means, strict=True):
+            source.assign_sub(part)
             total += part.numpy()
         assert len(tapes._exchanges) == before + 1, number
     assert hvd.identical(sent)
@@ -178,3 +182,113 @@ def test_everything_that_horovod_exports_is_here():
 def test_the_launch_is_the_one_that_was_meant():
     assert hvd.front._require_world().transport.name == os.environ["EXPECTED_TRANSPORT"]
     assert int(os.environ["EXPECTED_RANKS"]) == SIZE
+
+
+@several
+@pytest.mark.parametrize("level", ["none", "fp16", "lowrank:2", "int8", "topk:0.3:8"])
+def test_a_level_does_what_numpys_exchange_does(level):
+    def body(transport):
+        exchange, means = NumpyExchange(SHAPES, transport, level, bucket_bytes=6000), []
+        for number in range(6):
+            means.append(exchange.reduce(gradients(number, transport.rank)))
+            exchange.commit()
+        return means
+
+    sources = variables()
+    step = tf.function(lambda *grads: taped(sources, grads, compression=level, settings={"bucket_bytes": 6000}))
+    for number, expected in enumerate(run_in_process(SIZE, body)[0]):
+        means = step(*map(tf.constant, gradients(number, RANK)))
+        tolerance = 2e-3 if "fp16" in level else 5e-5
+        for source, got, mine in zip(sources, means, expected, strict=True):
+            np.testing.assert_allclose(got, mine, rtol=0, atol=tolerance * max(np.abs(mine).max(), 1))
+            source.assign_sub(got)
+
+
+@several
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_nothing_is_lost_in_a_loop_that_leaves_out_every_third_step(compiled):
+    """At levels that hold something back, and while that is flushed."""
+    settings = {"ladder": ["none", "lowrank:1", "int8"], "dense_steps": 100000, "drain_steps": 4, "bucket_bytes": 6000}
+    sources = variables()
+
+    def step(*grads):
+        return taped(sources, grads, compression="auto", settings=settings)
+
+    if compiled:
+        step = tf.function(step, autograph=False)
+    total, sent, number, held = [np.zeros(s) for s in SHAPES], [np.zeros(s) for s in SHAPES], 0, False
+    for level, steps in ((0, 2), (1, 9), (2, 9), (0, 18)):
+        for first in range(steps):
+            grads, taken = gradients(number, RANK), number % 3 != 2
+            means = step(*map(tf.constant, grads))
+            if not first:  # an exchange exists
+                exchange = list(tapes._exchanges.values())[-1][1]
+                exchange.coordinator.set_level(level)
+            if taken:
+                for each in zip(total, sent, sources, grads, means, strict=True):
+                    t, s, source, grad, mean_now = each
+                    t += grad
+                    s += mean_now.numpy()
+                    source.assign_sub(0.1 * mean_now)
+            number += 1
+        held |= any(state.held.numpy().any() for state in exchange.states if state.held is not None)
+    step(*map(tf.constant, gradients(number, RANK)))  # which sees that the last step was taken
+    assert held and not any(state.held.numpy().any() for state in exchange.states if state.held is not None)
+    assert hvd.identical(sources)
+    for mine, *everyone in zip(sent, *hvd.allgather_object(total), strict=True):
+        np.testing.assert_allclose(mine, np.mean(everyone, axis=0), atol=5e-4)
+
+
+@several
+def test_what_was_held_back_stays_if_no_step_is_taken():
+    sources = variables()
+    grads = [tf.constant(grad) for grad in gradients(0, RANK)]
+    means = [taped(sources, grads, compression="topk:0.3:8") for _ in range(3)]
+    (_, exchange) = list(tapes._exchanges.values())[-1]
+    assert not any(state.held.numpy().any() for state in exchange.states if state.held is not None)
+    for source, part in zip(sources, means[-1], strict=True):
+        source.assign_sub(part)
+    known = exchange.state()
+    assert any(np.any(residual) for residual in known["residuals"].values()), "the state tells that the step was taken"
+
+
+@several
+def test_rows_of_a_table_that_change_show_that_a_step_was_taken():
+    """Few of them do, and not those that a few samples of the table would look at."""
+    table = tf.Variable(tf.zeros((4000, 24)))
+    rows = tf.constant([1, 7, 11])
+    for number in range(3):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table, rows) * (RANK + 1.0))
+        (mean_now,) = hvd.DistributedGradientTape(tape, compression="int8").gradient(loss, [table])
+        (_, exchange) = list(tapes._exchanges.values())[-1]
+        assert exchange.pends.numpy() == (number >= 2), "the first two are warm-up"
+        table.assign_sub(mean_now)
+    before = exchange.pends.numpy()
+    exchange.settle_last_step()
+    assert before and not exchange.pends.numpy()
+    changed = tf.reduce_any(exchange._seen != tapes.tensors.fingerprint(table, whole=False)).numpy()
+    assert changed, "samples alone would not have told"
+
+
+@several
+def test_weights_that_differ_between_ranks_are_an_error_on_every_rank():
+    sources = [tf.Variable(tf.fill(shape, 1.0 + RANK), name=f"weight_{i}") for i, shape in enumerate(SHAPES)]
+    grads = [tf.constant(grad) for grad in gradients(0, RANK)]
+    taped(sources, grads, compression="none")
+    with pytest.raises(Exception, match=r"weights of rank\(s\) .* are not those of rank 0 any more: weight_0"):
+        taped(sources, grads, compression="none")
+    hvd.identical([tf.zeros(1)])  # all are here
+
+
+@several
+def test_sources_that_are_no_variables_may_differ_between_ranks():
+    x, weight = tf.constant([1.0 + RANK, 2.0]), tf.Variable([1.0, 1.0])
+
+    for _ in range(3):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(x * weight)
+        of_x, of_weight = hvd.DistributedGradientTape(tape, compression="none").gradient(loss, [x, weight])
+        np.testing.assert_allclose(of_x, [1.0, 1.0])
+        np.testing.assert_allclose(of_weight, [(SIZE + 1) / 2, 2.0])

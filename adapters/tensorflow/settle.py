@@ -1,0 +1,146 @@
+"""What follows a step's sums in the graph, once the host knows whether all ranks were finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from hvdplus.adapters.tensorflow import tensors
+from hvdplus.adapters.tensorflow.bucket import Exchanged
+from hvdplus.adapters.tensorflow.variables import GraphState
+from hvdplus.exchange.plan import Variant
+
+if TYPE_CHECKING:
+    from hvdplus.adapters.tensorflow.graph import GraphExchange
+
+AS_IS, NOT_FINITE, SEND_LEFT = range(3)
+"""What is delivered: the means; NaN, where a payload hides what a plain all-reduce would have delivered; the means and
+what they left, in full width."""
+
+
+def remedy(x: GraphExchange, used: Variant, healthy: bool, overflow: bool) -> int:
+    """One of the above; the same on every rank."""
+    compressor = x.ladder.compressors[used.level]
+    if healthy:
+        return SEND_LEFT if overflow and compressor.keeps_residual else AS_IS
+    return NOT_FINITE if compressor.settles else AS_IS
+
+
+def mended(x: GraphExchange, which: tf.Tensor, parts: Sequence[Exchanged]) -> Sequence[Exchanged]:
+    """``parts`` with the means and residuals that remain."""
+    compressors = x.ladder.compressors
+    if not parts or not any(compressor.settles for compressor in compressors):
+        return parts
+
+    def as_is() -> list[tuple[Any, Any]]:
+        return [(tf.identity(part.mean), tf.identity(part.left)) for part in parts]
+
+    def not_finite() -> list[tuple[Any, Any]]:
+        return [
+            (tf.fill(tf.shape(part.mean), tf.constant(math.nan)) if state.bucket.compressible else part.mean, part.left)
+            for state, part in zip(x.states, parts, strict=True)
+        ]
+
+    def send_left() -> list[tuple[Any, Any]]:
+        return [_with_left(x, state, part) for state, part in zip(x.states, parts, strict=True)]
+
+    branches = [as_is, not_finite]
+    if any(compressor.keeps_residual for compressor in compressors):
+        branches.append(send_left)
+    pairs = tf.switch_case(which, branches)
+    for state, (mean, _) in zip(x.states, pairs, strict=True):
+        mean.set_shape([state.bucket.spec.size])
+    return [part._replace(mean=mean, left=left) for part, (mean, left) in zip(parts, pairs, strict=True)]
+
+
+def _with_left(x: GraphExchange, state: GraphState, part: Exchanged) -> tuple[tf.Tensor, tf.Tensor]:
+    """(mean of all that the ranks meant to send, next residual)"""
+    if state.held is None:
+        return part.mean, part.left
+
+    def send() -> tuple[tf.Tensor, tf.Tensor]:
+        left = tf.ensure_shape(part.left, [state.bucket.spec.size])
+        return part.mean + x.sum(left, f"{x.prefix}.{state.bucket.number}.left", x.scale), tf.zeros_like(left)
+
+    if not state.height:
+        return send()
+    return tf.cond(tf.size(part.left) > 0, send, lambda: (part.mean, part.left))  # rows that were shared left nothing
+
+
+def keep(
+    x: GraphExchange, variant: tf.Tensor, healthy: tf.Tensor, parts: Sequence[Exchanged], absent: Sequence[bool]
+) -> None:
+    """Take over contexts, and make residuals pending, unless some rank's gradient was not finite. What is held back of
+    variables that are ``absent`` in this step stays: nobody takes what was sent of it."""
+
+    def store(used: Variant) -> Callable[[], tf.Tensor]:
+        residuals = x.ladder.compressors[used.level].keeps_residual or used.flushes
+
+        def run() -> tf.Tensor:
+            pends = False
+            for state, part in zip(x.states, parts, strict=True):
+                if state.held is not None and residuals:
+                    state.next_held.assign(_pending(state, part, absent))
+                    pends = True
+                known = state.contexts.get(used.warms or used.level)
+                if known is not None:
+                    known.variable.assign(tf.ensure_shape(part.context, known.variable.shape))
+            if pends:
+                x.pends.assign(True)
+            return tf.constant(0)
+
+        return run
+
+    if parts:
+        branches = [store(used) for used in x.ladder.variants]
+        nothing = len(branches)
+        tf.switch_case(tf.where(healthy, variant, nothing), [*branches, lambda: tf.constant(0)])
+
+
+def _pending(state: GraphState, part: Exchanged, absent: Sequence[bool]) -> tf.Tensor:
+    left = part.left
+    if state.height:
+        left = tf.cond(tf.size(left) > 0, lambda: part.left, state.held.read_value)
+    left = tf.ensure_shape(left, state.held.shape)
+    if not any(absent[i] for i in state.bucket.parameters):
+        return left
+    return tensors.with_parts(left, state.held.read_value(), state.bucket, absent)
+
+
+def hand_over(x: GraphExchange, variant: tf.Tensor, following: tf.Tensor) -> None:
+    """Where the coming level follows the last one, it takes over its contexts."""
+    levels = tf.constant([used.level for used in x.ladder.variants])
+    last, coming = tf.gather(levels, variant), tf.gather(levels, following)
+    compressors = x.ladder.compressors
+
+    def take(old: int, new: int) -> Callable[[], tf.Tensor]:
+        def run() -> tf.Tensor:
+            for state in x.states:
+                if new in state.contexts and old in state.contexts:
+                    before, after = state.contexts[old], state.contexts[new]
+                    fresh = compressors[new].init(x.ops, state.bucket.spec)
+                    ctx = compressors[new].inherit(x.ops, fresh, before.context(0, before.variable.read_value()))
+                    after.variable.assign(tensors.flat(ctx.state))
+            return tf.constant(0)
+
+        return run
+
+    for new, compressor in enumerate(compressors):
+        for old, other in enumerate(compressors):
+            if old != new and compressor.follows(other) and x.states:
+                both = tf.logical_and(tf.equal(last, old), tf.equal(coming, new))
+                tf.cond(both, take(old, new), lambda: tf.constant(0))
+
+
+def delivered(
+    x: GraphExchange, parts: Sequence[Exchanged], dense: Sequence[tf.Tensor], absent: Sequence[bool]
+) -> list[tf.Tensor | None]:
+    """A mean for every variable that has a gradient."""
+    means = list(dense)
+    for state, part in zip(x.states, parts, strict=True):
+        for i, mean in zip(state.bucket.parameters, tensors.parts_of(part.mean, state.bucket), strict=True):
+            means[i] = tf.cast(mean, dense[i].dtype)
+    return [None if none else mean for none, mean in zip(absent, means, strict=True)]

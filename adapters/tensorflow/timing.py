@@ -1,0 +1,90 @@
+"""Where the time of a compiled step goes, from timestamps in its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from hvdplus.adapters.tensorflow import private
+from hvdplus.meter import StepTimes, union_seconds
+
+
+class Stamps(NamedTuple):
+    """Of one step, in seconds since the epoch (but for ``probe``)."""
+
+    data: Any
+    """The step's input is there."""
+    ready: Any
+    """All gradients are."""
+    done: Any
+    """All sums are."""
+    probe: Any
+    """Seconds that a bandwidth probe took after it."""
+    begins: Any
+    """For every bucket, when its gradients are there."""
+    ends: Any
+    """For every bucket, when its sum is."""
+
+
+def timed(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """A tensor and when it was there. Its users wait for the timestamp: left to itself, it may be taken late."""
+    now = private.timestamp([tensor])
+    with tf.control_dependencies([now]):
+        return tf.identity(tensor), now
+
+
+def packed(stamps: Stamps) -> tf.Tensor:
+    """All numbers in one vector, for the host."""
+    several = [tf.stack(times) if times else tf.zeros(0, tf.float64) for times in (stamps.begins, stamps.ends)]
+    return tf.concat([tf.stack(list(stamps[:4])), *several], axis=0)
+
+
+def unpacked(values: np.ndarray) -> Stamps:
+    """What ``packed`` made."""
+    begins, ends = np.split(values[4:], 2)
+    data, ready, done, probe = values[:4].tolist()
+    return Stamps(data, ready, done, probe, begins, ends)
+
+
+class StepClock:
+    """Turns timestamps into times. Clocks are set back now and then: no time is negative, or longer than the step."""
+
+    def __init__(self) -> None:
+        self._last_done = self._last_end = 0.0
+
+    def forget(self) -> None:
+        """The next step is the first."""
+        self._last_done = self._last_end = 0.0
+
+    def step_ended(self, now: float) -> None:
+        """The optimizer has taken the step."""
+        self._last_end = now
+
+    def read(self, stamps: Stamps, sizes: Sequence[int], codec: float, alone: bool) -> StepTimes:
+        """Times of the step whose sums are done; zeros of the first.
+
+        Args:
+            sizes: elements of the buckets.
+            codec: seconds of the level, as tried beforehand: within a compiled step it cannot be told from the wire.
+        """
+        data, ready, done, probe = (float(value) for value in stamps[:4])
+        probe = max(0.0, probe)
+        before, self._last_done = self._last_done, done + probe
+        step = max(0.0, done - before) if before else 0.0
+        if not step:
+            return StepTimes()
+        waited = min(max(0.0, done - ready), step)
+        input_wait = max(0.0, data - self._last_end) if self._last_end and data < ready else 0.0
+        input_wait = min(input_wait, step - waited)
+        if alone:
+            return StepTimes(step, input_wait=input_wait)
+        codec = min(codec, waited)
+        # A bucket is encoded before its sum begins, and only then is the wire busy with it.
+        sent = np.maximum(stamps.begins, before) + codec * np.array(sizes) / max(1, sum(sizes))
+        exposed = waited - codec
+        busy = union_seconds(zip(sent.tolist(), np.asarray(stamps.ends).tolist(), strict=True))
+        overlapped = min(max(0.0, busy - exposed), step - exposed)
+        return StepTimes(step + probe, codec, exposed, input_wait, overlapped, probe)
