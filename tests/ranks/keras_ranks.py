@@ -778,7 +778,7 @@ def test_changes_of_level_are_those_of_numpys_exchange():
                 old - np.array(v), mean, rtol=0, atol=2e-4 * max(np.abs(mean).max(), 1), err_msg=message
             )
     ran = {record["level"] for record in optimizer.hvdplus.log.records if record["kind"] == "window"}
-    assert {"none", "lowrank:1", "lowrank:2", "int8", "draining", "warming"} <= ran
+    assert RANK or {"none", "lowrank:1", "lowrank:2", "int8", "draining", "warming"} <= ran  # rank 0 keeps them
 
 
 class Loud(IntB):
