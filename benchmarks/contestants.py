@@ -119,8 +119,8 @@ class Contestant:
     @property
     def level(self) -> str:
         """That hvdplus runs next, or learns for in a dense step; elsewhere empty."""
-        pilot = getattr(self.optimizer, "hvdplus", None)
-        return pilot.ladder.names[pilot.plan.warms or pilot.plan.level] if pilot else ""
+        coordinator = getattr(self.optimizer, "hvdplus", None)
+        return coordinator.ladder.names[coordinator.plan.warms or coordinator.plan.level] if coordinator else ""
 
     def evaluate(self) -> float:
         return self._task.evaluate(self.model)

@@ -23,7 +23,7 @@ LOSSY = 2
 """Least level that keeps a residual and has to learn before it begins."""
 WARM_STEPS = 2
 LIMITS = Limits()
-GAUGE_STEPS = 5
+NORM_STEPS = 5
 ms = 1e-3
 
 
@@ -241,7 +241,7 @@ def drive(
             course.soundings.append((step, job_now.sounding(sounding)))
             course.seconds += course.soundings[-1][1]
         error, norm, rate = training(step, level, age)
-        if step % GAUGE_STEPS:
+        if step % NORM_STEPS:
             error = norm = math.nan
         age += 1
         late = level, Observation(times, error, norm, rate, sounding)

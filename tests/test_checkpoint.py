@@ -422,3 +422,20 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     for file in files:
         with pytest.raises(ValueError, match="cannot be read"):
             checkpoint.read(io.BytesIO(file))
+
+
+def test_ranks_that_have_held_back_nothing_yet_take_part() -> None:
+    """There a residual is None: whether there is one has to be the same on all ranks."""
+
+    def body(transport: Any) -> None:
+        x = exchange(transport)
+        train(x, range(5))
+        state = x.state()
+        if transport.rank:
+            state["residuals"] = dict.fromkeys(state["residuals"])
+        fresh = exchange(transport)
+        fresh.load(state)
+        assert any(map(np.any, fresh.state()["residuals"].values())) == (transport.rank == 0)
+        train(fresh, range(5, 7))
+
+    run(2, body)

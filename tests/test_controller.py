@@ -16,11 +16,11 @@ from frameworks import examples as up_to
 from hypothesis import given
 from hypothesis import strategies as st
 from simulating import (
-    GAUGE_STEPS,
     LIMITS,
     LOSSY,
     NAMES,
     NOISES,
+    NORM_STEPS,
     WARM_STEPS,
     Course,
     Job,
@@ -95,12 +95,12 @@ def test_the_start_lasts_while_gradients_change_fast_but_never_twice_as_long(den
     """``restless``: until this step every norm is three times as large or small as the one before."""
 
     def norm(step: int) -> float:
-        return 3.0 if step < restless and step // GAUGE_STEPS % 2 else 1.0
+        return 3.0 if step < restless and step // NORM_STEPS % 2 else 1.0
 
     def is_calm(steps: int) -> bool:
-        """After so many steps, of which every fifth was gauged."""
-        latest = (steps - 1) // GAUGE_STEPS * GAUGE_STEPS
-        return norm(latest) == norm(latest - GAUGE_STEPS)
+        """After so many steps, of which every fifth measured norms."""
+        latest = (steps - 1) // NORM_STEPS * NORM_STEPS
+        return norm(latest) == norm(latest - NORM_STEPS)
 
     limits = Limits(dense_steps=dense_steps)
     course = drive(SLOW, 100, limits=limits, training=lambda step, level, age: (0.0, norm(step), 0.1))

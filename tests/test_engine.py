@@ -19,7 +19,7 @@ from ranks.reference import Reference
 from hvdplus.adapters.in_process import InProcess, run
 from hvdplus.adapters.numpy.backend import NumpyExchange, Rows
 from hvdplus.compression import Array, Compressor, Context, Ops, Spec, parse
-from hvdplus.exchange import checkpoint
+from hvdplus.exchange import checkpoint, sparse
 from hvdplus.exchange.plan import Plan
 
 LEVELS = ["none", "fp16", "randomk:0.2:32", "topk:0.2:32", "lowrank:2", "int8", "int4:stochastic", "int11", "qsgd:8"]
@@ -170,8 +170,11 @@ def test_gradients_that_are_ready_in_another_order_on_every_rank(level: str, neg
         for step in range(5):
             order = np.random.default_rng([step, transport.rank, 1]).permutation(len(SHAPES)).tolist()
             grads = gradients(step, transport.rank)
+            transport.sent.clear()
             got = x.reduce(grads, order=order)
             assert identical(transport, got)
+            names = [name for name, _ in transport.sent]
+            assert len(names) == len(set(names)), "no bucket leaves before it is full, or twice"
             if not step:  # buckets are cut by rank 0's order
                 assert x.order == transport.gather_objects(order)[0]
             elif level == "none":
@@ -534,6 +537,29 @@ def test_a_table_changes_its_way_from_step_to_step(level: str, negotiates: bool)
 
 
 @ORDERS
+def test_a_whole_table_that_was_not_taken_leaves_nothing_to_a_step_of_few_rows(negotiates: bool) -> None:
+    """What the level has not sent of it is forgotten with its step."""
+
+    def body(transport: Any) -> None:
+        x = exchange(transport, "int8", TABLE)
+
+        def step(number: int, count: int) -> None:
+            values, head = gradients(number, transport.rank, TABLE)
+            x.reduce([Rows(np.arange(count), values[:count]), head])
+
+        for number in range(4):
+            step(number, 300)
+            x.commit()
+        before = residuals(x)[0]
+        step(4, 300)  # not taken
+        step(5, 3)
+        x.commit()
+        assert before.any() and np.array_equal(residuals(x)[0], before), "it waits in a step that shares rows"
+
+    run(2, body, negotiates=negotiates)
+
+
+@ORDERS
 def test_an_empty_union_sends_no_rows(negotiates: bool) -> None:
     """Nobody used the table, or only rows of zeros: it costs its mask alone."""
 
@@ -570,41 +596,29 @@ def test_rows_have_the_gradients_type(dtype: str, negotiates: bool) -> None:
 
 
 @ORDERS
-def test_contexts_learn_from_rows_in_warm_up(negotiates: bool) -> None:
-    """A table whose rows are shared in the steps that lead up to a level is known to it as a dense one would be."""
+@pytest.mark.parametrize("level", ["int8", "topk:0.2:16+int8"])
+def test_contexts_learn_from_rows_in_warm_up(level: str, negotiates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table whose rows are shared in the steps that lead up to a level is known to it as one that travels whole."""
     shapes = [(400, 6), (24, 20)]
 
-    def learned(transport: Any, as_dense: bool) -> list[bytes]:
-        x = exchange(transport, "topk:0.2:16+int8", shapes, warm_steps=2)
+    def learned(transport: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        x = exchange(transport, level, shapes, warm_steps=2)
         for step in range(2):
             assert x.plan.warms
-            grad: Any = lookups(step, transport.rank, 400)
-            if as_dense:
-                grad = dense(grad, shapes[0]).astype(np.float32)
-            elif step == 0:
-                assert isinstance(grad, Rows)
-            x.reduce([grad, gradients(step, transport.rank, shapes)[1]])
+            x.reduce([lookups(step, transport.rank, 400), gradients(step, transport.rank, shapes)[1]])
             x.commit()
         assert not x.plan.warms
-        (state,) = (state for state in x.states if 0 in state.bucket.parameters)
-        return [array.tobytes() for array in state.contexts[1].state]
+        shares = any(".rows." in name for name, _ in transport.sent)
+        assert shares == (sparse.SHARED > 0)
+        (state,) = (state for state in x.states if state.bucket.parameters == (0,))
+        fresh = x.ladder.compressors[1].init(x.ops, state.bucket.spec)
+        return [np.array(array) for array in state.contexts[1].state], list(fresh.state)
 
-    def body(transport: Any) -> None:
-        rows = learned(transport, as_dense=False)
-        # The same table, known to be sparse, whose gradients are dense arrays: it travels whole.
-        whole = exchange(transport, "topk:0.2:16+int8", shapes, warm_steps=2)
-        whole.know_gradients([1, 0], [0], [0])
-        whole.follow(whole.plan)
-        for step in range(2):
-            grad = np.maximum(dense(lookups(step, transport.rank, 400), shapes[0]), -1e30).astype(np.float32)
-            whole.reduce([grad, gradients(step, transport.rank, shapes)[1]])
-            whole.commit()
-        (state,) = (state for state in whole.states if 0 in state.bucket.parameters)
-        for one, other in zip(rows, state.contexts[1].state, strict=True):
-            assert np.allclose(np.frombuffer(one, other.dtype), other.reshape(-1), rtol=1e-5)
-        assert any(np.frombuffer(one, np.int32).any() for one in rows)
-
-    run(2, body, negotiates=negotiates)
+    (rows, fresh), _ = run(2, learned, negotiates=negotiates)
+    monkeypatch.setattr(sparse, "SHARED", 0.0)
+    (whole, _), _ = run(2, learned, negotiates=negotiates)
+    assert all(np.array_equal(one, other) for one, other in zip(rows, whole, strict=True))
+    assert not all(np.array_equal(one, other) for one, other in zip(rows, fresh, strict=True)), "it did learn"
 
 
 @ORDERS
@@ -916,6 +930,43 @@ def test_ranks_report_how_large_their_gradients_and_residuals_are(level: str) ->
 
 
 @ORDERS
+@pytest.mark.parametrize("level", ["none", "fp16", "int8", "lowrank:2"])
+def test_metadata_are_read_in_the_step_only_where_it_depends_on_them(level: str, negotiates: bool) -> None:
+    """Else one step later: nobody waits for them. In the first step they tell which gradients there are."""
+
+    def body(transport: Any) -> None:
+        x = exchange(transport, level)
+        in_step = []
+        for step in range(5):
+            take(x, [step])
+            in_step.append(x.reporter.observed_in_step)
+            assert x.coordinator.steps + x.coordinator.unread_steps == step + 1
+        depends = x.ladder.compressors[-1].keeps_residual or (negotiates and level == "none")  # there they go along
+        assert in_step == [True, *[depends] * 4] if level != "lowrank:2" else all(in_step)
+
+    run(2, body, negotiates=negotiates)
+
+
+@ORDERS
+@pytest.mark.parametrize("level", ["none", "fp16", "int8"])
+def test_steps_of_before_do_not_count_in_a_loaded_state(level: str, negotiates: bool) -> None:
+    """The last one's metadata may not have been read when it is loaded."""
+
+    def body(transport: Any) -> None:
+        x, again = exchange(transport, level), exchange(transport, level)
+        take(x, range(3))
+        state = x.state()
+        take(x, range(3, 6))
+        x.load(state), again.load(state)
+        for each in (x, again):
+            take(each, range(3, 7))
+        assert x.coordinator.steps == again.coordinator.steps
+        assert x.coordinator.unread_steps == again.coordinator.unread_steps
+
+    run(2, body, negotiates=negotiates)
+
+
+@ORDERS
 @pytest.mark.parametrize("level", ["none", "fp16", "int8"])
 def test_metadata_are_read_once_a_step(level: str, negotiates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many parts of a step ask for them."""
@@ -1004,6 +1055,138 @@ def test_values_far_beyond_the_level_that_are_not_finite_are_sent_by_nobody() ->
         assert all(np.array_equal(old, now) for old, now in zip(before, residuals(x), strict=True))
 
     run(2, body)
+
+
+# -- loss scaling ------------------------------------------------------------------------------------------------------
+
+
+@ORDERS
+@pytest.mark.parametrize("level", LEVELS)
+def test_loss_scaling_that_is_known_changes_nothing(level: str, negotiates: bool) -> None:
+    """A changed scale does not rescale what is held back. Powers of two are exact, but where float16 ends."""
+
+    def body(transport: Any) -> None:
+        plain, scaled = exchange(transport, level), exchange(transport, level)
+        scales = [8.0, 8.0, 16.0, 16.0, 4.0, 4.0, 1024.0, 1.0, 1.0]
+        for step, scale in enumerate(scales):
+            scaled.get_loss_scale = lambda scale=scale: scale
+            grads = gradients(step, transport.rank)
+            expected = plain.reduce(grads, 0.1)
+            plain.commit()
+            if step == 5:  # a loss overflows on one rank, and the step is made again
+                bad = [grad * np.float32(np.inf if transport.rank else 1.0) for grad in grads]
+                with np.errstate(all="ignore"):
+                    assert not np.isfinite(scaled.reduce(bad, 0.1)[0]).all()
+            got = scaled.reduce([grad * np.float32(scale) for grad in grads], 0.1)
+            scaled.commit()
+            for one, other in zip(got, expected, strict=True):
+                tolerance = 5e-2 if "fp16" in level else 1e-6
+                np.testing.assert_allclose(one / np.float32(scale), other, atol=tolerance)
+            for one, other in zip(residuals(scaled), residuals(plain), strict=True):
+                np.testing.assert_allclose(one, other, atol=5e-2 if "fp16" in level else 1e-5)
+            assert identical(transport, got)
+
+    run(2, body, negotiates=negotiates)
+
+
+@ORDERS
+@pytest.mark.parametrize("level", ["none", "fp16"])
+def test_a_residual_is_flushed_in_the_units_of_the_scaled_loss(level: str, negotiates: bool) -> None:
+    """Under a level that keeps none, which sends gradients as they are scaled or not."""
+
+    def body(transport: Any) -> None:
+        plain, scaled = (exchange(transport, ("none", "fp16", "topk:0.2:32"), drain_steps=3) for _ in range(2))
+        for step, scale in enumerate([8.0] * 6 + [32.0, 16.0, 4.0, 4.0]):
+            if step == 4:
+                for x in (plain, scaled):
+                    x.coordinator.set_level(["none", "fp16"].index(level))
+            scaled.get_loss_scale = lambda scale=scale: scale
+            grads = gradients(step, transport.rank)
+            got, expected = scaled.reduce([grad * np.float32(scale) for grad in grads]), plain.reduce(grads)
+            scaled.commit(), plain.commit()
+            for one, other in zip(got, expected, strict=True):
+                np.testing.assert_allclose(one / np.float32(scale), other, atol=2e-2 if level == "fp16" else 1e-5)
+            for one, other in zip(residuals(scaled), residuals(plain), strict=True):
+                np.testing.assert_allclose(one, other, atol=1e-5)
+        assert not scaled.state()["residuals"] and not plain.state()["residuals"]
+
+    run(2, body, negotiates=negotiates)
+
+
+@ORDERS
+def test_loss_scaling_that_begins_late_joins_no_residual(negotiates: bool) -> None:
+    """The coming step's plan, of a level that keeps one, was made before anybody knew."""
+
+    def body(transport: Any) -> None:
+        x = exchange(transport, ("none", "int8"), auto=True, dense_steps=10**6)
+        x.coordinator.set_level(1)
+        take(x, range(4))
+        assert x.plan.level == 1
+        for step in range(4, 7):
+            x.leave_out_residuals()
+            assert x.plan.level == 0
+            take(x, [step])
+        assert [record["kind"] for record in x.coordinator.log.records].count("forbid") == 1
+
+    run(2, body, negotiates=negotiates)
+
+
+# -- what a step does besides ------------------------------------------------------------------------------------------
+
+
+@ORDERS
+@pytest.mark.parametrize("level", ["none", "int8"])
+def test_a_bandwidth_probe_changes_no_mean(level: str, negotiates: bool) -> None:
+    """A sum of zeros of the size that was asked for, after all others; its time comes with the next metadata."""
+
+    def body(transport: Any) -> None:
+        x, plain = exchange(transport, level), exchange(transport, level)
+        take(x, range(3)), take(plain, range(3))
+        x.follow(x.plan._replace(probe_bytes=4096))
+        transport.sent.clear()
+        (got,) = take(x, [3])
+        assert transport.sent[-1] == ("numpy.probe", 4096)
+        assert x.meter.last.sounding > 0 and not x.plan.probe_bytes
+        for one, other in zip(got, take(plain, [3])[0], strict=True):
+            assert np.array_equal(one, other)
+
+    run(2, body, negotiates=negotiates)
+
+
+@ORDERS
+@pytest.mark.parametrize("level", ["none", "int8"])
+def test_losses_reach_the_log_as_their_mean(level: str, negotiates: bool) -> None:
+    def body(transport: Any) -> None:
+        x = exchange(transport, level, window_steps=4)
+        for step in range(10):
+            if step >= 2:
+                x.reporter.loss = 1.0 + transport.rank
+            take(x, [step])
+        x.coordinator.finish()
+        losses = [record["loss"] for record in x.coordinator.log.records if record["kind"] == "window"]
+        assert losses[-1] == pytest.approx(1.5)
+
+    run(2, body, negotiates=negotiates)
+
+
+@ORDERS
+@pytest.mark.parametrize("level", ["none", "int8", "lowrank:2"])
+def test_a_step_that_was_broken_off_leaves_no_trace(level: str, negotiates: bool) -> None:
+    """The transport failed in the middle of a backward pass: what was on its way is forgotten."""
+
+    def body(transport: Any) -> None:
+        from hvdplus.exchange.step import gradient_ready
+
+        x, plain = exchange(transport, level), exchange(transport, level)
+        take(x, range(4)), take(plain, range(4))
+        x.backend.gradients = gradients(99, transport.rank)
+        for i in x.order[:3]:
+            gradient_ready(x, i)
+        x.abandon()
+        for one, other in zip(take(x, range(4, 6)), take(plain, range(4, 6)), strict=True):
+            assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+    run(2, body, negotiates=negotiates)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -46,9 +46,9 @@ def write(path: Path, steps: int = 120, limits: Limits | None = None, slower_fro
         sounding = controller.sounding()
         sounded = round(800 + sounding * 5e-3) if sounding else 0
         micros = (12_000 + exposed + codec + sounded, codec, exposed, 0, 500, sounded)
-        gauged = (0.25, 1.5) if step % 5 == 0 else (None, None)
-        trace.append([level, *micros, *gauged, 0.1, sounding])
-        seen = [math.nan if value is None else value for value in gauged]
+        norms = (0.25, 1.5) if step % 5 == 0 else (None, None)
+        trace.append([level, *micros, *norms, 0.1, sounding])
+        seen = [math.nan if value is None else value for value in norms]
         times = StepTimes(*(value / 1e6 for value in micros))
         decision = controller.observe(level, Observation(times, *seen, 0.1, sounding))
         if decision:

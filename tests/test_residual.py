@@ -323,6 +323,24 @@ def test_steps_that_are_not_taken_flush_nothing() -> None:
     on(2, body, drain_steps=3)
 
 
+def test_a_step_that_was_not_taken_leaves_nothing_to_the_level_that_begins() -> None:
+    """The decision came with it, so that the next step is the first one of the new level's warm-up."""
+
+    def body(rank: Rank) -> None:
+        rank.go("lowrank:4")
+        for _ in range(6):
+            rank.step()
+        for level in ("int8", "topk:0.2:16", "none", "qsgd:8"):
+            held = rank.residual()
+            rank.exchange.coordinator.set_level(LADDER.index(level))
+            rank.step(taken=False)
+            assert same(rank.residual(), held)
+            for _ in range(4):
+                rank.step()  # checks its sum
+
+    on(2, body, drain_steps=3)
+
+
 @pytest.mark.parametrize("level", [name for name in LADDER if parse(name).settles])
 def test_steps_that_are_not_finite_teach_nothing(level: str) -> None:
     """Neither a level that runs nor one that is warmed up, and residuals stay as they are, whoever met the NaN."""

@@ -241,8 +241,9 @@ class Distributed(torch.optim.Optimizer):
             RuntimeError: gradients are on their way.
         """
         if STATE_KEY in state_dict:
-            self._add_saved_parameters(state_dict[STATE_KEY]["shapes"])
-            self._exchange.load(state_dict[STATE_KEY])
+            saved = state_dict[STATE_KEY]
+            self._add_saved_parameters(saved.get("shapes") if isinstance(saved, Mapping) else None)
+            self._exchange.load(saved)
         elif not self._exchange.idle and self._exchange.transport.rank == 0:
             note = "the checkpoint has no state of hvdplus, whose compressors and controller go on as they are."
             print(f"hvdplus: {note}", file=sys.stderr, flush=True)
@@ -316,7 +317,7 @@ class Distributed(torch.optim.Optimizer):
             # Of those that are gone, another may get the id.
             self._known, self._added = frozenset(map(id, parameters)), []
 
-    def _add_saved_parameters(self, shapes: list[list[int]]) -> None:
+    def _add_saved_parameters(self, shapes: Any) -> None:
         """Parameters that were unfrozen or added since the last step, or will be, join at once where a state of such
         ``shapes`` has them."""
         known, everything = self._known, [p for group in self.param_groups for p in group["params"]]

@@ -108,9 +108,8 @@ def begin_from(known):
     """Keras: residuals and contexts as PyTorch had them before this step."""
     for state, levels in zip(exchange.states, known["contexts"], strict=True):
         for name, arrays in levels.items():
-            level = exchange.ladder.names.index(name)
-            if level in state.contexts:  # others have no arrays
-                exchange.put_context(state, level, arrays)
+            if arrays:  # levels that learn nothing have none
+                exchange.put_context(state, exchange.ladder.names.index(name), arrays)
     for i, residual in known["residuals"].items():
         exchange.hold(i, residual)
 

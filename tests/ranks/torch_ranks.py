@@ -619,6 +619,13 @@ def test_states_that_cannot_be_gone_on_from_are_an_error_on_every_rank():
     small = plain(parameters([(7,)]), "int8")
     raises_everywhere(ValueError, "another model", lambda: small._exchange.load(ours))
     raises_everywhere(ValueError, "format", lambda: optimizer._exchange.load({**ours, "format": 99}))
+    for damage, match in (
+        ({name: value for name, value in ours.items() if name != "shapes"}, "has no shapes"),
+        ({**ours, "residuals": {0: torch.full((40, 12), torch.nan)}}, "residual of parameter 0 .* not finite"),
+        (None, "format"),
+    ):
+        damaged = {**state, "hvdplus": damage}
+        raises_everywhere(ValueError, match, lambda damaged=damaged: optimizer.load_state_dict(damaged))
     x, y = batch(0)
     torch.nn.functional.cross_entropy(net(x), y).backward()
     raises_everywhere(RuntimeError, "on their way", lambda: optimizer._exchange.load(ours))
