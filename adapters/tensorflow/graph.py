@@ -123,10 +123,10 @@ class GraphExchange(VariablesExchange):
         sizes = [state.bucket.spec.size for state in self.states]
         told = [tf.stack(list(coming)), total, sums_finite, tf.add_n(row_bytes or [0]), weights, packed(stamps)]
         answer = tf.numpy_function(functools.partial(self._between_steps, sizes), told, tf.float64)
-        answer.set_shape([len(Coming._fields) + 2])
-        self.coming.assign(answer[:-2])
+        answer.set_shape([len(Coming._fields) + 3])
+        self.coming.assign(answer[:-3])
         mended = settle.mended(self, tf.cast(answer[-1], tf.int32), parts)
-        settle.keep(self, variant, answer[-2] > 0, mended, absent)
+        settle.keep(self, variant, answer[-3] > 0, answer[-2] > 0, mended, absent)
         settle.hand_over(self, variant, tf.cast(answer[0], tf.int32))
         return settle.delivered(self, mended, dense, absent)
 
@@ -183,7 +183,7 @@ class GraphExchange(VariablesExchange):
         weights: np.ndarray,
         stamps: np.ndarray,
     ) -> np.ndarray:
-        """Once a step: (``Coming``, 1 if all was finite, what is delivered)."""
+        """Once a step: (``Coming``, 1 if all was finite, 1 if contexts learn from the step, what is delivered)."""
         if self._closed:
             raise RuntimeError(COMPILED_FOR_OTHERS)
         step = Coming(*ran.tolist())
@@ -201,8 +201,10 @@ class GraphExchange(VariablesExchange):
         self.finished_steps += 1
         codec = self.coordinator.costs[plan.level].codec
         self.times = self._clock.read(unpacked(stamps), sizes, codec, self.transport.size == 1)
+        overflow = metadata.overflow and self.ladder.keeps_residual(plan)
+        learns = healthy and self.coordinator.schedule.learns(overflow)
         self.coordinator.advance()
-        return np.array([*self.told(), healthy, settle.remedy(self, used, healthy, metadata.overflow)], np.float64)
+        return np.array([*self.told(), healthy, learns, settle.remedy(self, used, healthy, overflow)], np.float64)
 
     def _note_end(self, now: Any) -> None:
         self.note_taken()

@@ -25,7 +25,7 @@ def remedy(x: GraphExchange, used: Variant, healthy: bool, overflow: bool) -> in
     """One of the above; the same on every rank."""
     compressor = x.ladder.compressors[used.level]
     if healthy:
-        return SEND_LEFT if overflow and compressor.keeps_residual else AS_IS
+        return SEND_LEFT if overflow else AS_IS
     return NOT_FINITE if compressor.settles else AS_IS
 
 
@@ -63,7 +63,10 @@ def _with_left(x: GraphExchange, state: GraphState, part: Exchanged) -> tuple[tf
 
     def send() -> tuple[tf.Tensor, tf.Tensor]:
         left = tf.ensure_shape(part.left, [state.bucket.spec.size])
-        return part.mean + x.sum(left, f"{x.prefix}.{state.bucket.number}.left", x.scale), tf.zeros_like(left)
+        rest = x.sum(left, f"{x.prefix}.{state.bucket.number}.left", x.scale)
+        # A sum beyond float32 is delivered, as a plain all-reduce would, and leaves no trace.
+        stays = tf.cond(x.ops.all_finite(rest), lambda: tf.zeros_like(left), state.held.read_value)
+        return part.mean + rest, stays
 
     if not state.height:
         return send()
@@ -71,10 +74,16 @@ def _with_left(x: GraphExchange, state: GraphState, part: Exchanged) -> tuple[tf
 
 
 def keep(
-    x: GraphExchange, variant: tf.Tensor, healthy: tf.Tensor, parts: Sequence[Exchanged], absent: Sequence[bool]
+    x: GraphExchange,
+    variant: tf.Tensor,
+    healthy: tf.Tensor,
+    learns: tf.Tensor,
+    parts: Sequence[Exchanged],
+    absent: Sequence[bool],
 ) -> None:
-    """Take over contexts, and make residuals pending, unless some rank's gradient was not finite. What is held back of
-    variables that are ``absent`` in this step stays: nobody takes what was sent of it."""
+    """Take over contexts, if the step is one to learn from, and make residuals pending, unless some rank's gradient was
+    not finite. What is held back of variables that are ``absent`` in this step stays: nobody takes what was sent of it.
+    """
 
     def store(used: Variant) -> Callable[[], tf.Tensor]:
         residuals = x.ladder.compressors[used.level].keeps_residual or used.flushes
@@ -87,7 +96,8 @@ def keep(
                     pends = True
                 known = state.contexts.get(used.warms or used.level)
                 if known is not None:
-                    known.variable.assign(tf.ensure_shape(part.context, known.variable.shape))
+                    learned = tf.ensure_shape(part.context, known.variable.shape)
+                    known.variable.assign(tf.cond(learns, lambda new=learned: new, known.variable.read_value))
             if pends:
                 x.pends.assign(True)
             return tf.constant(0)

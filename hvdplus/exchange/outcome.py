@@ -32,9 +32,12 @@ def sums_are_finite(x: EagerExchange) -> bool:
     return x.backend.all_true([state.sum_finite for state in x.states if state.sum_finite is not None])
 
 
-def send_left(x: EagerExchange) -> None:
+def send_left(x: EagerExchange) -> bool:
     """Some rank's values lie far beyond its level's scale: all ranks send what is left in full width, nothing stays.
-    So the whole gradient arrives in its own step, and no later one has to bring the rest."""
+    So the whole gradient arrives in its own step, and no later one has to bring the rest.
+
+    Returns whether the sums are finite; the same on every rank.
+    """
     states = [state for state in x.states if state.pending is not None and state.finite is not None]
     handles = [
         x.transport.start(x.backend.clone(state.pending), f"{x.tensor_name(state)}.left", x.scale * x.sent_scale)
@@ -43,14 +46,15 @@ def send_left(x: EagerExchange) -> None:
     for state, handle in zip(states, handles, strict=True):
         state.mean = state.mean + x.transport.wait(handle)
         state.pending = x.backend.filled_like(state.pending, 0.0)
+    return x.backend.all_true([x.ops.all_finite(state.mean) for state in states])
 
 
-def settle(x: EagerExchange, state: BucketState, healthy: bool) -> None:
-    """Keep what a bucket learned, or undo the step where a rank's gradient was not finite."""
+def settle(x: EagerExchange, state: BucketState, healthy: bool, learns: bool) -> None:
+    """Keep what a bucket learned (if the step is one to learn from), or undo the step where it was not finite."""
     if not state.bucket.compressible:
         return
     if healthy:
-        if state.next_context is not None:
+        if learns and state.next_context is not None:
             state.contexts[x.plan.warms or x.plan.level] = state.next_context
         return
     state.pending = None

@@ -20,6 +20,9 @@ from hvdplus.exchange.form import is_count, is_list, require, require_fields
 from hvdplus.exchange.plan import Ladder, Plan
 from hvdplus.exchange.residual import flush_fraction
 
+PATIENCE = 8
+"""Overflowing steps in a row after which contexts learn from them."""
+
 
 class Schedule:
     """The present level, and what has to happen before or after it. Equal on every rank."""
@@ -32,6 +35,17 @@ class Schedule:
         self._flush_left = self._warm_up_left = 0
         self._context_source: int | None = None
         """The level whose contexts, and so whose side, the present one reuses in the coming plan."""
+        self._overflows = 0
+        """``PATIENCE`` for every step that overflowed, less one for every other."""
+
+    def learns(self, overflow: bool) -> bool:
+        """Whether contexts learn from the step's sums; asked once in every step that all ranks were finite in.
+
+        Not from one whose values lay far beyond the level's scale: the next one's will not. But if such steps go on,
+        from the eighth on, gradients have grown for good.
+        """
+        self._overflows = min(self._overflows + PATIENCE, PATIENCE**2) if overflow else max(self._overflows - 1, 0)
+        return not overflow or self._overflows == PATIENCE**2
 
     @property
     def transitional(self) -> bool:

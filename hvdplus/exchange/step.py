@@ -142,9 +142,10 @@ def agree(x: EagerExchange) -> bool:
             return True
         healthy = not metadata.nonfinite and outcome.sums_are_finite(x)
         if healthy and metadata.overflow:
-            outcome.send_left(x)
+            healthy = outcome.send_left(x)
+        learns = healthy and x.coordinator.schedule.learns(metadata.overflow)
         for state in x.states:
-            outcome.settle(x, state, healthy)
+            outcome.settle(x, state, healthy, learns)
     return healthy
 
 
