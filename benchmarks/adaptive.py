@@ -52,7 +52,7 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from hvdplus.compression import parse
-from hvdplus.controller import Limits
+from hvdplus.control.controller import Limits
 from hvdplus.settings import Settings
 
 HERE = Path(__file__).parent

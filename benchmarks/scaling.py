@@ -26,7 +26,7 @@ from typing import NamedTuple
 from lab import Lab, LabError, bits_per_second
 
 from hvdplus.cli.text import columns
-from hvdplus.costmodel import ring_all_reduce, ring_wire
+from hvdplus.control.link import ring_all_reduce, ring_wire
 from hvdplus.log.facts import Record
 from hvdplus.log.forecast import Seen, Shown, Step, costs_on, predict, what_the_run_showed
 from hvdplus.log.runlog import read

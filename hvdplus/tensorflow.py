@@ -25,7 +25,7 @@ if front.backend.BINDING != "horovod.tensorflow":
     )
 
 from hvdplus.adapters.tensorflow import tape as _tape
-from hvdplus.launch import NO_JOIN
+from hvdplus.agree import NO_JOIN
 
 __all__ = [
     "DistributedGradientTape", "DistributedOptimizer", "PartialDistributedGradientTape", "broadcast_variables",

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from hvdplus.costmodel import LevelCost
+from hvdplus.control.link import LevelCost
+from hvdplus.control.meter import StepTimes
 from hvdplus.exchange.coordinator import Coordinator
 from hvdplus.exchange.metadata import Metadata, Report, Slot, Sums, pack, read
 from hvdplus.exchange.plan import Ladder, Plan
 from hvdplus.log.runlog import RunLog
-from hvdplus.meter import StepTimes
 from hvdplus.settings import Settings
 
 LADDER = ("none", "fp16", "lowrank:4")

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
-from hvdplus.controller import Controller, Decision, Limits, Mode, Observation
-from hvdplus.costmodel import LevelCost
-from hvdplus.meter import StepTimes, reduce_times
+from hvdplus.control.controller import Controller, Decision, Limits, Mode, Observation
+from hvdplus.control.link import LevelCost
+from hvdplus.control.meter import StepTimes, reduce_times
 
 NAMES = ("none", "fp16", "int8", "lowrank:16+fp16", "lowrank:8+fp16")
 LOSSY = 2

@@ -66,8 +66,8 @@ def test_ranks_that_their_launcher_does_not_connect_are_refused(script, launch, 
 IMPATIENT = """
 import os, sys
 if os.environ.get("HVDPLUS_TRANSPORT") == "mpi4py":
-    import hvdplus.adapters.mpi4py
-    hvdplus.adapters.mpi4py.MEET_SECONDS = 2.0
+    import hvdplus.adapters.transports.mpi4py
+    hvdplus.adapters.transports.mpi4py.MEET_SECONDS = 2.0
     del sys.modules["mpi4py.MPI"]  # MPI is started by hvd.init(), as far as that can see
 """
 

@@ -125,17 +125,17 @@ def test_no_arrow_goes_back(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "line", "forbidden"),
     [
-        ("hvdplus.compression.new", "from hvdplus.meter import StepTimes", True),
+        ("hvdplus.compression.new", "from hvdplus.control.meter import StepTimes", True),
         ("hvdplus.compression.new", "from hvdplus import __version__", True),
         ("hvdplus.compression.new", "def f():\n    import torch", True),
         ("hvdplus.compression.new", "import scipy", True),
         ("hvdplus.compression.new", "from hvdplus.compression.ops import Ops", False),
-        ("hvdplus.exchange.coordinator", "from hvdplus.adapters.local import Local", True),
+        ("hvdplus.exchange.coordinator", "from hvdplus.adapters.transports.local import Local", True),
         ("hvdplus.exchange.coordinator", "from hvdplus import adapters", True),
         ("hvdplus.exchange.coordinator", "from hvdplus import torch", True),
         ("hvdplus.exchange.coordinator", "import mpi4py.MPI", True),
         ("hvdplus.exchange.coordinator", "from hvdplus.cli import main", True),
-        ("hvdplus.exchange.coordinator", "from hvdplus import meter, __version__", False),
+        ("hvdplus.exchange.coordinator", "from hvdplus.control import meter", False),
         ("hvdplus.adapters.torch.new", "import hvdplus.torch", True),
         ("hvdplus.adapters.torch.new", "from tensorflow import keras", True),
         ("hvdplus.adapters.torch.new", "from hvdplus.adapters.keras import ops", True),
@@ -167,8 +167,12 @@ def test_the_rule_itself_has_teeth(name: str, line: str, forbidden: bool) -> Non
 def test_every_room_is_there() -> None:
     """An empty list would make the rules above pass for nothing."""
     assert {"hvdplus.compression", "hvdplus.compression.lowrank", "hvdplus.compression.ops"} <= set(COMPRESSION)
-    assert {"hvdplus.adapters.local", "hvdplus.adapters.torch.ops", "hvdplus.adapters.tensorflow.ops"} <= set(ADAPTERS)
-    assert {"hvdplus", "hvdplus.controller", "hvdplus.exchange", "hvdplus.launch"} <= set(CORE)
+    assert {
+        "hvdplus.adapters.transports.local",
+        "hvdplus.adapters.torch.ops",
+        "hvdplus.adapters.tensorflow.ops",
+    } <= set(ADAPTERS)
+    assert {"hvdplus", "hvdplus.control.controller", "hvdplus.exchange", "hvdplus.agree"} <= set(CORE)
     rooms = ("bucket", "checkpoint", "coordinator", "eager", "engine", "metadata", "plan", "schedule", "sparse", "step")
     assert {f"hvdplus.exchange.{room}" for room in rooms} <= set(CORE)
     assert {"hvdplus.torch", "hvdplus.keras", "hvdplus.tensorflow"} <= set(DOORS)
@@ -189,7 +193,7 @@ def loaded(statement: str, folder: Path) -> set[str]:
         "import hvdplus",
         "import hvdplus.cli",
         "import " + ", ".join(sorted(CORE)),
-        "import hvdplus.adapters.connect, hvdplus.adapters.local, hvdplus.adapters.numpy",
+        "import hvdplus.adapters.transports.connect, hvdplus.adapters.transports.local, hvdplus.adapters.numpy",
     ],
     ids=("package", "command line", "core", "adapters without a framework"),
 )
@@ -300,7 +304,7 @@ def test_an_editable_installation_finds_the_sources(checkout: Path, tmp_path: Pa
         "hvdplus.settings",
         "hvdplus.compression.lowrank",
         "hvdplus.adapters.numpy.ops",
-        "hvdplus.adapters.local",
+        "hvdplus.adapters.transports.local",
     )
     look = (
         f"import importlib, site, sys\nsite.addsitedir({str(packages)!r})\n"

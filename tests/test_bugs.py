@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdplus.adapters.in_process import run
-from hvdplus.adapters.local import Local
 from hvdplus.adapters.numpy.backend import NumpyExchange, Rows
+from hvdplus.adapters.transports.in_process import run
+from hvdplus.adapters.transports.local import Local
 from hvdplus.exchange import coordinator as coordinators
 from hvdplus.log.runlog import RunLog, read
 from hvdplus.transport import World

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from hvdplus import calibration
-from hvdplus.adapters.local import Local
 from hvdplus.adapters.numpy import NumpyOps
-from hvdplus.calibration import codec_seconds
+from hvdplus.adapters.transports.local import Local
 from hvdplus.compression import Spec, parse
+from hvdplus.control import calibration
+from hvdplus.control.calibration import codec_seconds
 from hvdplus.exchange.bucket import make_buckets
 
 LADDER = [parse(level) for level in ("none", "fp16", "lowrank:4", "topk:0.05+int8", "int8")]

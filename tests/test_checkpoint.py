@@ -14,9 +14,9 @@ from frameworks import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdplus.adapters.in_process import run
-from hvdplus.adapters.local import Local
 from hvdplus.adapters.numpy.backend import NumpyExchange, Rows
+from hvdplus.adapters.transports.in_process import run
+from hvdplus.adapters.transports.local import Local
 from hvdplus.exchange import checkpoint
 from hvdplus.transport import Transport
 

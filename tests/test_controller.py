@@ -34,9 +34,9 @@ from simulating import (
     some_jobs,
 )
 
-from hvdplus.controller import Controller, Decision, Limits, Mode, Observation, typical_times
-from hvdplus.costmodel import LevelCost
-from hvdplus.meter import StepTimes, reduce_times
+from hvdplus.control.controller import Controller, Decision, Limits, Mode, Observation, typical_times
+from hvdplus.control.link import LevelCost
+from hvdplus.control.meter import StepTimes, reduce_times
 
 NONE, FP16, INT8, LOWRANK_16, LOWRANK_8 = range(5)
 SETTLED = LIMITS.dense_steps + 80

@@ -33,14 +33,14 @@ from coordinating import (
 )
 
 from hvdplus import __version__
-from hvdplus.adapters.local import Local
-from hvdplus.controller import Controller, Decision, Limits, Observation
+from hvdplus.adapters.transports.local import Local
+from hvdplus.control.controller import Controller, Decision, Limits, Observation
+from hvdplus.control.meter import StepTimes
 from hvdplus.exchange.coordinator import NORM_STEPS, Coordinator
 from hvdplus.exchange.journal import TRACE_STEPS
 from hvdplus.exchange.metadata import Report
 from hvdplus.exchange.plan import Ladder, Plan
 from hvdplus.log.runlog import RunLog, read
-from hvdplus.meter import StepTimes
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from ranks.reference import Reference
 
-from hvdplus.adapters.in_process import InProcess, run
 from hvdplus.adapters.numpy.backend import NumpyExchange, Rows
+from hvdplus.adapters.transports.in_process import InProcess, run
 from hvdplus.compression import Array, Compressor, Context, Ops, Spec, parse
 from hvdplus.exchange import checkpoint, sparse
 from hvdplus.exchange.plan import Plan

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from hvdplus.cli import main
-from hvdplus.controller import Limits
+from hvdplus.control.controller import Limits
 
 COSTS = {"payload_bytes": 4_000_000, "last_bytes": 400_000, "messages": 4, "codec_ms": 0.1}
 LEVELS = {"none": COSTS, "fp16": {**COSTS, "payload_bytes": 2_000_000, "last_bytes": 200_000}}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdplus.adapters.in_process import run
+from hvdplus.adapters.transports.in_process import run
 from hvdplus.transport import TransportError
 
 ORDERS = pytest.mark.parametrize("negotiates", [False, True], ids=["one order", "negotiates"])

@@ -28,7 +28,7 @@ TRAIN = """
           f"ladder: {','.join(optimizer.hvdplus.ladder.names)}", flush=True)
 """
 
-IMPATIENT = "import hvdplus.adapters.mpi4py\nhvdplus.adapters.mpi4py.LOOK_SECONDS = 0.1\n"
+IMPATIENT = "import hvdplus.adapters.transports.mpi4py\nhvdplus.adapters.transports.mpi4py.LOOK_SECONDS = 0.1\n"
 
 
 @pytest.fixture

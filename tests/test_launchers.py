@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdplus.adapters.launchers import LAUNCHERS, announced, check_reachable, check_size
+from hvdplus.adapters.transports.launchers import LAUNCHERS, announced, check_reachable, check_size
 from hvdplus.transport import TransportError
 
 TORCHRUN = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "none"}

@@ -12,6 +12,7 @@ from frameworks import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdplus.control.meter import StepTimes, reduce_times
 from hvdplus.exchange.metadata import (
     AGREED,
     Metadata,
@@ -28,7 +29,6 @@ from hvdplus.exchange.metadata import (
     read,
     weights_differ,
 )
-from hvdplus.meter import StepTimes, reduce_times
 
 quickly = examples(100)
 floats = st.floats(width=32)  # NaN and infinities too: every value that can travel

@@ -7,7 +7,7 @@ from frameworks import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdplus.meter import StepMeter, StepTimes, median_times, reduce_times, union_seconds
+from hvdplus.control.meter import StepMeter, StepTimes, median_times, reduce_times, union_seconds
 
 quickly = examples(100)
 

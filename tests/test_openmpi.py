@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdplus.adapters.openmpi import (
+from hvdplus.adapters.transports.openmpi import (
     ALLREDUCE_ALGORITHM,
     DYNAMIC_RULES,
     SETTINGS,

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdplus.cli import main
-from hvdplus.costmodel import ALL_REDUCES, LevelCost, Link, Wire, ring_all_reduce
+from hvdplus.control.link import ALL_REDUCES, LevelCost, Link, Wire, ring_all_reduce
 from hvdplus.exchange.metadata import Slot
 from hvdplus.log.forecast import (
     DENSE,

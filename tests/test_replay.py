@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulating import LOSSY, NAMES, NOISES, Job, jobs, ms
 
-from hvdplus.adapters.local import Local
+from hvdplus.adapters.transports.local import Local
+from hvdplus.control.meter import StepTimes
 from hvdplus.exchange.coordinator import Coordinator
 from hvdplus.exchange.plan import Ladder, Plan
 from hvdplus.log.facts import Record
 from hvdplus.log.replay import replay
 from hvdplus.log.runlog import RunLog, read
-from hvdplus.meter import StepTimes
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 

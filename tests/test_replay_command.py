@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from hvdplus.cli import main
-from hvdplus.controller import Controller, Limits, Observation
-from hvdplus.costmodel import LevelCost
+from hvdplus.control.controller import Controller, Limits, Observation
+from hvdplus.control.link import LevelCost
+from hvdplus.control.meter import StepTimes
 from hvdplus.log.runlog import RunLog, read
-from hvdplus.meter import StepTimes
 
 COSTS = {"none": LevelCost(4_000_000, 1_000_000, 4), "fp16": LevelCost(2_000_000, 500_000, 4, 3e-4)}
 NAMES = tuple(COSTS)

@@ -18,8 +18,8 @@ from frameworks import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdplus.adapters.in_process import run
 from hvdplus.adapters.numpy.backend import NumpyExchange
+from hvdplus.adapters.transports.in_process import run
 from hvdplus.compression import parse
 from hvdplus.exchange import checkpoint
 from hvdplus.exchange.plan import Plan

@@ -11,10 +11,10 @@ tf = pytest.importorskip("tensorflow")
 
 from hvdplus.adapters.tensorflow import private, tensors  # noqa: E402
 from hvdplus.adapters.tensorflow.timing import Stamps, StepClock, packed, unpacked  # noqa: E402
+from hvdplus.control.meter import StepTimes  # noqa: E402
 from hvdplus.exchange import sparse  # noqa: E402
 from hvdplus.exchange.bucket import make_buckets  # noqa: E402
 from hvdplus.exchange.metadata import fold24  # noqa: E402
-from hvdplus.meter import StepTimes  # noqa: E402
 
 quickly = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 seconds = st.floats(-1e4, 1e4).map(lambda delta: 1.7e9 + delta)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hvdplus import transport
-from hvdplus.adapters.local import Local
+from hvdplus.adapters.transports.local import Local
 from hvdplus.transport import TransportError, broadcast_each, broadcast_object, gather_in_parts
 
 LIMIT = 300

@@ -12,8 +12,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvdplus.agree import Compression, same_bytes
 from hvdplus.exchange import checkpoint
-from hvdplus.launch import Compression, same_bytes
 from hvdplus.transport import TransportError, World, broadcast_each, broadcast_object
 
 _world: World | None = None

@@ -7,10 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdplus.adapters.connect import Cpu
 from hvdplus.adapters.tensorflow.graph import GraphExchange, Heard, check_place
 from hvdplus.adapters.tensorflow.ops import TensorFlowOps
 from hvdplus.adapters.tensorflow.transport import cpu_capability, graph_transport
+from hvdplus.adapters.transports.connect import Cpu
 from hvdplus.transport import Transport
 
 BINDING = "horovod.tensorflow"

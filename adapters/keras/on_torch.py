@@ -10,10 +10,10 @@ import keras
 import numpy as np
 import torch
 
-from hvdplus.adapters.connect import Cpu
 from hvdplus.adapters.torch import cpu
 from hvdplus.adapters.torch.hooks import HookedExchange
 from hvdplus.adapters.torch.ops import TorchOps
+from hvdplus.adapters.transports.connect import Cpu
 from hvdplus.exchange.metadata import hash_flags
 from hvdplus.transport import Transport
 

@@ -18,8 +18,8 @@ from typing import Any
 import keras
 
 from hvdplus.adapters.keras import private
+from hvdplus.agree import check_types, choose_ladder, join, next_instance
 from hvdplus.exchange import checkpoint
-from hvdplus.launch import check_types, choose_ladder, join, next_instance
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 

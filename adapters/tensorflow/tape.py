@@ -21,7 +21,7 @@ import tensorflow as tf
 from hvdplus.adapters.tensorflow import tensors
 from hvdplus.adapters.tensorflow.graph import GraphExchange, check_place
 from hvdplus.adapters.tensorflow.ops import TensorFlowOps
-from hvdplus.launch import check_types, choose_ladder, join, next_instance
+from hvdplus.agree import check_types, choose_ladder, join, next_instance
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdplus.adapters.tensorflow import private
-from hvdplus.meter import StepTimes, union_seconds
+from hvdplus.control.meter import StepTimes, union_seconds
 
 
 class Stamps(NamedTuple):

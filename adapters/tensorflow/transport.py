@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdplus.adapters.horovod import HorovodTensorFlow
-from hvdplus.adapters.local import Local
+from hvdplus.adapters.transports.horovod import HorovodTensorFlow
+from hvdplus.adapters.transports.local import Local
 from hvdplus.transport import OBJECTS, Transport
 
 

@@ -14,10 +14,10 @@ import tensorflow as tf
 from hvdplus.adapters.tensorflow.ops import TensorFlowOps
 from hvdplus.adapters.tensorflow.tensors import flat
 from hvdplus.compression import Context, Ops
+from hvdplus.control.meter import StepTimes
 from hvdplus.exchange.bucket import Bucket, BucketState
 from hvdplus.exchange.engine import Exchange
 from hvdplus.exchange.plan import Ladder, Plan
-from hvdplus.meter import StepTimes
 from hvdplus.settings import Settings
 from hvdplus.transport import Transport
 

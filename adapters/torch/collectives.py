@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from hvdplus.adapters.torch.backend import type_name
-from hvdplus.launch import check_same_model, same_bytes
+from hvdplus.agree import check_same_model, same_bytes
 from hvdplus.transport import Transport, TransportError, World, broadcast_each, broadcast_object
 
 Average = "Average"

@@ -19,8 +19,8 @@ from hvdplus.adapters.torch import amp, private
 from hvdplus.adapters.torch.backend import type_name
 from hvdplus.adapters.torch.hooks import HookedExchange
 from hvdplus.adapters.torch.ops import TorchOps
+from hvdplus.agree import FLOATS, check_same_model, check_types, choose_ladder, join, next_instance
 from hvdplus.exchange.checkpoint import KEEP_LOCAL
-from hvdplus.launch import FLOATS, check_same_model, check_types, choose_ladder, join, next_instance
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 

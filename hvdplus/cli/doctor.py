@@ -19,8 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdplus.adapters.local import Local
 from hvdplus.adapters.numpy import NumpyOps
+from hvdplus.adapters.transports.local import Local
+from hvdplus.agree import AUTO, choose_ladder
 from hvdplus.cli.horovod.stack import (
     TENSORFLOW_NAMES,
     default_jobs,
@@ -31,7 +32,6 @@ from hvdplus.cli.horovod.stack import (
     which,
 )
 from hvdplus.cli.text import reason
-from hvdplus.launch import AUTO, choose_ladder
 from hvdplus.log.words import printable
 from hvdplus.settings import CONFIG, Settings, describe, unknown
 from hvdplus.transport import World
@@ -166,7 +166,7 @@ def _horovod(frameworks: list[str], seen: dict[str, dict[str, Any]]) -> Iterator
 
 
 def _mpi(seen: dict[str, dict[str, Any]]) -> Iterator[ROW]:
-    from hvdplus.adapters import openmpi
+    from hvdplus.adapters.transports import openmpi
 
     mpi, mpirun = find_mpi(), which("mpirun", "mpiexec")
     yield "launcher", f"{mpi.version if mpi else 'found'} ({mpirun})" if mpirun else "no mpirun found"

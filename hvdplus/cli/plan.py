@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from hvdplus.cli.text import FOREIGN, columns, foreign, ratio, read_log, reason, whole
 from hvdplus.compression import Compressor, NoCompression, parse
-from hvdplus.costmodel import ALL_REDUCES, Collective, Wire, ring_all_reduce
+from hvdplus.control.link import ALL_REDUCES, Collective, Wire, ring_all_reduce
 from hvdplus.exchange.bucket import Bucket, bytes_per_step, make_buckets
 from hvdplus.log.forecast import (
     DENSE,

@@ -16,15 +16,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hvdplus.controller import Controller, Limits, Observation
-from hvdplus.costmodel import LevelCost
+from hvdplus.control.controller import Controller, Limits, Observation
+from hvdplus.control.link import LevelCost
+from hvdplus.control.meter import StepTimes
 from hvdplus.exchange.form import check_remembered, is_count, is_list, require, require_fields
 from hvdplus.exchange.journal import Journal, costs_of_levels
 from hvdplus.exchange.metadata import Metadata, check_agreement
 from hvdplus.exchange.plan import Ladder, Plan
 from hvdplus.exchange.schedule import Schedule
 from hvdplus.log.runlog import DRAINING, WARMING, RunLog
-from hvdplus.meter import StepTimes
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvdplus.compression import Array, Context
+from hvdplus.control.meter import StepMeter
 from hvdplus.exchange.backend import Backend
 from hvdplus.exchange.bucket import BucketSet, BucketState, wide
 from hvdplus.exchange.engine import Exchange
@@ -18,7 +19,6 @@ from hvdplus.exchange.plan import Ladder, Plan
 from hvdplus.exchange.reporter import Reporter
 from hvdplus.exchange.sparse import Table
 from hvdplus.log.runlog import RunLog
-from hvdplus.meter import StepMeter
 from hvdplus.settings import Settings
 from hvdplus.transport import Transport
 

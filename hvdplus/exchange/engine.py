@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from hvdplus.calibration import codec_seconds
 from hvdplus.compression import Array, Compressor, Context, NoCompression, Ops
-from hvdplus.costmodel import LevelCost
+from hvdplus.control.calibration import codec_seconds
+from hvdplus.control.link import LevelCost
 from hvdplus.exchange import checkpoint
 from hvdplus.exchange.bucket import Bucket, BucketState, bytes_per_step, compressor_for, itemsize, make_buckets
 from hvdplus.exchange.coordinator import Coordinator

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from hvdplus.controller import Decision, Observation
-from hvdplus.costmodel import LevelCost
+from hvdplus.control.controller import Decision, Observation
+from hvdplus.control.link import LevelCost
+from hvdplus.control.meter import median_times
 from hvdplus.log.runlog import TIMES, RunLog
-from hvdplus.meter import median_times
 from hvdplus.transport import World
 
 TRACE_STEPS = 50

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvdplus.meter import StepTimes
+from hvdplus.control.meter import StepTimes
 
 
 class Sums(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 
 import keras
 
-from hvdplus.adapters.connect import INSTALL_HOROVOD, connect, wants_horovod
+from hvdplus.adapters.transports.connect import INSTALL_HOROVOD, connect, wants_horovod
 from hvdplus.transport import NeedsHorovod, World
 
 if keras.backend.backend() not in ("tensorflow", "torch"):

@@ -15,9 +15,9 @@ import keras
 import numpy as np
 
 import hvdplus.keras as front
-from hvdplus.adapters.connect import INSTALL_HOROVOD
 from hvdplus.adapters.keras import collectives
 from hvdplus.adapters.keras.optimizer import Distributed, rejoin
+from hvdplus.adapters.transports.connect import INSTALL_HOROVOD
 from hvdplus.exchange.checkpoint import KEEP_LOCAL
 from hvdplus.transport import NeedsHorovod, broadcast_object
 

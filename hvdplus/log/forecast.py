@@ -1,6 +1,6 @@
 """Step times of a job on other numbers of ranks and other links, predicted from the run log of one run.
 
-The link is a model: the run's link is fitted (``costmodel.fit_link``), and other links follow from the formulas of
+The link is a model: the run's link is fitted (``link.fit_link``), and other links follow from the formulas of
 collectives. Computation, codec and the communication that computation hides stay as measured, because each rank keeps
 its number of samples (weak scaling). Slower hosts, other jobs on the same links and Horovod's negotiation among
 thousands of ranks are left out, since a run on a few ranks does not show them. Pure functions of a run log's records;
@@ -16,8 +16,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from hvdplus.compression import NoCompression, Spec, parse
-from hvdplus.controller import Limits
-from hvdplus.costmodel import ALL_REDUCES, Collective, LevelCost, Link, Wire, fit_link, job_link, ring_wire
+from hvdplus.control.controller import Limits
+from hvdplus.control.link import ALL_REDUCES, Collective, LevelCost, Link, Wire, fit_link, job_link, ring_wire
 from hvdplus.exchange.metadata import Slot
 from hvdplus.log.facts import (
     Record,

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import NamedTuple
 
-from hvdplus.controller import Controller, Decision, Limits, Observation
-from hvdplus.costmodel import LevelCost
+from hvdplus.control.controller import Controller, Decision, Limits, Observation
+from hvdplus.control.link import LevelCost
+from hvdplus.control.meter import StepTimes
 from hvdplus.log.facts import Record, check_not_empty, run_of
-from hvdplus.meter import StepTimes
 
 
 class Replayed(NamedTuple):

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdplus.controller import Limits
+from hvdplus.control.controller import Limits
 from hvdplus.log.facts import (
     DENSE,
     Record,

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from hvdplus.adapters.connect import INSTALL_HOROVOD, Cpu, connect, wants_horovod
 from hvdplus.adapters.torch import collectives as _functions
 from hvdplus.adapters.torch import cpu, private
 from hvdplus.adapters.torch.collectives import Collectives
 from hvdplus.adapters.torch.optimizer import check_groups, refuses_join, wrap
-from hvdplus.launch import NO_JOIN
-from hvdplus.launch import Compression as WithoutHorovods
+from hvdplus.adapters.transports.connect import INSTALL_HOROVOD, Cpu, connect, wants_horovod
+from hvdplus.agree import NO_JOIN
+from hvdplus.agree import Compression as WithoutHorovods
 from hvdplus.transport import NeedsHorovod, TransportError, World
 
 _BINDING = "horovod.torch"

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 import hvdplus.torch as front
-from hvdplus.adapters.connect import INSTALL_HOROVOD
 from hvdplus.adapters.torch.collectives import Collectives
 from hvdplus.adapters.torch.optimizer import STATE_KEY, Distributed, rejoin
+from hvdplus.adapters.transports.connect import INSTALL_HOROVOD
 from hvdplus.exchange.checkpoint import KEEP_LOCAL
 from hvdplus.transport import NeedsHorovod
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hvdplus.keras as hvd
-from hvdplus.controller import Controller
+from hvdplus.control.controller import Controller
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()

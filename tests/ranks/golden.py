@@ -14,7 +14,7 @@ os.environ["HVDPLUS_BUCKET_BYTES"] = "6000"
 import numpy as np
 
 import hvdplus.exchange.engine
-from hvdplus.meter import StepTimes
+from hvdplus.control.meter import StepTimes
 
 FRAMEWORK, LEVEL, FOLDER = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 SHAPES = [(24, 40), (40,), (3, 3, 3, 16), (40, 24), (7,), (1,)]

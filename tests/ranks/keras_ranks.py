@@ -11,9 +11,9 @@ import tensorflow as tf
 from reference import Reference
 
 import hvdplus.keras as hvd
-from hvdplus.adapters.in_process import run as run_in_process
 from hvdplus.adapters.numpy.backend import NumpyExchange, Rows
 from hvdplus.adapters.tensorflow import graph
+from hvdplus.adapters.transports.in_process import run as run_in_process
 from hvdplus.compression import IntB
 from hvdplus.exchange.metadata import Slot, Sums
 

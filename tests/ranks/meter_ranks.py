@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from hvdplus.controller import typical
-from hvdplus.meter import StepTimes, median_times
+from hvdplus.control.controller import typical
+from hvdplus.control.meter import StepTimes, median_times
 
 FRAMEWORK = os.environ.get("FRAMEWORK", "torch")
 if "LINK_BYTES_PER_SECOND" not in os.environ:

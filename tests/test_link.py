@@ -11,7 +11,7 @@ from frameworks import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdplus.costmodel import (
+from hvdplus.control.link import (
     ALL_REDUCES,
     Collective,
     LevelCost,

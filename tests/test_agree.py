@@ -9,14 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdplus.adapters.local import Local
 from hvdplus.adapters.numpy import NumpyOps
 from hvdplus.adapters.numpy.backend import NumpyExchange
-from hvdplus.compression import Array, Chain, Compressor, Context, IntB, LowRank, Ops, Spec, TopK, known, parse
-from hvdplus.compression.foreign import HorovodCompressor
-from hvdplus.exchange.bucket import bytes_per_step, make_buckets
-from hvdplus.exchange.plan import Ladder
-from hvdplus.launch import (
+from hvdplus.adapters.transports.local import Local
+from hvdplus.agree import (
     FLOATS,
     Compression,
     announce,
@@ -26,6 +22,10 @@ from hvdplus.launch import (
     choose_ladder,
     open_log,
 )
+from hvdplus.compression import Array, Chain, Compressor, Context, IntB, LowRank, Ops, Spec, TopK, known, parse
+from hvdplus.compression.foreign import HorovodCompressor
+from hvdplus.exchange.bucket import bytes_per_step, make_buckets
+from hvdplus.exchange.plan import Ladder
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 
