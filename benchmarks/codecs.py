@@ -68,7 +68,7 @@ def torch_step(level: str, size: int, device: str) -> tuple[Callable[[], None], 
             payload = compressor.send(ops, ctx, bucket, other).payload
         else:
             payload = compressor.encode(ops, ctx, bucket)
-            compressor.sound(ops, bucket, payload)
+            compressor.is_finite(ops, bucket, payload)
         compressor.decode(ops, ctx, payload)
         state["ctx"] = compressor.advance(ops, ctx, payload)
         sync()
@@ -94,7 +94,7 @@ def tensorflow_step(level: str, size: int, device: str) -> tuple[Callable[[], No
             payload, left, sound, _ = compressor.send(ops, now, sent, residual)
         else:
             payload = compressor.encode(ops, now, sent)
-            sound = compressor.sound(ops, sent, payload)
+            sound = compressor.is_finite(ops, sent, payload)
         return compressor.decode(ops, now, payload), left, sound, compressor.advance(ops, now, payload).state
 
     source, target = _gradients(spec)
@@ -115,7 +115,7 @@ def _gradients(spec: Spec) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _warm(ops: Any, compressor: Compressor, spec: Spec, grad: Any) -> Context:
-    return compressor.warm(ops, compressor.init(ops, spec), grad)
+    return compressor.warm_up(ops, compressor.init(ops, spec), grad)
 
 
 def measure(step: Callable[[], None], copy: Callable[[], None], repeats: int) -> Figure:

@@ -120,7 +120,7 @@ class Contestant:
     def level(self) -> str:
         """That hvdplus runs next, or learns for in a dense step; elsewhere empty."""
         coordinator = getattr(self.optimizer, "hvdplus", None)
-        return coordinator.ladder.names[coordinator.plan.warms or coordinator.plan.level] if coordinator else ""
+        return coordinator.ladder.names[coordinator.plan.warms_up or coordinator.plan.level] if coordinator else ""
 
     def evaluate(self) -> float:
         return self._task.evaluate(self.model)

@@ -20,7 +20,7 @@ References, written here in plain torch with error feedback, none of which one r
     powersgd:r       two rounds a step, warm-started (arXiv 1905.13727): the bytes of both rounds count, so rank r costs
                      what lowrank:2r costs
 
-How to read it. ``bytes`` is what a rank sends in a compressed step, as a share of dense, mean over the phases;
+How to read it. ``bytes`` is what a rank sends in a compressed step, as a share of dense, mean over the sides;
 ``final`` is the mean and the standard deviation over seeds; ``worse`` is the mean over seeds of the paired difference,
 positive where the row is worse than what it is held against, and ``+-`` the standard error of that mean. A target is
 met (``ok``) where ``worse`` is not above the *spread*: the standard deviations over seeds of the two rows, pooled:
@@ -314,9 +314,9 @@ class Exchange(ABC):
     @property
     @abstractmethod
     def bytes_a_step(self) -> float:
-        """What one rank sends, mean over the phases."""
+        """What one rank sends, mean over the sides."""
 
-    def warm(self, total: Tensor) -> None:  # noqa: B027, most have nothing to learn
+    def warm_up(self, total: Tensor) -> None:  # noqa: B027, most have nothing to learn
         """Learn from a dense step's sum."""
 
     @abstractmethod
@@ -339,12 +339,12 @@ class Summable(Exchange):
 
     @property
     def bytes_a_step(self) -> float:
-        phases = range(self._compressor.phases)
-        return statistics.mean(self._compressor.payload_bytes(self.spec, phase) for phase in phases)
+        sides = range(self._compressor.sides)
+        return statistics.mean(self._compressor.payload_bytes(self.spec, side) for side in sides)
 
-    def warm(self, total: Tensor) -> None:
-        if self._compressor.warms:
-            self._ctx = self._compressor.warm(self._ops, self._ctx, total)
+    def warm_up(self, total: Tensor) -> None:
+        if self._compressor.warms_up:
+            self._ctx = self._compressor.warm_up(self._ops, self._ctx, total)
 
     def add(self, grads: Sequence[Tensor]) -> Tensor:
         compressor, ops, ctx = self._compressor, self._ops, self._ctx
@@ -426,7 +426,7 @@ class PowerSGD(Exchange):
         saved = sum(rows * columns - self._rank * (rows + columns) for _, rows, columns in self._views)
         return 4 * (self.spec.size - saved)
 
-    def warm(self, total: Tensor) -> None:
+    def warm_up(self, total: Tensor) -> None:
         self._approximate([total])
 
     def add(self, grads: Sequence[Tensor]) -> Tensor:
@@ -530,7 +530,7 @@ def train(task: Task, row: str, seed: int, steps: int, dense_steps: int, ranks: 
         if step < dense_steps or row == DENSE:
             total = torch.stack(grads).sum(dim=0)
             if step >= dense_steps - WARM_STEPS:
-                exchange.warm(total)
+                exchange.warm_up(total)
         else:
             total = exchange.add(grads)
             errors.append(_error(exchange.residuals, grads))

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from hvdplus.compression.chain import Chain
 from hvdplus.compression.contract import Compressor, Context, Layout, Piecewise, Projection, Spec
-from hvdplus.compression.foreign import HorovodCompressor
 from hvdplus.compression.fp16 import Half
+from hvdplus.compression.horovod_compressor import HorovodCompressor
 from hvdplus.compression.integer import IntB, fewest_bits
 from hvdplus.compression.lowrank import LowRank
 from hvdplus.compression.none import NoCompression

@@ -91,7 +91,7 @@ class BlockSelection(Projection):
         rows = ops.reshape(total[:sent], (cut.chosen, cut.block))
         return [Rows(rows, self.chosen(ops, ctx), cut.blocks), total[sent : sent + ctx.spec.size - cut.end]]
 
-    def layout(self, spec: Spec, phase: int) -> Layout:
+    def layout(self, spec: Spec, side: int) -> Layout:
         """Blocks in front; what travels dense, and measurements, behind."""
         cut = self.cut(spec)
         return Layout(cut.chosen * cut.block, spec.size - cut.end + (self.measured(cut.blocks) if cut.blocks else 0))

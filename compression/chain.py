@@ -55,14 +55,14 @@ class Chain(Piecewise):
         return f"{self.first.name}+{self.second.name}"
 
     @property
-    def phases(self) -> int:
+    def sides(self) -> int:
         """The first part's."""
-        return self.first.phases
+        return self.first.sides
 
     @property
-    def warms(self) -> bool:
+    def needs_warmup(self) -> bool:
         """If one of them does."""
-        return self.first.warms or self.second.warms
+        return self.first.needs_warmup or self.second.needs_warmup
 
     @property
     def uses_products(self) -> bool:
@@ -75,10 +75,10 @@ class Chain(Piecewise):
         return self.first.memory_passes + 1.0
 
     def init(self, ops: Ops, spec: Spec) -> Context:
-        """State of the first part, then of the second for every phase: their payloads differ in size."""
+        """State of the first part, then of the second for every side: their payloads differ in size."""
         state = self.first.init(ops, spec).state
-        for phase in range(self.phases):
-            state += self.second.init(ops, self._inner_spec(spec, phase)).state
+        for side in range(self.sides):
+            state += self.second.init(ops, self._inner_spec(spec, side)).state
         return Context(spec, 0, state)
 
     def encode(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Array:
@@ -93,45 +93,45 @@ class Chain(Piecewise):
         """Both parts'."""
         inner = self.second.advance(ops, self._inner(ctx), total)
         outer = self.first.advance(ops, self._outer(ctx), self._between(ops, ctx, total))
-        return self._joined(ctx, outer, {ctx.phase: inner})
+        return self._joined(ctx, outer, {ctx.side: inner})
 
-    def warm(self, ops: Ops, ctx: Context, total: Array) -> Context:
+    def warm_up(self, ops: Ops, ctx: Context, total: Array) -> Context:
         """The first part, and with it the second on what the first would send."""
-        outer = self.first.warm(ops, self._outer(ctx), total)
+        outer = self.first.warm_up(ops, self._outer(ctx), total)
         inners = {}
-        for phase in range(self.phases):
-            payload = self.first.encode(ops, outer._replace(phase=phase), total)
-            inners[phase] = self.second.warm(ops, self._inner(ctx, phase), payload)
+        for side in range(self.sides):
+            payload = self.first.encode(ops, outer._replace(side=side), total)
+            inners[side] = self.second.warm_up(ops, self._inner(ctx, side), payload)
         return self._joined(ctx, outer, inners)
 
-    def follows(self, other: Compressor) -> bool:
+    def can_reuse(self, other: Compressor) -> bool:
         """If the first part does, and the second has nothing to learn."""
         stateless = isinstance(other, Chain) and isinstance(other.second, Half) and isinstance(self.second, Half)
-        return stateless and self.first.follows(other.first)  # type: ignore[attr-defined]
+        return stateless and self.first.can_reuse(other.first)  # type: ignore[attr-defined]
 
-    def inherit(self, ops: Ops, ctx: Context, old: Context) -> Context:
+    def reuse_context(self, ops: Ops, ctx: Context, old: Context) -> Context:
         """The first part's."""
-        return self.first.inherit(ops, ctx, old)
+        return self.first.reuse_context(ops, ctx, old)
 
     def send(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Sent:
         """Each part tells from what it made itself whether it overflows."""
         outer, inner = self._outer(ctx), self._inner(ctx)
         between = self.first.encode(ops, outer, grad, residual)
         payload = self.second.encode(ops, inner, between)
-        sound = self.sound(ops, grad, payload)
+        finite = self.is_finite(ops, grad, payload)
         overflow = self.first.overflows(ops, outer, grad, between) | self.second.overflows(ops, inner, between, payload)
-        return Sent(payload, self.remain(ops, ctx, grad, payload), sound, overflow)
+        return Sent(payload, self.remain(ops, ctx, grad, payload), finite, overflow)
 
-    def sound(self, ops: Ops, grad: Array, payload: Array) -> Array:
+    def is_finite(self, ops: Ops, grad: Array, payload: Array) -> Array:
         """As the second part sees it."""
-        return self.second.sound(ops, grad, payload)
+        return self.second.is_finite(ops, grad, payload)
 
-    def payload_bytes(self, spec: Spec, phase: int = 0) -> int:
+    def payload_bytes(self, spec: Spec, side: int = 0) -> int:
         """The second part's, of what the first leaves."""
-        return self.second.payload_bytes(self._inner_spec(spec, phase))
+        return self.second.payload_bytes(self._inner_spec(spec, side))
 
-    def _inner_spec(self, spec: Spec, phase: int) -> Spec:
-        layout = self.first.layout(spec, phase)
+    def _inner_spec(self, spec: Spec, side: int) -> Spec:
+        layout = self.first.layout(spec, side)
         return spec._replace(shapes=((layout.values,),), tail=layout.precise)
 
     @property
@@ -139,18 +139,18 @@ class Chain(Piecewise):
         return int(isinstance(self.second, Integer))
 
     def _outer(self, ctx: Context) -> Context:
-        return ctx._replace(state=ctx.state[: len(ctx.state) - self.phases * self._inner_arrays])
+        return ctx._replace(state=ctx.state[: len(ctx.state) - self.sides * self._inner_arrays])
 
-    def _inner(self, ctx: Context, phase: int | None = None) -> Context:
-        phase = ctx.phase if phase is None else phase
-        start = len(ctx.state) + (phase - self.phases) * self._inner_arrays
-        return Context(self._inner_spec(ctx.spec, phase), 0, ctx.state[start : start + self._inner_arrays])
+    def _inner(self, ctx: Context, side: int | None = None) -> Context:
+        side = ctx.side if side is None else side
+        start = len(ctx.state) + (side - self.sides) * self._inner_arrays
+        return Context(self._inner_spec(ctx.spec, side), 0, ctx.state[start : start + self._inner_arrays])
 
     def _between(self, ops: Ops, ctx: Context, total: Array) -> Array:
         return self.second.decode(ops, self._inner(ctx), total)
 
     def _joined(self, ctx: Context, outer: Context, inners: dict[int, Context]) -> Context:
         state = outer.state
-        for phase in range(self.phases):
-            state += inners.get(phase, self._inner(ctx, phase)).state
+        for side in range(self.sides):
+            state += inners.get(side, self._inner(ctx, side)).state
         return outer._replace(state=state)

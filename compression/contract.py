@@ -59,8 +59,8 @@ class Context(NamedTuple):
     """What a payload means. Identical on every rank, bit for bit, because only shared values enter it."""
 
     spec: Spec
-    phase: int
-    """Which of the compressor's ``phases`` programs runs in this step. A plain integer, never an array, so that a
+    side: int
+    """Which of the compressor's ``sides`` programs runs in this step. A plain integer, never an array, so that a
     compiled graph holds each program once and picks one by index. The exchange counts it on."""
     state: tuple[Array, ...]
     """float32 or int32 arrays of fixed number and shapes, computed from the spec and from what earlier all-reduces
@@ -73,8 +73,8 @@ class Sent(NamedTuple):
     payload: Array
     left: Array
     """what the payload does not carry"""
-    sound: Array
-    """whether all was finite, see ``Compressor.sound``"""
+    finite: Array
+    """whether all was finite, see ``Compressor.is_finite``"""
     overflow: Array
     """whether the residual would need many steps to pay out what is left, see ``Compressor.overflows``"""
 
@@ -98,7 +98,7 @@ class Compressor(ABC):
         """How the user spells it, e.g. ``lowrank:4``; also part of the all-reduce's tensor name."""
 
     @property
-    def phases(self) -> int:
+    def sides(self) -> int:
         """Number of programs that take turns from step to step."""
         return 1
 
@@ -108,18 +108,18 @@ class Compressor(ABC):
         return True
 
     @property
-    def settles(self) -> bool:
+    def needs_finite_check(self) -> bool:
         """Whether a step counts only once all ranks know that every gradient was finite: residuals and contexts would
         keep what is not, and a payload that hides it would have delivered a number."""
         return True
 
     @property
-    def warms(self) -> bool:
-        """Whether ``warm`` does anything; such a level is led up to by some dense steps."""
+    def needs_warmup(self) -> bool:
+        """Whether ``warm_up`` does anything; such a level is led up to by some dense steps."""
         return False
 
     @property
-    def narrow(self) -> bool:
+    def may_overflow(self) -> bool:
         """Whether finite gradients can become infinite on the wire. All ranks see it in the sum, and send again. Only
         for compressors without a residual."""
         return False
@@ -179,14 +179,14 @@ class Compressor(ABC):
         return grad - self.decode(ops, ctx, payload)
 
     def send(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Sent:
-        """``encode``, ``sound`` and ``remain`` in one, for those who can save a pass over memory.
+        """``encode``, ``is_finite`` and ``remain`` in one, for those who can save a pass over memory.
 
         May overwrite ``grad``.
         """
         payload = self.encode(ops, ctx, grad, residual)
-        sound = self.sound(ops, grad, payload)
+        finite = self.is_finite(ops, grad, payload)
         overflow = self.overflows(ops, ctx, grad, payload)
-        return Sent(payload, self.remain(ops, ctx, grad, payload), sound, overflow)
+        return Sent(payload, self.remain(ops, ctx, grad, payload), finite, overflow)
 
     def overflows(self, ops: Ops, ctx: Context, grad: Array, payload: Array) -> Array:
         """Whether values of this rank lie so far beyond the level's scale that the residual would need many steps to
@@ -198,25 +198,25 @@ class Compressor(ABC):
         """
         return ops.from_numpy(np.zeros(1, np.float32))[0] > 0
 
-    def warm(self, ops: Ops, ctx: Context, total: Array) -> Context:
+    def warm_up(self, ops: Ops, ctx: Context, total: Array) -> Context:
         """A better first context, from a dense step's ``total``: the bucket's gradients, summed over ranks."""
         return ctx
 
-    def follows(self, other: Compressor) -> bool:
-        """Whether ``inherit`` can take over a context of ``other``."""
+    def can_reuse(self, other: Compressor) -> bool:
+        """Whether ``reuse_context`` can take over a context of ``other``."""
         return False
 
-    def inherit(self, ops: Ops, ctx: Context, old: Context) -> Context:
-        """``ctx`` with all that can be kept of the context of a compressor that this one ``follows``."""
+    def reuse_context(self, ops: Ops, ctx: Context, old: Context) -> Context:
+        """``ctx`` with all that can be kept of the context of a compressor that this one ``can_reuse``."""
         return ctx
 
-    def sound(self, ops: Ops, grad: Array, payload: Array) -> Array:
+    def is_finite(self, ops: Ops, grad: Array, payload: Array) -> Array:
         """Whether what is sent is finite, as a 0-d boolean: of one rank, before the sum. Here: what is not finite in a
         gradient is never finite in its payload."""
         return ops.all_finite(payload)
 
     @abstractmethod
-    def payload_bytes(self, spec: Spec, phase: int = 0) -> int:
+    def payload_bytes(self, spec: Spec, side: int = 0) -> int:
         """Bytes that one rank hands to the all-reduce for this bucket. Raises ValueError as ``init`` does."""
 
 
@@ -282,9 +282,9 @@ class Projection(Piecewise):
     """A linear compressor with a float32 payload, which can begin a chain."""
 
     @abstractmethod
-    def layout(self, spec: Spec, phase: int) -> Layout:
+    def layout(self, spec: Spec, side: int) -> Layout:
         """What its payload holds."""
 
-    def payload_bytes(self, spec: Spec, phase: int = 0) -> int:
+    def payload_bytes(self, spec: Spec, side: int = 0) -> int:
         """4 bytes a float."""
-        return 4 * sum(self.layout(spec, phase))
+        return 4 * sum(self.layout(spec, side))

@@ -29,11 +29,11 @@ class Half(Piecewise):
     name = "fp16"
     paper = "1710.03740"
     keeps_residual = False
-    settles = False
+    needs_finite_check = False
     memory_passes = 3.0
 
     @property
-    def narrow(self) -> bool:
+    def may_overflow(self) -> bool:
         """Unless it saturates."""
         return not self.saturate
 
@@ -59,7 +59,7 @@ class Half(Piecewise):
         """float32 sum over ranks."""
         return [Halves(total, float(_divisor(ctx.spec)))]
 
-    def payload_bytes(self, spec: Spec, phase: int = 0) -> int:
+    def payload_bytes(self, spec: Spec, side: int = 0) -> int:
         """2 bytes an element."""
         return 2 * spec.size
 

@@ -35,16 +35,16 @@ from hvdplus.compression.ops import Array, Ops, Packed, Packing, Piece
 
 UNKNOWN = -127
 """Exponent of a step that no sum has told yet; ``power_of_two`` makes it 0."""
-QUIETEST = 2.0**-100
+SMALLEST_RMS = 2.0**-100
 """Root mean squares below this count as silence: nothing is sent, the residual keeps it."""
 LOUDEST = 125
 """Largest exponent of a step."""
 PER_OCTAVE = 256
 """Logarithms travel in this many parts of a factor of two."""
 MOST_BITS = 16
-QUIET = 2 * PER_OCTAVE
+LOW = 2 * PER_OCTAVE
 """A rank this far below what the step is made for does not count while there are louder ones."""
-QUIET_ONE = 1 << 16
+LOW_ONE = 1 << 16
 TAIL_BITS = 32
 TAIL_LEVELS = 2**30
 TAIL_RANGE = 2.0**10
@@ -74,20 +74,20 @@ class State(NamedTuple):
 class Measured(NamedTuple):
     """Integers that ride behind the lanes; they add over ranks."""
 
-    quiet: Array
+    low_rms: Array
     """PER_OCTAVE * log2(root mean square of the body), over ranks far below what the present step is made for"""
-    tail_quiet: Array
-    loudness: Array
+    tail_low_rms: Array
+    log_rms: Array
     """the same over all others that are not silent"""
-    tail_loudness: Array
-    heard: Array
-    """number of those others, and QUIET_ONE for every quiet rank"""
-    tail_heard: Array
+    tail_log_rms: Array
+    contributors: Array
+    """number of those others, and LOW_ONE for every rank with a low one"""
+    tail_contributors: Array
     clipped: Array
     infinite: Array
     """Ranks whose values were not finite"""
     largest: Array
-    """PER_OCTAVE * log2(largest magnitude of the body), over the ranks of ``loudness``"""
+    """PER_OCTAVE * log2(largest magnitude of the body), over the ranks of ``log_rms``"""
     tail_largest: Array
     overflow: Array
     """What is above 0 on ranks whose values lie far beyond the levels"""
@@ -98,7 +98,7 @@ class Integer(Piecewise):
 
     kind = "quantiser"
     learns = "the step: last step's root mean square"
-    warms = True
+    needs_warmup = True
 
     @property
     def memory_passes(self) -> float:
@@ -127,10 +127,10 @@ class Integer(Piecewise):
             )
         return levels
 
-    def reach(self, levels: int) -> float:
+    def clip_multiple(self, levels: int) -> float:
         """Largest value sent, as a multiple of the root mean square.
 
-        Wider than a single round trip would like it: one step serves layers of different loudness, and what is clipped
+        Wider than a single round trip would like it: one step serves layers of different magnitude, and what is clipped
         step after step weighs more than coarser rounding, which the residual makes good.
         """
         return float(1.5 * levels ** (2 / 3))
@@ -149,17 +149,17 @@ class Integer(Piecewise):
         body, tail = self._pack(ops, ctx, grad, leave=True)
         payload = self._payload(ops, ctx, body, tail)
         left = ops.concat([body.left, tail.left])
-        return Sent(payload, left, self.sound(ops, grad, payload), self.overflows(ops, ctx, grad, payload))
+        return Sent(payload, left, self.is_finite(ops, grad, payload), self.overflows(ops, ctx, grad, payload))
 
     def _pack(self, ops: Ops, ctx: Context, grad: Array, leave: bool) -> tuple[Packing, Packing]:
         spec, state = ctx.spec, self._state(ctx)
         word, levels, bits = self._word(spec.ranks), self.levels(spec.ranks), self.bits(spec.ranks)
         noise = state.step + key(spec.seed, spec.position) if self.stochastic else None
-        worth, tail_worth = (state.exponent, state.tail_exponent) if leave else (None, None)
+        left_exponent, tail_left_exponent = (state.exponent, state.tail_exponent) if leave else (None, None)
         body, tail = grad[: spec.body], grad[spec.body :]
         return (
-            ops.pack(body, self.rounding(ops, state), levels, bits, word, noise, worth),
-            ops.pack(tail, state.tail_exponent, TAIL_LEVELS // spec.ranks, TAIL_BITS, word, None, tail_worth),
+            ops.pack(body, self.rounding(ops, state), levels, bits, word, noise, left_exponent),
+            ops.pack(tail, state.tail_exponent, TAIL_LEVELS // spec.ranks, TAIL_BITS, word, None, tail_left_exponent),
         )
 
     def _payload(self, ops: Ops, ctx: Context, body: Packing, tail: Packing) -> Array:
@@ -183,20 +183,20 @@ class Integer(Piecewise):
             return ctx
         numbers, state = ops.integers(total[-len(Measured._fields) :]), ctx.state[0]
         largest = self._follow_largest(ops, ctx, numbers)
-        quiet, loudness, heard = numbers[:2], numbers[2:4], numbers[4:6]
-        louder = ops.integers(heard % QUIET_ONE > 0)
-        loudness = loudness * louder + quiet * (1 - louder)
-        count = heard % QUIET_ONE * louder + heard // QUIET_ONE * (1 - louder)
+        low_rms, log_rms, contributors = numbers[:2], numbers[2:4], numbers[4:6]
+        louder = ops.integers(contributors % LOW_ONE > 0)
+        log_rms = log_rms * louder + low_rms * (1 - louder)
+        count = contributors % LOW_ONE * louder + contributors // LOW_ONE * (1 - louder)
         offsets = ops.from_numpy(self._offsets(ctx.spec.ranks))
-        exponents = _follow(ops, loudness, count, offsets, state[:2])
-        # What was silent so far takes its step from the other part, to be corrected when it is heard.
+        exponents = _follow(ops, log_rms, count, offsets, state[:2])
+        # What was silent so far takes its step from the other part, to be corrected when a rank has some of it.
         known = ops.integers(exponents > UNKNOWN)
         apart = (offsets - ops.concat([offsets[1:], offsets[:1]])) // PER_OCTAVE
         other = ops.concat([exponents[1:], exponents[:1]]) + apart
         exponents = exponents * known + other * (1 - known)
         return ctx._replace(state=(ops.concat([exponents, numbers[6:7], state[3:4] + 1, largest]),))
 
-    def warm(self, ops: Ops, ctx: Context, total: Array) -> Context:
+    def warm_up(self, ops: Ops, ctx: Context, total: Array) -> Context:
         """Steps for gradients of which ``total`` is the sum, taken for independent ones."""
         if not ctx.spec.size:
             return ctx
@@ -209,39 +209,39 @@ class Integer(Piecewise):
     def _offsets(self, ranks: int) -> np.ndarray:
         """PER_OCTAVE * log2(step / root mean square) for body and tail."""
         levels = self.levels(ranks)
-        steps = self.reach(levels) / levels, TAIL_RANGE / (TAIL_LEVELS // ranks)
+        steps = self.clip_multiple(levels) / levels, TAIL_RANGE / (TAIL_LEVELS // ranks)
         return np.array([round(PER_OCTAVE * math.log2(step)) for step in steps], np.int32)
 
     def _measure(self, ops: Ops, ctx: Context, body: Packing, tail: Packing) -> Measured:
         """What one rank has to say."""
         measures = [body.rms, tail.rms, body.largest, tail.largest]
         rms = ops.concat([ops.reshape(number, (1,)) for number in measures])
-        heard = ops.integers(rms[:2] > QUIETEST)
-        logarithms = ops.integers(ops.log2(rms + QUIETEST) * PER_OCTAVE)
-        loudness, largest = logarithms[:2], logarithms[2:]
+        contributors = ops.integers(rms[:2] > SMALLEST_RMS)
+        logarithms = ops.integers(ops.log2(rms + SMALLEST_RMS) * PER_OCTAVE)
+        log_rms, largest = logarithms[:2], logarithms[2:]
         made_for = ctx.state[0][:2] * PER_OCTAVE - ops.from_numpy(self._offsets(ctx.spec.ranks))
-        loud = heard * ops.integers(loudness + QUIET > made_for)
-        quiet = heard - loud
+        loud = contributors * ops.integers(log_rms + LOW > made_for)
+        low_rms = contributors - loud
         # A tail may be rarely hit: it is held against the body's values, too, where those are larger.
         body_large, tail_large = ctx.state[0][4:5], ctx.state[0][5:6]
         known = ops.concat([body_large, _larger(tail_large, body_large - UNSEEN * ops.integers(body_large == UNSEEN))])
         far = ops.integers(largest > known + FAR)
         overflow = far[:1] * ops.integers(body.clipped > 0) + far[1:] * ops.integers(tail.clipped > 0)
-        pairs = (loudness * quiet, loudness * loud, loud + quiet * QUIET_ONE)
+        pairs = (log_rms * low_rms, log_rms * loud, loud + low_rms * LOW_ONE)
         numbers = [part for pair in (*pairs, largest * loud) for part in (pair[:1], pair[1:])]
         numbers[6:6] = [body.clipped + tail.clipped, 1 - ops.integers(ops.all_finite(rms))]
         return Measured(*[*numbers, overflow])
 
     def _follow_largest(self, ops: Ops, ctx: Context, numbers: Array) -> Array:
         """The mean of what the louder ranks had, or what is remembered of the steps before."""
-        before, count = ctx.state[0][4:6], numbers[4:6] % QUIET_ONE
+        before, count = ctx.state[0][4:6], numbers[4:6] % LOW_ONE
         known = ops.integers(count > 0)
         now = numbers[8:10] // (count + 1 - known)
         # A first measurement replaces what stands for none.
         faded = before - FORGET - 2 * UNSEEN * ops.integers(before == UNSEEN)
         return _larger(now, faded) * known + before * (1 - known)
 
-    def sound(self, ops: Ops, grad: Array, payload: Array) -> Array:
+    def is_finite(self, ops: Ops, grad: Array, payload: Array) -> Array:
         """As measured, because integers are always finite."""
         return _measured(payload).infinite[0] < 1 if payload.shape[0] else ops.all_finite(grad)
 
@@ -249,7 +249,7 @@ class Integer(Piecewise):
         """A value beyond the levels that is far above what was the largest, or beyond the levels of the tail."""
         return _measured(payload).overflow[0] > 0 if payload.shape[0] else super().overflows(ops, ctx, grad, payload)
 
-    def payload_bytes(self, spec: Spec, phase: int = 0) -> int:
+    def payload_bytes(self, spec: Spec, side: int = 0) -> int:
         """B bits an element of the body, 32 of the tail, and a word for every number measured."""
         self.levels(spec.ranks)
         if not spec.size:
@@ -322,10 +322,10 @@ def _numbers(ops: Ops, numbers: Sequence[Array], word: int) -> Array:
     return ops.concat([ops.integers(ops.reshape(number, (-1,)), word) for number in numbers])
 
 
-def _follow(ops: Ops, loudness: Array, count: Array, offsets: Array, before: Array) -> Array:
-    """Exponents of the powers of two nearest to the steps for the mean loudness; in integers alone."""
+def _follow(ops: Ops, log_rms: Array, count: Array, offsets: Array, before: Array) -> Array:
+    """Exponents of the powers of two nearest to the steps for the mean logarithm; in integers alone."""
     known = ops.integers(count > 0)
-    following = (loudness + count * (offsets + PER_OCTAVE // 2)) // (PER_OCTAVE * (count + 1 - known))
+    following = (log_rms + count * (offsets + PER_OCTAVE // 2)) // (PER_OCTAVE * (count + 1 - known))
     # Beyond, a step and its reciprocal would not both be numbers. (following + LOUDEST - |following - LOUDEST|) / 2 is
     # the lesser of two integers, in operations that all frameworks share.
     following = (following + LOUDEST - abs(following - LOUDEST)) // 2

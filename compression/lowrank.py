@@ -1,12 +1,12 @@
 """``lowrank:r``: rank-r projections of every matrix, one side a step, alternating.
 
 After PowerSGD (Vogels et al., arXiv 1905.13727), made one-round as in ACP-SGD (Zhang et al., arXiv 2306.08881):
-a gradient matrix G (n x m) meets the orthonormal basis that the *previous* all-reduce produced. In phase 0 the
+a gradient matrix G (n x m) meets the orthonormal basis that the *previous* all-reduce produced. In side 0 the
 basis is Q (m x r), ``P = G Q`` is sent, and ``P Q^T`` is what arrives; the orthonormalised sum of P is the basis
-of phase 1, in which ``S = G^T P`` is sent and ``P S^T`` arrives. Both are linear in G and in the payload. So two
+of side 1, in which ``S = G^T P`` is sent and ``P S^T`` arrives. Both are linear in G and in the payload. So two
 steps together make one power iteration, and neither of them needs a second round.
 
-Sent: r n floats in phase 0, r m in phase 1. Work: 2 n m r flops to encode, as many to decode, and a QR of one thin
+Sent: r n floats in side 0, r m in side 1. Work: 2 n m r flops to encode, as many to decode, and a QR of one thin
 matrix. A tensor of two or more dimensions is viewed as the most nearly square matrix that keeps its memory order.
 Tensors for which 2 r > min(n, m) travel dense in the same payload. Matrices of equal shape stand next to each other
 in the payload, so that their factors are orthonormalised in one batch, each scaled by itself.
@@ -61,8 +61,8 @@ class LowRank(Projection):
 
     learns = "bases: the orthonormalised previous sums"
     paper = "1905.13727, 2306.08881"
-    phases = 2
-    warms = True
+    sides = 2
+    needs_warmup = True
     uses_products = True
     memory_passes = 5.0
 
@@ -91,14 +91,14 @@ class LowRank(Projection):
         return Context(spec, 0, tuple(state))
 
     def encode(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Array:
-        """``G Q`` (phase 0) or ``G^T P`` (phase 1) of every matrix, then dense tensors as they are."""
+        """``G Q`` (side 0) or ``G^T P`` (side 1) of every matrix, then dense tensors as they are."""
         starts, parts = _starts(ctx.spec), []
         for number, group in enumerate(self._groups(ctx.spec)):
-            bases = ctx.state[2 * number + ctx.phase] * (1 / HEADROOM)
+            bases = ctx.state[2 * number + ctx.side] * (1 / HEADROOM)
             for place, tensor in enumerate(group.tensors):
                 matrix = _matrix(ops, grad, group, starts[tensor])
-                sent = ops.matmul(matrix, bases[place], transpose_a=ctx.phase == 1)
-                parts.append(ops.reshape(sent, (self.rank * (group.columns if ctx.phase else group.rows),)))
+                sent = ops.matmul(matrix, bases[place], transpose_a=ctx.side == 1)
+                parts.append(ops.reshape(sent, (self.rank * (group.columns if ctx.side else group.rows),)))
         if parts:
             parts = [_limited(ops, ctx.state[-1], ops.concat(parts))]
         parts += [grad[starts[tensor] : starts[tensor + 1]] for tensor in self._dense(ctx.spec)]
@@ -110,9 +110,9 @@ class LowRank(Projection):
         factors = self._factors(ops, ctx, total)
         for number, (group, factor) in enumerate(zip(self._groups(ctx.spec), factors, strict=True)):
             for place, tensor in enumerate(group.tensors):
-                basis = ctx.state[2 * number + ctx.phase][place]
-                found[tensor] = Product(basis, factor[place]) if ctx.phase else Product(factor[place], basis)
-        start = self.layout(ctx.spec, ctx.phase).values
+                basis = ctx.state[2 * number + ctx.side][place]
+                found[tensor] = Product(basis, factor[place]) if ctx.side else Product(factor[place], basis)
+        start = self.layout(ctx.spec, ctx.side).values
         for tensor in self._dense(ctx.spec):
             found[tensor] = total[start : start + ctx.spec.sizes[tensor]]
             start += ctx.spec.sizes[tensor]
@@ -122,13 +122,13 @@ class LowRank(Projection):
         """The orthonormalised sum becomes the other side's basis, and the other side's turn comes."""
         state = list(ctx.state)
         for number, factor in enumerate(self._factors(ops, ctx, total)):
-            state[2 * number + 1 - ctx.phase] = _orthonormal(ops, factor)
+            state[2 * number + 1 - ctx.side] = _orthonormal(ops, factor)
         if state:
-            values = total[: self.layout(ctx.spec, ctx.phase).values]
+            values = total[: self.layout(ctx.spec, ctx.side).values]
             state[-1] = follow(ops, state[-1], values)
-        return Context(ctx.spec, 1 - ctx.phase, tuple(state))
+        return Context(ctx.spec, 1 - ctx.side, tuple(state))
 
-    def warm(self, ops: Ops, ctx: Context, total: Array) -> Context:
+    def warm_up(self, ops: Ops, ctx: Context, total: Array) -> Context:
         """One whole power iteration on the reduced gradient: both sides' bases."""
         starts, state = _starts(ctx.spec), list(ctx.state)
         for number, group in enumerate(self._groups(ctx.spec)):
@@ -141,17 +141,17 @@ class LowRank(Projection):
                 state[-1] = largest_of(ops, ops.concat([flat, state[-1]]))
         return ctx._replace(state=tuple(state))
 
-    def follows(self, other: Compressor) -> bool:
+    def can_reuse(self, other: Compressor) -> bool:
         """A basis of another rank is a start."""
         return isinstance(other, LowRank)
 
-    def inherit(self, ops: Ops, ctx: Context, old: Context) -> Context:
+    def reuse_context(self, ops: Ops, ctx: Context, old: Context) -> Context:
         """The old bases' first columns, and new random ones orthogonal to them where there were fewer."""
         spec, state = ctx.spec, list(ctx.state)
         if state and old.state:
             state[-1] = old.state[-1]
         if not old.state:  # all was too small for bases at the old rank
-            return ctx._replace(phase=old.phase)
+            return ctx._replace(side=old.side)
         rank = int(old.state[0].shape[-1])
         before = LowRank(rank)._groups(spec)
         for number, group in enumerate(self._groups(spec)):
@@ -163,19 +163,19 @@ class LowRank(Projection):
                     state[2 * number + side] = ops.orthonormal(
                         columns + state[2 * number + side] * ops.from_numpy(fresh.astype(np.float32))
                     )
-        return ctx._replace(phase=old.phase, state=tuple(state))
+        return ctx._replace(side=old.side, state=tuple(state))
 
     def overflows(self, ops: Ops, ctx: Context, grad: Array, payload: Array) -> Array:
         """Whether factors were scaled down."""
         if not ctx.state:
             return super().overflows(ops, ctx, grad, payload)
         # They are rounded, so they may be a little below where "far" begins.
-        return beyond(ops, ctx.state[-1] * 0.99, payload[: self.layout(ctx.spec, ctx.phase).values])
+        return beyond(ops, ctx.state[-1] * 0.99, payload[: self.layout(ctx.spec, ctx.side).values])
 
-    def layout(self, spec: Spec, phase: int) -> Layout:
+    def layout(self, spec: Spec, side: int) -> Layout:
         """Factors in front, dense tensors behind."""
         values = sum(
-            self.rank * (group.columns if phase else group.rows) * len(group.tensors) for group in self._groups(spec)
+            self.rank * (group.columns if side else group.rows) * len(group.tensors) for group in self._groups(spec)
         )
         return Layout(values, sum(spec.sizes[tensor] for tensor in self._dense(spec)) + spec.tail)
 
@@ -189,7 +189,7 @@ class LowRank(Projection):
         """The factors of every group, (b, n, r) or (b, m, r)."""
         factors, start = [], 0
         for group in self._groups(ctx.spec):
-            shape = (len(group.tensors), group.columns if ctx.phase else group.rows, self.rank)
+            shape = (len(group.tensors), group.columns if ctx.side else group.rows, self.rank)
             factors.append(ops.reshape(payload[start : start + math.prod(shape)], shape))
             start += math.prod(shape)
         return factors

@@ -19,7 +19,7 @@ class NoCompression(Piecewise):
 
     name = "none"
     keeps_residual = False
-    settles = False
+    needs_finite_check = False
     memory_passes = 0.0
 
     def init(self, ops: Ops, spec: Spec) -> Context:
@@ -34,6 +34,6 @@ class NoCompression(Piecewise):
         """The sum."""
         return [total]
 
-    def payload_bytes(self, spec: Spec, phase: int = 0) -> int:
+    def payload_bytes(self, spec: Spec, side: int = 0) -> int:
         """4 bytes an element."""
         return 4 * spec.size

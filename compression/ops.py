@@ -76,7 +76,7 @@ class Packing(NamedTuple):
     rms: Array
     """``Ops.rms`` of the values, which it had in hand"""
     left: Array | None
-    """``values - q 2^worth``, if asked for"""
+    """``values - q 2^left_exponent``, if asked for"""
     largest: Array
     """0-d: the largest magnitude of the values; of values that are not all finite, anything"""
 
@@ -172,7 +172,7 @@ class Ops(Protocol):
         bits: int,
         word: int,
         noise: Array | None = None,
-        worth: Array | None = None,
+        left_exponent: Array | None = None,
     ) -> Packing:
         """Round ``values / 2^exponent`` to integers in ``[-levels, levels]`` and pack them (see ``Packed``).
 
@@ -182,8 +182,8 @@ class Ops(Protocol):
             noise: None rounds to nearest, ties to even; an int32 (one element) rounds stochastically:
                 ``floor(x + u)`` with ``u`` in [0, 1) from a hash of that key, the element's place, and its own bits,
                 so that ranks with different values draw independently without knowing who they are.
-            worth: int32, one element: a level stands for ``2^worth``, and what is left of the values is wanted too;
-                then ``values`` may be overwritten.
+            left_exponent: int32, one element: a level stands for ``2^left_exponent``, and what is left of the values is
+                wanted too; then ``values`` may be overwritten.
 
         """
 

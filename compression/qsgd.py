@@ -39,6 +39,6 @@ class QSGD(Integer):
         """As asked for."""
         return self.width
 
-    def reach(self, levels: int) -> float:
+    def clip_multiple(self, levels: int) -> float:
         """The norm of 512 typical elements."""
         return math.sqrt(512)

@@ -30,7 +30,7 @@ class SignSGD(Integer):
         """What a sum of signs needs."""
         return fewest_bits(ranks)
 
-    def reach(self, levels: int) -> float:
+    def clip_multiple(self, levels: int) -> float:
         """Magnitude that a sign stands for, as a multiple of the root mean square."""
         return 0.5
 

@@ -27,6 +27,6 @@ class TernGrad(Integer):
         """What a sum of signs needs."""
         return fewest_bits(ranks)
 
-    def reach(self, levels: int) -> float:
+    def clip_multiple(self, levels: int) -> float:
         """The paper's clipping constant."""
         return 2.5

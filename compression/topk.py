@@ -28,7 +28,7 @@ class TopK(BlockSelection):
 
     learns = "the choice: block energies that rode along one step earlier"
     paper = "1712.01887, 1809.07599"
-    warms = True
+    needs_warmup = True
     memory_passes = 5.0
 
     def init(self, ops: Ops, spec: Spec) -> Context:
@@ -66,7 +66,7 @@ class TopK(BlockSelection):
             return ctx
         return self._choose(ops, ctx, total[-cut.blocks :], total[-cut.blocks :])
 
-    def warm(self, ops: Ops, ctx: Context, total: Array) -> Context:
+    def warm_up(self, ops: Ops, ctx: Context, total: Array) -> Context:
         """The blocks of the reduced gradient's most energy."""
         cut = self.cut(ctx.spec)
         if not cut.blocks:

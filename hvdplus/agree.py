@@ -82,7 +82,7 @@ def choose_ladder(compression: Any, settings: Settings, world: World, ops: Ops) 
             "make them equal."
         )
     # A level that learns is led up to by dense steps.
-    return Ladder(["none", compressor] if compressor.warms else [compressor]), False
+    return Ladder(["none", compressor] if compressor.needs_warmup else [compressor]), False
 
 
 def _unfit(compressor: Compressor, world: World) -> str:

@@ -451,11 +451,11 @@ def step_of(exponent: int) -> float:
 
 
 def parts(chain: Chain, ctx: Context) -> tuple[Compressor, Context, Context]:
-    """(first part, its context, the second's), cut as ``Chain.init`` says: first the one, then the other, by phase."""
+    """(first part, its context, the second's), cut as ``Chain.init`` says: first the one, then the other, by side."""
     count = len(chain.first.init(ops_of("numpy"), ctx.spec).state)
-    layout = chain.first.layout(ctx.spec, ctx.phase)
+    layout = chain.first.layout(ctx.spec, ctx.side)
     inner_spec = ctx.spec._replace(shapes=((layout.values,),), tail=layout.precise)
-    inner_state = ctx.state[count:][ctx.phase : ctx.phase + 1]
+    inner_state = ctx.state[count:][ctx.side : ctx.side + 1]
     return chain.first, ctx._replace(state=ctx.state[:count]), Context(inner_spec, 0, inner_state)
 
 

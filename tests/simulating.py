@@ -212,7 +212,7 @@ def drive(
     course = Course(controller, [], [], [])
     dice = random.Random(seed)
     late: tuple[int, Observation] | None = None
-    running = drains = warms = age = 0
+    running = drains = warms_up = age = 0
     wave = 0.0
     for step in range(steps):
         events(step, controller)
@@ -223,16 +223,16 @@ def drive(
                 course.decisions.append((step, decision))
         if level != running:
             drains = limits.drain_steps if level < LOSSY <= running else 0
-            warms = WARM_STEPS if level >= LOSSY else 0
+            warms_up = WARM_STEPS if level >= LOSSY else 0
             running, age = level, 0
         job_now = at(step)
         late = None
         course.levels.append(level)
         course.modes.append(mode)
-        course.seconds += job_now.seconds(0 if warms else level)
+        course.seconds += job_now.seconds(0 if warms_up else level)
         wave = 0.9 * wave + math.sqrt(1 - 0.9**2) * dice.gauss(0, 1)
-        if drains or warms:
-            drains, warms = max(0, drains - 1), max(0, warms - 1)
+        if drains or warms_up:
+            drains, warms_up = max(0, drains - 1), max(0, warms_up - 1)
             continue
         times, sounding = reduce_times(job_now.step(level, dice, wave)), controller.sounding()
         if sounding:

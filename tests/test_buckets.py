@@ -242,7 +242,7 @@ def test_narrow_gradients_travel_narrow_where_the_transport_can_add_them_up(sums
 
 
 def test_bytes_of_a_step() -> None:
-    """All that one rank sends, tail included; of levels whose phases differ, the larger."""
+    """All that one rank sends, tail included; of levels whose sides differ, the larger."""
     (bucket,) = cut([((24, 40), "float32"), ((10,), "float32")], 8 << 20)
     sizes = {level: bytes_per_step([bucket], parse(level)) for level in ("none", "fp16", "lowrank:2", "lowrank:2+fp16")}
     assert sizes == {

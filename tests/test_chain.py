@@ -124,10 +124,10 @@ def test_a_chain_is_what_its_parts_are(level: str) -> None:
     compressor = chain(level)
     first, second = compressor.first, compressor.second
     assert compressor.name == level == f"{first.name}+{second.name}"
-    assert compressor.keeps_residual and compressor.settles and not compressor.narrow
-    assert compressor.kind == second.kind and compressor.phases == first.phases
+    assert compressor.keeps_residual and compressor.needs_finite_check and not compressor.may_overflow
+    assert compressor.kind == second.kind and compressor.sides == first.sides
     assert compressor.uses_products == first.uses_products
-    assert compressor.warms == (first.warms or second.warms)
+    assert compressor.needs_warmup == (first.needs_warmup or second.needs_warmup)
     assert compressor.memory_passes > first.memory_passes
     for part in (first, second):
         assert part.learns == "nothing" or part.learns in compressor.learns
@@ -147,19 +147,19 @@ def test_the_second_part_encodes_the_first_ones_payload(level: str, framework: s
     grad = ops.from_numpy(Case(spec, 0, 5).gradients()[0])
     outer = ctx._replace(state=ctx.state[:count])
     between = compressor.first.encode(ops, outer, grad)
-    layout = compressor.first.layout(spec, ctx.phase)
+    layout = compressor.first.layout(spec, ctx.side)
     assert ops.to_numpy(between).size == sum(layout)
     inner = ctx._replace(
         spec=spec._replace(shapes=((layout.values,),), tail=layout.precise),
-        phase=0,
-        state=ctx.state[count:][ctx.phase : ctx.phase + 1],
+        side=0,
+        state=ctx.state[count:][ctx.side : ctx.side + 1],
     )
     expected = compressor.second.encode(ops, inner, between)
     payload = compressor.encode(ops, ctx, grad)
     assert ops.to_numpy(payload).tobytes() == ops.to_numpy(expected).tobytes()
     decoded = compressor.first.decode(ops, outer, compressor.second.decode(ops, inner, payload))
     assert ops.to_numpy(compressor.decode(ops, ctx, payload)).tobytes() == ops.to_numpy(decoded).tobytes()
-    assert compressor.payload_bytes(spec, ctx.phase) == compressor.second.payload_bytes(inner.spec)
+    assert compressor.payload_bytes(spec, ctx.side) == compressor.second.payload_bytes(inner.spec)
 
 
 @every_framework
@@ -169,14 +169,14 @@ def test_every_phase_has_a_step_of_its_own(level: str, framework: str) -> None:
     ops, compressor = ops_of(framework), chain(level)
     ctx = compressor.init(ops, SPEC)
     count = len(compressor.first.init(ops, SPEC).state)
-    assert len(ctx.state) == count + compressor.phases
+    assert len(ctx.state) == count + compressor.sides
     for step in range(4):
         before = in_numpy(ops, ctx)
         payloads = [compressor.encode(ops, ctx, ops.from_numpy(grad)) for grad in Case(SPEC).gradients(step)]
         ctx = compressor.advance(ops, ctx, add(payloads))
-        for phase in range(compressor.phases):
-            was, now = before.state[count + phase], in_numpy(ops, ctx).state[count + phase]
-            if phase == before.phase:
+        for side in range(compressor.sides):
+            was, now = before.state[count + side], in_numpy(ops, ctx).state[count + side]
+            if side == before.side:
                 assert now[3] == was[3] + 1 and now[0] != -127
             else:
                 assert np.array_equal(was, now)
@@ -194,23 +194,23 @@ def test_what_the_first_part_wants_precise_is_precise(level: str, framework: str
     assert off <= (1e-5 if isinstance(compressor.second, Integer) else 2.0**-11)
     if isinstance(compressor.second, Integer):
         _, _, inner = parts(compressor, in_numpy(ops, ctx))
-        heard = heard_in(compressor.second, inner.spec, ops.to_numpy(payload))
-        assert heard.tail.size == compressor.first.layout(SPEC, ctx.phase).precise >= SPEC.tail
+        contributors = heard_in(compressor.second, inner.spec, ops.to_numpy(payload))
+        assert contributors.tail.size == compressor.first.layout(SPEC, ctx.side).precise >= SPEC.tail
 
 
 @every_framework
 @pytest.mark.parametrize("level", ["lowrank:4+int8", "lowrank:4+fp16", "topk:0.1:16+int8", "lowrank:1+int16"])
 def test_one_dense_step_warms_both_parts(level: str, framework: str) -> None:
-    """Bases or blocks, and the steps of every phase: at once nearly as good as the first part alone."""
+    """Bases or blocks, and the steps of every side: at once nearly as good as the first part alone."""
     ops, compressor = ops_of(framework), chain(level)
     spec, rng = Spec(((24, 16),), tail=6), np.random.default_rng(2)
     matrix = (rng.standard_normal((24, 1)) @ rng.standard_normal((1, 16))).ravel()
     grad = np.concatenate([matrix, rng.standard_normal(6)]).astype(np.float32)
-    ctx = compressor.warm(ops, compressor.init(ops, spec), ops.from_numpy(grad))
-    first = compressor.first.warm(ops, compressor.first.init(ops, spec), ops.from_numpy(grad))
-    for phase in range(compressor.phases):
-        arrived, _ = once(ops, compressor, ctx._replace(phase=phase), grad)
-        alone, _ = once(ops, compressor.first, first._replace(phase=phase), grad)
+    ctx = compressor.warm_up(ops, compressor.init(ops, spec), ops.from_numpy(grad))
+    first = compressor.first.warm_up(ops, compressor.first.init(ops, spec), ops.from_numpy(grad))
+    for side in range(compressor.sides):
+        arrived, _ = once(ops, compressor, ctx._replace(side=side), grad)
+        alone, _ = once(ops, compressor.first, first._replace(side=side), grad)
         assert norm(arrived - alone) <= 0.05 * norm(grad)
 
 
@@ -268,11 +268,11 @@ def test_no_sum_of_saturated_halves_overflows(framework: str, ranks: int) -> Non
 
 def test_a_part_that_saturates_is_not_narrow() -> None:
     """Alone, float16 is sent again in full width where it overflows; in a chain, the residual takes the rest."""
-    assert Half().narrow and not Half(saturate=True).narrow
+    assert Half().may_overflow and not Half(saturate=True).may_overflow
     built = Chain(LowRank(4), Half())
-    assert built.second == Half(saturate=True) and not built.narrow
+    assert built.second == Half(saturate=True) and not built.may_overflow
     assert parse("lowrank:4+fp16") == built
-    assert parse("fp16").narrow, "a level of its own is untouched"
+    assert parse("fp16").may_overflow, "a level of its own is untouched"
 
 
 def test_too_many_ranks_are_an_error_of_the_whole_chain() -> None:

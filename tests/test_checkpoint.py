@@ -285,7 +285,7 @@ DAMAGE: dict[str, tuple[Edit, str]] = {
     "plan fraction NaN": (put("coordinator/plan", [0, 0, math.nan, 0, False, 0]), "its plan has to be"),
     "plan fraction large": (put("coordinator/plan", [0, 0, 2.0, 0, False, 0]), "its plan has to be"),
     "plan fraction small": (put("coordinator/plan/2", 0.5), "its plan has to be"),
-    "plan warms": (put("coordinator/plan/3", 7), "its plan has to be"),
+    "plan warms_up": (put("coordinator/plan/3", 7), "its plan has to be"),
     "plan norms": (put("coordinator/plan/4", "yes"), "its plan has to be"),
     "plan probe": (put("coordinator/plan/5", 1 << 50), "its plan has to be"),
 }  # fmt: skip

@@ -136,8 +136,8 @@ def package(tmp_path: Path) -> Path:
     (tmp_path / "other.py").write_text(
         "from hvdplus.compression import NoCompression\n"
         "class nightly(NoCompression):\n    name, paper, learns = 'nightly', '2401.00001', 'the weather'\n"
-        "class keen(NoCompression):\n    def payload_bytes(self, spec, phase=0): raise RuntimeError('no\\nidea')\n"
-        "class hollow(NoCompression):\n    def payload_bytes(self, spec, phase=0): return 0\n"
+        "class keen(NoCompression):\n    def payload_bytes(self, spec, side=0): raise RuntimeError('no\\nidea')\n"
+        "class hollow(NoCompression):\n    def payload_bytes(self, spec, side=0): return 0\n"
         "def picky(text): return NoCompression()\n"
         "def wrong(): return 3\n"
     )

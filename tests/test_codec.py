@@ -21,7 +21,11 @@ def gradients(step: int) -> list[np.ndarray]:
 def warmed(ops: Ops, level: str) -> Context:
     compressor = parse(level)
     ctx = compressor.init(ops, SPEC)
-    return compressor.warm(ops, ctx, add([ops.from_numpy(grad) for grad in gradients(99)])) if compressor.warms else ctx
+    return (
+        compressor.warm_up(ops, ctx, add([ops.from_numpy(grad) for grad in gradients(99)]))
+        if compressor.needs_warmup
+        else ctx
+    )
 
 
 @every_framework
@@ -31,7 +35,7 @@ def test_what_is_not_sent_is_left(framework: str, level: str) -> None:
     ops, compressor = ops_of(framework), parse(level)
     ctx, left = warmed(ops, level), [np.zeros(SPEC.size, np.float32)] * RANKS
     for step in range(4):
-        ctx = ctx._replace(phase=step % compressor.phases)
+        ctx = ctx._replace(side=step % compressor.sides)
         vectors = [grad + held for grad, held in zip(gradients(step), left, strict=True)]
         sent = [
             send_bucket(ops, compressor, ctx, ops.from_numpy(vector), ops.from_numpy(held), 1.0, True)

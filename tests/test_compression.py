@@ -186,11 +186,11 @@ def test_the_payload_is_as_long_as_announced_in_every_phase(level: str, framewor
 
     def check(case: Case) -> None:
         ctx = after_steps(ops, compressor, case)
-        assert ctx.phase == case.steps % compressor.phases and type(ctx.phase) is int
-        for _ in range(compressor.phases):
+        assert ctx.side == case.steps % compressor.sides and type(ctx.side) is int
+        for _ in range(compressor.sides):
             payload = compressor.encode(ops, ctx, ops.from_numpy(case.gradients()[0]))
             assert ops.to_numpy(payload).ndim == 1
-            assert ops.to_numpy(payload).nbytes == compressor.payload_bytes(case.spec, ctx.phase)
+            assert ops.to_numpy(payload).nbytes == compressor.payload_bytes(case.spec, ctx.side)
             ctx = compressor.advance(ops, ctx, payload)
 
     for_many(level, framework, check)
@@ -295,7 +295,7 @@ def contexts_agree(
     compressor: Compressor, ctx: Context, total: np.ndarray, after: Context, ops: Ops, expected: Context
 ) -> None:
     """int32 state in every bit; bases as exactly as the condition of the factor behind them allows."""
-    assert after.phase == expected.phase and type(after.phase) is int
+    assert after.side == expected.side and type(after.side) is int
     assert len(after.state) == len(expected.state)
     conditions = factor_conditions(compressor, ctx, total)
     for number, (array, reference) in enumerate(zip(after.state, expected.state, strict=True)):
@@ -317,22 +317,22 @@ def factor_conditions(compressor: Compressor, ctx: Context, total: np.ndarray) -
         return {}
     conditions, start = {}, 0
     for number, (sides, members) in enumerate(groups(ctx.spec, compressor.rank).items()):
-        shape = (len(members), sides[ctx.phase], compressor.rank)
+        shape = (len(members), sides[ctx.side], compressor.rank)
         factors = total[start : start + math.prod(shape)].reshape(shape).astype(np.float64)
-        conditions[2 * number + 1 - ctx.phase] = float(np.linalg.cond(factors).max())
+        conditions[2 * number + 1 - ctx.side] = float(np.linalg.cond(factors).max())
         start += math.prod(shape)
     return conditions
 
 
 @other_frameworks
-@pytest.mark.parametrize("level", levels_with(warms=True))
+@pytest.mark.parametrize("level", levels_with(warms_up=True))
 def test_frameworks_warm_like_numpy(level: str, framework: str) -> None:
     ops, reference, compressor = ops_of(framework), NumpyOps(), parse(level)
     spec = Spec(((20, 16), (12, 9)), seed=3, ranks=ROWS[level].ranks[-1], tail=5)
     total = np.random.default_rng(8).standard_normal(spec.size, np.float32)
-    ctx = compressor.warm(ops, compressor.init(ops, spec), ops.from_numpy(total))
-    expected = compressor.warm(reference, compressor.init(reference, spec), total)
-    assert ctx.phase == expected.phase
+    ctx = compressor.warm_up(ops, compressor.init(ops, spec), ops.from_numpy(total))
+    expected = compressor.warm_up(reference, compressor.init(reference, spec), total)
+    assert ctx.side == expected.side
     for array, values in zip(ctx.state, expected.state, strict=True):
         if values.dtype == np.int32:
             assert ops.to_numpy(array).tobytes() == values.tobytes()
@@ -373,7 +373,7 @@ def test_contexts_of_all_ranks_stay_equal_bit_for_bit(level: str, framework: str
             for compressor, ops, ctx in zip(compressors, every, contexts, strict=True)
         ]
         assert bits_of(every[0], contexts[0]) == bits_of(every[1], contexts[1])
-        assert contexts[0].phase == contexts[1].phase
+        assert contexts[0].side == contexts[1].side
         sums = [[int(ops.checksum(array)) for array in ctx.state] for ops, ctx in zip(every, contexts, strict=True)]
         assert sums[0] == sums[1]
         assert [(array.shape, array.dtype) for array in in_numpy(every[0], contexts[0]).state] == shapes
@@ -401,7 +401,7 @@ def test_a_restored_run_goes_on_in_the_same_way(level: str, framework: str) -> N
         assert ops.to_numpy(payloads[0]).tobytes() == ops.to_numpy(payloads[1]).tobytes()
         ctx = compressor.advance(ops, ctx, payloads[0])
         restored = parse(level).advance(ops, restored, payloads[1])
-    assert bits_of(ops, ctx) == bits_of(ops, restored) and ctx.phase == restored.phase
+    assert bits_of(ops, ctx) == bits_of(ops, restored) and ctx.side == restored.side
 
 
 @every_level
@@ -429,7 +429,7 @@ def test_randomness_differs_between_seeds_buckets_and_steps(level: str) -> None:
     seen = []
     for changes in ({}, {"seed": 1}, {"position": 1}):
         ctx = compressor.init(ops, spec._replace(**changes))
-        ctx = compressor.warm(ops, ctx, grad)
+        ctx = compressor.warm_up(ops, ctx, grad)
         for _ in range(3):
             arrived, payload = once(ops, compressor, ctx, grad)
             ctx = compressor.advance(ops, ctx, payload)
@@ -453,7 +453,7 @@ def test_the_users_random_numbers_stay_untouched(level: str, framework: str) -> 
             tf.random.set_seed(1)
         if touch:
             spec = Spec(((12, 12),), tail=3)
-            ctx = compressor.warm(ops, compressor.init(ops, spec), ops.from_numpy(np.ones(spec.size, np.float32)))
+            ctx = compressor.warm_up(ops, compressor.init(ops, spec), ops.from_numpy(np.ones(spec.size, np.float32)))
             _, payload = once(ops, compressor, ctx, np.ones(spec.size, np.float32))
             compressor.advance(ops, ctx, payload)
         drawn = [random.random(), np.random.rand()]
@@ -490,7 +490,7 @@ def test_what_remains_may_overwrite_the_gradient_and_nothing_else(level: str, fr
     """``remain`` runs while the payload is under way. (The payload may be the gradient: then it gets a copy.)"""
     ops, compressor = ops_of(framework), parse(level)
     grad = np.random.default_rng(0).standard_normal(spec.size, np.float32)
-    ctx = compressor.warm(ops, compressor.init(ops, spec), ops.from_numpy(grad))
+    ctx = compressor.warm_up(ops, compressor.init(ops, spec), ops.from_numpy(grad))
     sent, residual = ops.from_numpy(grad), ops.from_numpy(grad)
     payload = compressor.encode(ops, ctx, sent, residual)
     before = ops.to_numpy(payload).tobytes(), bits_of(ops, ctx)
@@ -521,7 +521,7 @@ def sends_as_it_encodes(
     with np.errstate(over="ignore", invalid="ignore"):  # NumPy says so of infinity - infinity and of 0 * infinity
         encoded = compressor.encode(ops, ctx, ops.from_numpy(grad), before())
         payload = ops.to_numpy(encoded)
-        sound = compressor.sound(ops, ops.from_numpy(grad), encoded)
+        sound = compressor.is_finite(ops, ops.from_numpy(grad), encoded)
         left = ops.to_numpy(compressor.remain(ops, ctx, ops.from_numpy(grad), encoded))
         state, among = bits_of(ops, ctx), ops.from_numpy(np.concatenate([[7] * FRONT, grad, [8]]).astype(np.float32))
         kept = before()
@@ -529,7 +529,7 @@ def sends_as_it_encodes(
     for ours, expected in ((sent.payload, payload), (sent.left, left)):
         found = ops.to_numpy(ours)
         assert found.dtype == expected.dtype and found.shape == expected.shape
-    assert bool(sent.sound) == bool(sound) and ops.to_numpy(sent.sound).shape == ()
+    assert bool(sent.finite) == bool(sound) and ops.to_numpy(sent.finite).shape == ()
     assert bits_of(ops, ctx) == state
     assert residual is None or ops.to_numpy(kept).tobytes() == residual.tobytes()
     if views:
@@ -579,7 +579,7 @@ def test_sending_leaves_a_payload_alone_that_is_the_gradient(level: str, framewo
     ops, compressor = ops_of(framework), parse(level)
     grad = np.random.default_rng(0).standard_normal(spec.size, np.float32)
     first = compressor.init(ops, spec)
-    for ctx in (first, compressor.warm(ops, first, ops.from_numpy(grad))):
+    for ctx in (first, compressor.warm_up(ops, first, ops.from_numpy(grad))):
         sends_as_it_encodes(ops, compressor, ctx, grad)
         sends_as_it_encodes(ops, compressor, ctx, grad, grad / 2)
 
@@ -707,7 +707,7 @@ def test_zero_stays_zero(level: str, framework: str) -> None:
         for _ in range(4):
             arrived, payload = once(ops, compressor, ctx, np.zeros(EDGE.size, np.float32))
             assert not arrived.any() and not ops.to_numpy(payload).any()
-            assert bool(compressor.sound(ops, ops.from_numpy(np.zeros(EDGE.size, np.float32)), payload))
+            assert bool(compressor.is_finite(ops, ops.from_numpy(np.zeros(EDGE.size, np.float32)), payload))
             ctx = compressor.advance(ops, ctx, payload)
         if compressor.keeps_residual:
             sends_as_it_encodes(ops, compressor, ctx, np.zeros(EDGE.size, np.float32))
@@ -722,15 +722,15 @@ def test_nothing_arrives_of_nothing(level: str, framework: str, shapes: tuple[tu
     ops, compressor = ops_of(framework), parse(level)
     spec, nothing = Spec(shapes), np.zeros(0, np.float32)
     ctx = compressor.init(ops, spec)
-    for phase in range(compressor.phases + 1):
+    for side in range(compressor.sides + 1):
         arrived, payload = once(ops, compressor, ctx, nothing)
         assert arrived.shape == (0,) and arrived.dtype == np.float32
-        assert compressor.payload_bytes(spec, phase % compressor.phases) == ops.to_numpy(payload).nbytes == 0
+        assert compressor.payload_bytes(spec, side % compressor.sides) == ops.to_numpy(payload).nbytes == 0
         if compressor.keeps_residual:
             sends_as_it_encodes(ops, compressor, ctx, nothing, nothing)
-        assert bool(compressor.sound(ops, ops.from_numpy(nothing), payload))
+        assert bool(compressor.is_finite(ops, ops.from_numpy(nothing), payload))
         assert ops.to_numpy(compressor.remain(ops, ctx, ops.from_numpy(nothing), payload)).shape == (0,)
-        ctx = compressor.advance(ops, compressor.warm(ops, ctx, ops.from_numpy(nothing)), payload)
+        ctx = compressor.advance(ops, compressor.warm_up(ops, ctx, ops.from_numpy(nothing)), payload)
 
 
 SCALES = {"usual": 1.0, "huge": 1e30, "tiny": 1e-30, "denormal": 1e-40}
@@ -765,10 +765,10 @@ def at_the_edge(ops: Ops, compressor: Compressor, spec: Spec, scale: float) -> N
         ROWS[compressor.name].kept(trip)
         if compressor.keeps_residual and step == 2:
             sends_as_it_encodes(ops, compressor, ctx, grad)
-        assert compressor.payload_bytes(spec, ctx.phase) == ops.to_numpy(payload).nbytes
-        overflows = compressor.narrow and scale > 1e5
+        assert compressor.payload_bytes(spec, ctx.side) == ops.to_numpy(payload).nbytes
+        overflows = compressor.may_overflow and scale > 1e5
         assert np.isfinite(trip.arrived).all() != overflows
-        assert bool(compressor.sound(ops, ops.from_numpy(grad), payload)) != overflows
+        assert bool(compressor.is_finite(ops, ops.from_numpy(grad), payload)) != overflows
         ctx = compressor.advance(ops, ctx, payload)
         assert all(np.isfinite(ops.to_numpy(array)).all() for array in ctx.state)
 
@@ -785,7 +785,7 @@ def test_nothing_depends_on_the_scale_but_the_scale(level: str, framework: str, 
         grad = np.random.default_rng(step).standard_normal(spec.size, np.float32)
         plain, payload = once(ops, compressor, contexts[0], grad)
         scaled, payload_scaled = once(ops, compressor, contexts[1], grad * factor)
-        assert plain.any() or step < compressor.phases, "until every phase's step is known"
+        assert plain.any() or step < compressor.sides, "until every side's step is known"
         if "stochastic" not in level and level not in ("qsgd:8", "qsgd:4", "terngrad"):  # drawn from the values' bits
             assert norm(scaled / factor - plain) <= 1e-5 * norm(grad) + 0.05 * norm(grad) * ("lowrank:4+int" in level)
         contexts = [
@@ -827,13 +827,13 @@ def test_what_is_not_finite_is_seen_before_the_sum(level: str, framework: str, b
         ctx = after_steps(ops, compressor, Case(spec, steps, 3))
         healthy = Case(spec, 0, 4).gradients()[0]
         payload = compressor.encode(ops, ctx, ops.from_numpy(healthy))
-        assert bool(compressor.sound(ops, ops.from_numpy(healthy), payload))
+        assert bool(compressor.is_finite(ops, ops.from_numpy(healthy), payload))
         for place in PLACES:
             grad = healthy.copy()
             grad[place] = bad
             with np.errstate(invalid="ignore"):  # NumPy says so of infinity - infinity and of 0 * infinity
                 spoiled = compressor.encode(ops, ctx, ops.from_numpy(grad), ops.from_numpy(healthy))
-                assert not bool(compressor.sound(ops, ops.from_numpy(grad), spoiled)), place
+                assert not bool(compressor.is_finite(ops, ops.from_numpy(grad), spoiled)), place
             if compressor.keeps_residual and steps and place in PLACES[::4]:
                 sends_as_it_encodes(ops, compressor, ctx, grad, healthy)
         # Compiled steps compute it before they know that it is to be dropped: shapes stay.
@@ -844,7 +844,7 @@ def test_what_is_not_finite_is_seen_before_the_sum(level: str, framework: str, b
 
 
 @every_framework
-@pytest.mark.parametrize("level", [level for level in LEVELS if not parse(level).settles])
+@pytest.mark.parametrize("level", [level for level in LEVELS if not parse(level).needs_finite_check])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_levels_that_need_not_settle_deliver_what_is_not_finite(level: str, framework: str, bad: float) -> None:
     """Where it was, from one rank only, as a plain all-reduce does; next to it nothing is spoiled."""
@@ -871,7 +871,7 @@ def test_the_largest_floats_are_sound(level: str, framework: str) -> None:
     ops, compressor = ops_of(framework), parse(level)
     grad = np.full(SOUND.size, 3e38, np.float32)
     payload = compressor.encode(ops, compressor.init(ops, SOUND), ops.from_numpy(grad))
-    assert bool(compressor.sound(ops, ops.from_numpy(grad), payload))
+    assert bool(compressor.is_finite(ops, ops.from_numpy(grad), payload))
 
 
 # TensorFlow knows no strides.
@@ -896,15 +896,15 @@ def test_a_bucket_may_be_a_view_with_gaps(level: str, framework: str) -> None:
         assert ops.to_numpy(payload).shape == ops.to_numpy(expected).shape
     else:
         assert norm(ops.to_numpy(payload) - ops.to_numpy(expected)) <= tolerance
-    assert bool(compressor.sound(ops, view(), payload))
+    assert bool(compressor.is_finite(ops, view(), payload))
     left = ops.to_numpy(compressor.remain(ops, ctx, view(), payload))
     expected_left = ops.to_numpy(compressor.remain(ops, ctx, ops.from_numpy(wide[::2].copy()), payload))
     assert norm(left - expected_left) <= tolerance
     if compressor.keeps_residual:
         sent = compressor.send(ops, ctx, view(), view())
-        assert ops.to_numpy(sent.payload).tobytes() == ops.to_numpy(payload).tobytes() and bool(sent.sound)
+        assert ops.to_numpy(sent.payload).tobytes() == ops.to_numpy(payload).tobytes() and bool(sent.finite)
         assert norm(ops.to_numpy(sent.left) - left) <= 2 * EPSILON * norm(wide)
-    warmed = [bits_of(ops, compressor.warm(ops, ctx, total)) for total in (view(), plain)]
+    warmed = [bits_of(ops, compressor.warm_up(ops, ctx, total)) for total in (view(), plain)]
     assert warmed[0] == warmed[1] or compressor.uses_products
 
 
@@ -914,16 +914,16 @@ def test_a_bucket_may_be_a_view_with_gaps(level: str, framework: str) -> None:
 @every_framework
 @every_level
 def test_equal_totals_warm_contexts_equally(level: str, framework: str) -> None:
-    """Bit for bit, on ranks with an ``Ops`` of their own; and ``warms`` says whether it does anything."""
+    """Bit for bit, on ranks with an ``Ops`` of their own; and ``warms_up`` says whether it does anything."""
     ops_of(framework)
     total = np.random.default_rng(1).standard_normal(RUN.size, np.float32)
     warmed = []
     for _ in range(2):
         ops, compressor = OPS[framework].make(), parse(level)
         first = compressor.init(ops, RUN)
-        ctx = compressor.warm(ops, first, ops.from_numpy(total))
-        assert ctx.phase == first.phase and len(ctx.state) == len(first.state)
-        assert (bits_of(ops, ctx) != bits_of(ops, first)) == compressor.warms
+        ctx = compressor.warm_up(ops, first, ops.from_numpy(total))
+        assert ctx.side == first.side and len(ctx.state) == len(first.state)
+        assert (bits_of(ops, ctx) != bits_of(ops, first)) == compressor.needs_warmup
         warmed.append(bits_of(ops, ctx))
         assert compressor.payload_bytes(RUN) == ops.to_numpy(compressor.encode(ops, ctx, ops.from_numpy(total))).nbytes
     assert warmed[0] == warmed[1]
@@ -965,18 +965,18 @@ class Front:
 def test_a_stock_horovod_compressor_runs_unchanged(framework: str) -> None:
     ops = ops_of(framework)
     compressor = HorovodCompressor(Halving, ops)
-    assert compressor.name == "Halving" and not compressor.keeps_residual and not compressor.settles
-    assert compressor.narrow and compressor.phases == 1 and not compressor.warms
+    assert compressor.name == "Halving" and not compressor.keeps_residual and not compressor.needs_finite_check
+    assert compressor.may_overflow and compressor.sides == 1 and not compressor.needs_warmup
     spec = Spec(((3, 4), (5,)), ranks=2, tail=2)
     ctx = compressor.init(ops, spec)
     grads = Case(spec).gradients()
     payloads = [compressor.encode(ops, ctx, ops.from_numpy(grad)) for grad in grads]
     assert ops.to_numpy(payloads[0]).nbytes == compressor.payload_bytes(spec) == 4 * spec.size
     assert np.array_equal(ops.to_numpy(compressor.decode(ops, ctx, add(payloads))), grads[0] + grads[1])
-    assert compressor.advance(ops, ctx, payloads[0]) == ctx == compressor.warm(ops, ctx, payloads[0])
-    assert bool(compressor.sound(ops, ops.from_numpy(grads[0]), payloads[0]))
+    assert compressor.advance(ops, ctx, payloads[0]) == ctx == compressor.warm_up(ops, ctx, payloads[0])
+    assert bool(compressor.is_finite(ops, ops.from_numpy(grads[0]), payloads[0]))
     grads[0][3] = math.nan
-    assert not bool(compressor.sound(ops, grads[0], compressor.encode(ops, ctx, ops.from_numpy(grads[0]))))
+    assert not bool(compressor.is_finite(ops, grads[0], compressor.encode(ops, ctx, ops.from_numpy(grads[0]))))
 
 
 @every_framework
@@ -1261,11 +1261,11 @@ def test_no_value_is_looked_at_on_a_device(level: str, monkeypatch: pytest.Monke
 
     def steps(ops: Ops) -> None:
         compressor = parse(level)
-        ctx = compressor.warm(ops, compressor.init(ops, RUN), torch.zeros(RUN.size, device="meta"))
-        for _ in range(compressor.phases):
+        ctx = compressor.warm_up(ops, compressor.init(ops, RUN), torch.zeros(RUN.size, device="meta"))
+        for _ in range(compressor.sides):
             grad, residual = (torch.zeros(RUN.size, device="meta") for _ in range(2))
             payload = compressor.send(ops, ctx, grad, residual).payload
-            assert payload.device.type == "meta" and 4 * payload.numel() >= compressor.payload_bytes(RUN, ctx.phase) / 2
+            assert payload.device.type == "meta" and 4 * payload.numel() >= compressor.payload_bytes(RUN, ctx.side) / 2
             compressor.mean(ops, ctx, payload, 0.5)
             compressor.remain(ops, ctx, grad, compressor.encode(ops, ctx, grad, residual))
             ops.checksum(torch.zeros(3, device="meta"))

@@ -135,7 +135,7 @@ def test_auto_starts_dense_tries_and_holds() -> None:
     run.steps(300)
     # The last dense step's times come with the next, whose plan is made by then.
     assert run.plans[:16] == [Plan()] * 16
-    assert run.plans[16:18] == [Plan(warms=LOWRANK)] * 2, "right before it begins"
+    assert run.plans[16:18] == [Plan(warms_up=LOWRANK)] * 2, "right before it begins"
     assert {plan.level for plan in run.plans[18:]} == {LOWRANK}
     assert [record["to"] for record in decisions(coordinators[0])] == ["lowrank:4", "lowrank:4"]
     assert all(coordinator.log.records == coordinators[0].log.records for coordinator in coordinators)
@@ -154,7 +154,7 @@ def test_auto_is_dense_for_as_many_steps_as_the_settings_say(dense_steps: int) -
     coordinator = make(auto=True, dense_steps=dense_steps)
     run = Run(coordinator, milliseconds=SLOW)
     run.steps(60)
-    assert run.plans.index(Plan(warms=LOWRANK)) == dense_steps + 1
+    assert run.plans.index(Plan(warms_up=LOWRANK)) == dense_steps + 1
 
 
 def test_auto_stays_dense_on_a_fast_link_and_beside_a_slow_rank() -> None:
@@ -196,9 +196,9 @@ def test_windows_carry_the_level_that_ran_and_cover_every_step_once(links: Seque
         assert window["steps"] == window["last_step"] - window["first_step"] + 1 <= 7
         expected = window["last_step"] + 1
         plans = [run.plans[number - 1] for number in range(window["first_step"], window["last_step"] + 1)]
-        assert len({(plan.level, plan.warms, plan.flush_fraction > 0) for plan in plans}) == 1
+        assert len({(plan.level, plan.warms_up, plan.flush_fraction > 0) for plan in plans}) == 1
         flushes = plans[0].flush_fraction and plans[0].level != LOWRANK
-        name = "warming" if plans[0].warms else "draining" if flushes else LADDER[plans[0].level]
+        name = "warming" if plans[0].warms_up else "draining" if flushes else LADDER[plans[0].level]
         assert window["level"] == name
         step_ms, exposed_ms, hidden_ms = links[plans[0].level]
         assert window["step_ms"] == pytest.approx(step_ms)
@@ -334,15 +334,15 @@ def test_steps_that_teach_or_flush_are_not_shown_to_the_controller(monkeypatch: 
     for _ in range(600):
         said = Report()
         if plans:  # times are of the step before
-            unlike = plans[-1].warms or (plans[-1].level != LOWRANK and plans[-1].flush_fraction)
+            unlike = plans[-1].warms_up or (plans[-1].level != LOWRANK and plans[-1].flush_fraction)
             cost = costs[plans[-1].level]
             said = report(step=(999 if unlike else cost) / 1e3, exposed_comm=(cost - 10) / 1e3)
         plans.append(coordinator.plan)
         step(coordinator, *[said] * 2)
-    assert sum(bool(plan.warms) for plan in plans) >= 10 and sum(0 < plan.flush_fraction < 1 for plan in plans) >= 6
+    assert sum(bool(plan.warms_up) for plan in plans) >= 10 and sum(0 < plan.flush_fraction < 1 for plan in plans) >= 6
     assert {level for level, _ in shown} == {NONE, FP16, LOWRANK}
     assert all(milliseconds == costs[level] for level, milliseconds in shown)
-    regular = [plan for plan in plans[:-1] if not plan.warms and not (plan.level != LOWRANK and plan.flush_fraction)]
+    regular = [plan for plan in plans[:-1] if not plan.warms_up and not (plan.level != LOWRANK and plan.flush_fraction)]
     assert [level for level, _ in shown] == [plan.level for plan in regular], "all the others are"
 
 
@@ -430,7 +430,7 @@ def test_every_fifth_plan_asks_how_large_gradients_are(names: tuple[str, ...]) -
 def test_measuring_norms_changes_nothing_else_about_a_plan() -> None:
     """Neither its step variant nor its name: a compiled graph and a response cache know the one without."""
     ladder = Ladder(LADDER)
-    for plan in (Plan(), Plan(LOWRANK, 1, 1.0), Plan(warms=LOWRANK)):
+    for plan in (Plan(), Plan(LOWRANK, 1, 1.0), Plan(warms_up=LOWRANK)):
         measuring = plan._replace(measure_norms=True)
         assert ladder.variant(measuring) == ladder.variant(plan)
         assert ladder.tensor_name("grad", 3, measuring) == ladder.tensor_name("grad", 3, plan)

@@ -604,10 +604,10 @@ def test_contexts_learn_from_rows_in_warm_up(level: str, negotiates: bool, monke
     def learned(transport: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
         x = exchange(transport, level, shapes, warm_steps=2)
         for step in range(2):
-            assert x.plan.warms
+            assert x.plan.warms_up
             x.reduce([lookups(step, transport.rank, 400), gradients(step, transport.rank, shapes)[1]])
             x.commit()
-        assert not x.plan.warms
+        assert not x.plan.warms_up
         shares = any(".rows." in name for name, _ in transport.sent)
         assert shares == (sparse.SHARED > 0)
         (state,) = (state for state in x.states if state.bucket.parameters == (0,))
@@ -889,7 +889,7 @@ def test_auto_over_a_ladder(negotiates: bool) -> None:
             if x.ladder.plain(ran[-1]):
                 for one, other in zip(got, mean(step, 3), strict=True):
                     np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-        told = [plan.level or -plan.warms for plan in ran]
+        told = [plan.level or -plan.warms_up for plan in ran]
         assert told == [0] * 7 + [-3] * 2 + [3] * 4 + [1] * 6 + [-2] * 2 + [2] * 3
         assert [plan.flush_fraction for plan in ran[13:17]] == [1 / 2, 1.0, 0.0, 0.0]
 
@@ -1006,7 +1006,7 @@ class Stops(Compressor):
     def decode(self, ops: Ops, ctx: Context, total: Array) -> Array:
         return total
 
-    def payload_bytes(self, spec: Spec, phase: int = 0) -> int:
+    def payload_bytes(self, spec: Spec, side: int = 0) -> int:
         return 4 * spec.size
 
     def overflows(self, ops: Ops, ctx: Context, grad: Array, payload: Array) -> Array:

@@ -26,7 +26,7 @@ from compressing import (
 
 from hvdplus.adapters.numpy import NumpyOps
 from hvdplus.compression import QSGD, Array, Context, IntB, Ops, SignSGD, Spec, TernGrad, parse
-from hvdplus.compression.integer import LOUDEST, QUIET_ONE, UNKNOWN, UNSEEN, Integer, Measured, State
+from hvdplus.compression.integer import LOUDEST, LOW_ONE, UNKNOWN, UNSEEN, Integer, Measured, State
 
 INTEGERS = [level for level in ROWS if isinstance(parse(level), Integer)]
 STOCHASTIC = ["int4:stochastic", "int8:stochastic", "qsgd:8", "terngrad"]
@@ -68,11 +68,11 @@ def test_no_sum_overflows_a_lane(bits: int) -> None:
         levels = (2 ** (bits - 1) - 1) // ranks
         payload = compressor.encode(ops, ctx, np.append(signs, signs[:7]) * np.float32(1e30))
         total = add([payload] * ranks)
-        heard = heard_in(compressor, spec, total)
-        assert np.array_equal(heard.body, ranks * levels * signs)
+        contributors = heard_in(compressor, spec, total)
+        assert np.array_equal(contributors.body, ranks * levels * signs)
         # Levels are float32 on the way, so a few more than 2^30 may arrive: far from 2^31.
-        assert np.abs(heard.tail).max() <= 2**30 + 2**10 and (np.sign(heard.tail) == signs[:7]).all()
-        assert heard.measured.tolist()[6:8] == [57 * ranks, 0], "all are counted as clipped, the tail's too"
+        assert np.abs(contributors.tail).max() <= 2**30 + 2**10 and (np.sign(contributors.tail) == signs[:7]).all()
+        assert contributors.measured.tolist()[6:8] == [57 * ranks, 0], "all are counted as clipped, the tail's too"
         arrived = compressor.decode(ops, ctx, total)
         assert np.array_equal(arrived[:50], ranks * levels * signs)
         assert compressor.advance(ops, ctx, total).state[0][2] == 57 * ranks
@@ -89,11 +89,11 @@ def test_saturation_is_exact_in_every_framework(level: str, framework: str) -> N
     ctx = with_step(ops, spec, 0, 0)
     values = [np.sign(grad) * np.float32(1e30) for grad in Case(spec).gradients()]
     total = add([compressor.encode(ops, ctx, ops.from_numpy(value)) for value in values])
-    heard = heard_in(compressor, spec, ops.to_numpy(total))
+    contributors = heard_in(compressor, spec, ops.to_numpy(total))
     signs = sum(np.sign(value) for value in values)
-    assert np.array_equal(heard.body, signs[:203] * compressor.levels(ranks))
-    assert np.array_equal(ops.to_numpy(compressor.decode(ops, ctx, total))[:203], heard.body)
-    assert heard.measured[6] == 207 * ranks
+    assert np.array_equal(contributors.body, signs[:203] * compressor.levels(ranks))
+    assert np.array_equal(ops.to_numpy(compressor.decode(ops, ctx, total))[:203], contributors.body)
+    assert contributors.measured[6] == 207 * ranks
     clipped = ops.to_numpy(compressor.advance(ops, ctx, total).state[0])[2]
     assert clipped == 207 * ranks, "all ranks together, and the tail"
 
@@ -112,8 +112,8 @@ def test_clipped_values_are_counted_one_by_one(level: str, framework: str) -> No
     grads[1][100:] = 1e9  # of the tail: another scale
     total = add([compressor.encode(ops, ctx, ops.from_numpy(grad)) for grad in grads])
     assert ops.to_numpy(compressor.advance(ops, ctx, total).state[0])[2] == 10
-    quiet = compressor.encode(ops, ctx, ops.from_numpy(0 * grads[0]))
-    assert ops.to_numpy(compressor.advance(ops, ctx, quiet).state[0])[2] == 0, "in the last step, not in all of them"
+    low_rms = compressor.encode(ops, ctx, ops.from_numpy(0 * grads[0]))
+    assert ops.to_numpy(compressor.advance(ops, ctx, low_rms).state[0])[2] == 0, "in the last step, not in all of them"
 
 
 def test_a_scheme_that_sizes_its_lanes_serves_any_number_of_ranks() -> None:
@@ -164,9 +164,9 @@ def test_zero_is_exact_beside_what_is_not(level: str, framework: str) -> None:
 
 
 def expected_exponent(compressor: Integer, ranks: int, rms: list[float]) -> float:
-    """log2 of the step that the reach asks for, at the geometric mean of what was heard, before rounding."""
+    """log2 of the step that the reach asks for, at the geometric mean of what was contributors, before rounding."""
     levels = compressor.levels(ranks)
-    return float(np.mean(np.log2(rms))) + math.log2(compressor.reach(levels) / levels)
+    return float(np.mean(np.log2(rms))) + math.log2(compressor.clip_multiple(levels) / levels)
 
 
 @every_framework
@@ -214,7 +214,7 @@ def test_the_step_is_the_geometric_mean_of_the_louder_ranks(framework: str) -> N
         payloads = [compressor.encode(ops, ctx, ops.from_numpy(grad)) for grad in grads]
         return int(ops.to_numpy(compressor.advance(ops, ctx, add(payloads)).state[0])[0])
 
-    reach = compressor.reach(31) / 31
+    reach = compressor.clip_multiple(31) / 31
     assert after(1, 1, 1, 1) == math.floor(math.log2(reach) + 0.5)
     assert after(2.0**40, 2.0**20, 2.0**-10, 2.0**-30) == math.floor(30 + math.log2(reach) + 0.5)
     assert after(2.0**40, 0, 2.0**-20, 0) == math.floor(40 + math.log2(reach) + 0.5)
@@ -231,7 +231,7 @@ def test_a_quiet_rank_does_not_have_the_others_clipped(level: str, ratio: float)
     ops, compressor, spec = NumpyOps(), integer(level), Spec(((40, 40),), ranks=2, tail=30)
     rng = np.random.default_rng(0)
     mean = rng.standard_normal(spec.size)
-    ctx = compressor.warm(ops, compressor.init(ops, spec), mean.astype(np.float32))
+    ctx = compressor.warm_up(ops, compressor.init(ops, spec), mean.astype(np.float32))
     residuals = [np.zeros(spec.size, np.float32)] * 2
     put_in, came_out = np.zeros(spec.size), np.zeros(spec.size)
     for _ in range(200):
@@ -292,7 +292,7 @@ def test_one_dense_step_is_enough_to_know_the_step(level: str, framework: str) -
     ops, compressor = ops_of(framework), integer(level)
     spec = Spec(((60, 50),), ranks=ROWS[level].ranks[-1], tail=400)
     grads = Case(spec, scale=0.01).gradients()
-    ctx = compressor.warm(ops, compressor.init(ops, spec), ops.from_numpy(sum(grads)))
+    ctx = compressor.warm_up(ops, compressor.init(ops, spec), ops.from_numpy(sum(grads)))
     warmed = State(*ops.to_numpy(ctx.state[0]).tolist())
     first = compressor.init(ops, spec)
     told = compressor.advance(ops, first, add([compressor.encode(ops, first, ops.from_numpy(g)) for g in grads]))
@@ -316,7 +316,7 @@ def test_the_largest_floats_make_no_nan(level: str, framework: str) -> None:
         with np.errstate(over="ignore"):
             arrived, payload = once(ops, compressor, ctx, grad)
         assert not np.isnan(arrived).any() and not arrived[grad == 0].any()
-        assert bool(compressor.sound(ops, ops.from_numpy(grad), payload))
+        assert bool(compressor.is_finite(ops, ops.from_numpy(grad), payload))
         ctx = compressor.advance(ops, ctx, payload)
         exponents = ops.to_numpy(ctx.state[0])[:2]
         assert (exponents <= LOUDEST).all() and LOUDEST == 125, "its reciprocal is a number, too"
@@ -327,7 +327,7 @@ def test_the_largest_floats_make_no_nan(level: str, framework: str) -> None:
 @every_framework
 @pytest.mark.parametrize("level", [level for level in INTEGERS if parse(level).keeps_residual])
 def test_what_is_measured_while_sending_is_what_is_measured_while_encoding(level: str, framework: str) -> None:
-    """And is what there was: also where the last step's loudness was another one by many orders of magnitude."""
+    """And is what there was: also where the last step's log_rms was another one by many orders of magnitude."""
     ops, compressor = ops_of(framework), integer(level)
     spec = Spec(((300,),), tail=30)
     for exponent, tail_exponent, scale, tail_scale in (
@@ -350,19 +350,19 @@ def test_what_is_measured_while_sending_is_what_is_measured_while_encoding(level
             compressor.send(ops, ctx, ops.from_numpy(grad)).payload,
         ):
             measured = Measured(*heard_in(compressor, spec, ops.to_numpy(payload)).measured.tolist())
-            for told, quiet, heard, part in (
-                (measured.loudness, measured.quiet, measured.heard, grad[:300]),
-                (measured.tail_loudness, measured.tail_quiet, measured.tail_heard, grad[300:]),
+            for told, low_rms, contributors, part in (
+                (measured.log_rms, measured.low_rms, measured.contributors, grad[:300]),
+                (measured.tail_log_rms, measured.tail_low_rms, measured.tail_contributors, grad[300:]),
             ):
-                assert 0 in (told, quiet) and heard == (1 if told else QUIET_ONE)
-                assert abs(told + quiet - 256 * math.log2(norm(part) / math.sqrt(part.size))) <= 1
+                assert 0 in (told, low_rms) and contributors == (1 if told else LOW_ONE)
+                assert abs(told + low_rms - 256 * math.log2(norm(part) / math.sqrt(part.size))) <= 1
             assert measured.infinite == 0
 
 
 def test_reach_is_what_is_stated() -> None:
     """Largest value sent, in root mean squares."""
     for levels in (1, 3, 31, 127, 8191, 32767):
-        assert math.isclose(IntB(8).reach(levels), 1.5 * levels ** (2 / 3))
+        assert math.isclose(IntB(8).clip_multiple(levels), 1.5 * levels ** (2 / 3))
         assert math.isclose(wanted_step(levels), 1.5 / levels ** (1 / 3))
 
 
@@ -373,7 +373,7 @@ def test_silence_does_not_unlearn_the_step_nor_does_warming_with_it(framework: s
     ctx = with_step(ops, spec, -7, -30)
     for nothing in (np.zeros(67, np.float32), np.full(67, 1e-38, np.float32)):
         after = compressor.advance(ops, ctx, once(ops, compressor, ctx, nothing)[1])
-        warmed = compressor.warm(ops, ctx, ops.from_numpy(nothing))
+        warmed = compressor.warm_up(ops, ctx, ops.from_numpy(nothing))
         for new in (after, warmed):
             assert ops.to_numpy(new.state[0]).tolist()[:2] == [-7, -30]
 
@@ -429,7 +429,7 @@ def of_theory(kind: str, arrives: Callable[[np.ndarray], np.ndarray]) -> float:
 def test_errors_are_those_of_the_step_that_is_asked_for(level: str, kind: str, ranks: int) -> None:
     """The power of two next to 1.5 L^(2/3) root mean squares over L; what it loses and clips is then in closed form.
 
-    Wider than the best for a single round trip: one step serves layers of different loudness.
+    Wider than the best for a single round trip: one step serves layers of different log_rms.
     """
     if ranks > 2 ** (int(level[3:]) - 1) - 1:
         pytest.skip("no level is left")
@@ -483,7 +483,7 @@ def test_error_feedback_delivers_the_mean(level: str, error: float, kind: str) -
     ops, compressor, steps = NumpyOps(), integer(level), 200
     spec = Spec(((2_000,),), ranks=2)
     grad = KINDS[kind](np.random.default_rng(2), spec.size).astype(np.float32)
-    ctx = compressor.warm(ops, compressor.init(ops, spec), grad * np.float32(2**0.5))
+    ctx = compressor.warm_up(ops, compressor.init(ops, spec), grad * np.float32(2**0.5))
     residual, arrived = np.zeros_like(grad), np.zeros(spec.size)
     for _ in range(steps):
         payload = compressor.encode(ops, ctx, grad + residual, residual)

@@ -20,9 +20,11 @@ def every_plan(ladder: Ladder) -> list[Plan]:
     return [
         Plan(level, side, fraction)
         for level, compressor in enumerate(ladder.compressors)
-        for side in range(compressor.phases)
+        for side in range(compressor.sides)
         for fraction in ((1.0,) if compressor.keeps_residual else (0.0, 0.1, 1.0))
-    ] + [Plan(warms=level) for level, compressor in enumerate(ladder.compressors) if level and compressor.warms]
+    ] + [
+        Plan(warms_up=level) for level, compressor in enumerate(ladder.compressors) if level and compressor.needs_warmup
+    ]
 
 
 # -- the ladder --------------------------------------------------------------------------------------------------------
@@ -39,8 +41,8 @@ def test_variants_of_the_ladder() -> None:
         Variant(2, 0, False),
         Variant(2, 0, True),
         Variant(3, 0, False),
-        Variant(0, 0, False, warms=1),
-        Variant(0, 0, False, warms=2),
+        Variant(0, 0, False, warms_up=1),
+        Variant(0, 0, False, warms_up=2),
     )
 
 
@@ -50,7 +52,7 @@ def test_the_first_level_is_never_warmed_up() -> None:
         Variant(0, 0, False),
         Variant(0, 1, False),
         Variant(1, 0, False),
-        Variant(0, 0, False, warms=1),
+        Variant(0, 0, False, warms_up=1),
     )
 
 
@@ -62,7 +64,7 @@ def test_every_plan_has_its_variant(names: tuple[str, ...]) -> None:
     for plan in every_plan(ladder):
         number = ladder.variant(plan)
         variant = ladder.variants[number]
-        assert (variant.level, variant.side, variant.warms) == (plan.level, plan.side, plan.warms)
+        assert (variant.level, variant.side, variant.warms_up) == (plan.level, plan.side, plan.warms_up)
         lossless = not ladder.compressors[plan.level].keeps_residual
         assert variant.flushes == (lossless and plan.flush_fraction > 0)
         used.add(number)
@@ -73,7 +75,7 @@ def test_a_step_is_checked_if_anything_would_keep_or_hide_what_is_not_finite() -
     """Residuals and contexts keep it; integers hide it, also where there is no residual. A dense step does neither."""
     ladder = Ladder(NAMES)
     checked = {
-        (ladder.names[plan.level], plan.flush_fraction, ladder.names[plan.warms]): ladder.needs_finite_check(plan)
+        (ladder.names[plan.level], plan.flush_fraction, ladder.names[plan.warms_up]): ladder.needs_finite_check(plan)
         for plan in every_plan(ladder)
     }
     free = {(name, 0.0, "none") for name in ("none", "fp16")}
@@ -83,7 +85,7 @@ def test_a_step_is_checked_if_anything_would_keep_or_hide_what_is_not_finite() -
     assert checked["none", 0.0, "qsgd:8"] and checked["none", 0.0, "lowrank:4"], "contexts learn"
 
 
-@pytest.mark.parametrize("plan", [Plan(1, 1), Plan(0, warms=1), Plan(1, warms=2), Plan(0, 0, 0.5, warms=2)])
+@pytest.mark.parametrize("plan", [Plan(1, 1), Plan(0, warms_up=1), Plan(1, warms_up=2), Plan(0, 0, 0.5, warms_up=2)])
 def test_a_plan_that_the_ladder_does_not_know_is_an_error(plan: Plan) -> None:
     """No such side; a level that learns nothing; a step that is not dense; one that flushes and teaches at once."""
     ladder = Ladder(("none", "fp16", "lowrank:4"))
@@ -92,7 +94,7 @@ def test_a_plan_that_the_ladder_does_not_know_is_an_error(plan: Plan) -> None:
         ladder.variant(plan)
 
 
-@pytest.mark.parametrize("plan", [Plan(3), Plan(-1), Plan(0, warms=3), Plan(0, warms=-1), Plan(0, -1)])
+@pytest.mark.parametrize("plan", [Plan(3), Plan(-1), Plan(0, warms_up=3), Plan(0, warms_up=-1), Plan(0, -1)])
 def test_a_plan_for_another_ladder_is_not_allowed(plan: Plan) -> None:
     """As one in a damaged checkpoint."""
     assert not Ladder(("none", "fp16", "lowrank:4")).allows(plan)
@@ -121,7 +123,7 @@ def test_levels_may_be_objects() -> None:
     ladder = Ladder(("none", parse("topk:0.1+int8"), own, "fp16"))
     assert ladder.names == ("none", "topk:0.1+int8", "Own", "fp16")
     assert ladder.compressors[2] is own
-    assert ladder.variants[-1] == Variant(0, 0, False, warms=1)
+    assert ladder.variants[-1] == Variant(0, 0, False, warms_up=1)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +160,8 @@ def test_tensor_names_tell_apart_what_has_another_length() -> None:
                 assert OP_NAME.fullmatch(name) and name.startswith(prefix + ".")
                 names.setdefault(name, set()).add((bucket, plan.level, plan.side))
     assert all(len(uses) == 1 for uses in names.values())
-    sides = sum(compressor.phases for compressor in ladder.compressors)
+    sides = sum(compressor.sides for compressor in ladder.compressors)
     assert len(names) == 2 * 4 * sides
-    assert ladder.tensor_name("hvdplus", 0, Plan(warms=2)) == ladder.tensor_name("hvdplus", 0, Plan()), "both are dense"
+    assert ladder.tensor_name("hvdplus", 0, Plan(warms_up=2)) == ladder.tensor_name("hvdplus", 0, Plan()), (
+        "both are dense"
+    )

@@ -58,7 +58,7 @@ def test_matrices_of_that_rank_are_recovered_each_of_them(level: str, framework:
             arrived, payload = once(ops, compressor, ctx, grad)
             ctx = compressor.advance(ops, ctx, payload)
             for _, x, y in tensors(spec, grad, arrived):
-                assert step < 4 or norm(x - y) <= 1e-5 * norm(x), "in both phases"
+                assert step < 4 or norm(x - y) <= 1e-5 * norm(x), "in both sides"
 
 
 @every_framework
@@ -77,7 +77,7 @@ def test_full_rank_matrices_come_near_the_best_that_rank_can_do(level: str, fram
         arrived, payload = once(ops, compressor, ctx, grad)
         ctx = compressor.advance(ops, ctx, payload)
         for _, x, y in tensors(spec, grad, arrived):
-            assert step < 10 or best * (1 - 1e-3) <= norm(x - y) / norm(x) <= best * 1.02, "in both phases"
+            assert step < 10 or best * (1 - 1e-3) <= norm(x - y) / norm(x) <= best * 1.02, "in both sides"
 
 
 @every_framework
@@ -121,8 +121,8 @@ def test_one_dense_step_brings_the_bases_near_the_best(level: str, framework: st
         )
 
     cold = compressor.init(ops, spec)
-    warmed = compressor.warm(ops, cold, ops.from_numpy(grad))
-    assert warmed.phase == cold.phase
+    warmed = compressor.warm_up(ops, cold, ops.from_numpy(grad))
+    assert warmed.side == cold.side
     assert max(off_orthonormal(basis) for basis in bases_of(ops, warmed)) < 1e-5
     assert off(warmed) <= 1.7
     assert off(compressor.advance(ops, warmed, once(ops, compressor, warmed, grad)[1])) <= 1.45
@@ -170,16 +170,16 @@ def test_tiny_and_huge_matrices_of_rank_one_are_recovered(framework: str) -> Non
 
 def test_sides_alternate() -> None:
     compressor, spec = LowRank(2), Spec(((30, 20),), tail=3)
-    assert compressor.phases == 2
-    assert [compressor.payload_bytes(spec, phase) for phase in (0, 1)] == [4 * (2 * 30 + 3), 4 * (2 * 20 + 3)]
+    assert compressor.sides == 2
+    assert [compressor.payload_bytes(spec, side) for side in (0, 1)] == [4 * (2 * 30 + 3), 4 * (2 * 20 + 3)]
     ops = ops_of("numpy")
     ctx = compressor.init(ops, spec)
     grad = Case(spec).gradients()[0]
-    for phase in (0, 1, 0, 1):
-        assert ctx.phase == phase
+    for side in (0, 1, 0, 1):
+        assert ctx.side == side
         before, payload = ctx.state, compressor.encode(ops, ctx, grad)
         ctx = compressor.advance(ops, ctx, payload)
-        assert ctx.state[phase] is before[phase] and not np.array_equal(ctx.state[1 - phase], before[1 - phase])
+        assert ctx.state[side] is before[side] and not np.array_equal(ctx.state[1 - side], before[1 - side])
 
 
 @every_framework
@@ -207,14 +207,14 @@ def test_vectors_and_tiny_matrices_travel_dense(framework: str, rank: int, shape
     grad = np.random.default_rng(1).standard_normal(spec.size, np.float32)
     ctx = compressor.init(ops, spec)
     assert len(ctx.state) == (0 if dense else 3)
-    for phase in (0, 1):
+    for side in (0, 1):
         arrived, payload = once(ops, compressor, ctx, grad)
         sent = ops.to_numpy(payload)
         assert np.array_equal(sent[-5:], grad[-5:]) and np.array_equal(arrived[-5:], grad[-5:])
         if dense:
             assert np.array_equal(sent, grad) and np.array_equal(arrived, grad)
         else:
-            assert sent.size == 5 + rank * most_square(shape)[phase] <= 5 + size
+            assert sent.size == 5 + rank * most_square(shape)[side] <= 5 + size
             assert not np.allclose(arrived[:size], grad[:size])
         ctx = compressor.advance(ops, ctx, payload)
 
@@ -236,7 +236,7 @@ def test_another_rank_inherits_the_column_space(framework: str, before: int, aft
     """More columns keep all the old ones, fewer the first; nobody starts from noise again."""
     ops = ops_of(framework)
     old_level, new_level = parse(f"lowrank:{before}{suffix}"), parse(f"lowrank:{after}{suffix}")
-    assert new_level.follows(old_level) and old_level.follows(new_level)
+    assert new_level.can_reuse(old_level) and old_level.can_reuse(new_level)
     shapes = ((20, 16), (6, 5), (3,), (24, 18), (20, 16), (5, 4))  # (6, 5) and (5, 4) are dense at rank 4
     spec, rng = Spec(shapes, seed=2, tail=3), np.random.default_rng(6)
     made = [low_rank(rng, shape, min(before, after), 1.0) for shape in shapes]
@@ -244,8 +244,8 @@ def test_another_rank_inherits_the_column_space(framework: str, before: int, aft
     ctx = old_level.init(ops, spec)
     for _ in range(5):
         ctx = old_level.advance(ops, ctx, once(ops, old_level, ctx, grad)[1])
-    new = new_level.inherit(ops, new_level.init(ops, spec), ctx)
-    assert new.phase == ctx.phase and new.spec == spec
+    new = new_level.reuse_context(ops, new_level.init(ops, spec), ctx)
+    assert new.side == ctx.side and new.spec == spec
     assert [array.shape for array in bases_of(ops, new)] == [
         array.shape for array in bases_of(ops, new_level.init(ops, spec))
     ]
@@ -265,14 +265,14 @@ def test_another_rank_inherits_the_column_space(framework: str, before: int, aft
             if min(most_square(shape)) >= 8:
                 assert norm(x - y) <= (1e-4 if not suffix else 2e-3) * norm(x)
     encoded = ops.to_numpy(new_level.encode(ops, new, ops.from_numpy(grad)))
-    assert encoded.nbytes == new_level.payload_bytes(spec, new.phase)
+    assert encoded.nbytes == new_level.payload_bytes(spec, new.side)
 
 
 def test_who_follows_whom() -> None:
-    def follows(new: str, old: str) -> bool:
-        return parse(new).follows(parse(old))
+    def can_reuse(new: str, old: str) -> bool:
+        return parse(new).can_reuse(parse(old))
 
-    assert follows("lowrank:4", "lowrank:1") and follows("lowrank:1+fp16", "lowrank:4+fp16")
+    assert can_reuse("lowrank:4", "lowrank:1") and can_reuse("lowrank:1+fp16", "lowrank:4+fp16")
     for new, old in (
         ("lowrank:4", "topk:0.1"),
         ("topk:0.1", "topk:0.2"),
@@ -281,7 +281,7 @@ def test_who_follows_whom() -> None:
         ("lowrank:4+fp16", "topk:0.1+fp16"),
         ("lowrank:4", "none"),
     ):
-        assert not follows(new, old), (new, old)
+        assert not can_reuse(new, old), (new, old)
 
 
 def test_a_compressor_that_follows_nobody_keeps_its_own_start() -> None:
@@ -290,7 +290,7 @@ def test_a_compressor_that_follows_nobody_keeps_its_own_start() -> None:
         first = compressor.init(ops_of("numpy"), Spec(((20, 16),)))
         if isinstance(compressor, Chain | LowRank):
             continue
-        assert compressor.inherit(ops_of("numpy"), first, first) == first
+        assert compressor.reuse_context(ops_of("numpy"), first, first) == first
 
 
 # -- views -------------------------------------------------------------------------------------------------------------

@@ -576,12 +576,14 @@ SOME_WIDTHS = [(2, 32), (3, 64), (8, 32), (12, 64), (16, 32), (32, 32), (32, 64)
 
 @every_framework
 @pytest.mark.parametrize(
-    ("bits", "word", "exponent", "worth"),
+    ("bits", "word", "exponent", "left_exponent"),
     [(*width, *STEPS["the step"]) for width in WIDTHS]
     + [(*width, *step) for width in SOME_WIDTHS for step in STEPS.values() if step != STEPS["the step"]],
 )
-def test_what_packing_leaves_in_closed_form(framework: str, bits: int, word: int, exponent: int, worth: int) -> None:
-    """values - q 2^worth, with one rounding at the most; words, counts and measurement do not depend on the asking."""
+def test_what_packing_leaves_in_closed_form(
+    framework: str, bits: int, word: int, exponent: int, left_exponent: int
+) -> None:
+    """values - q 2^left_exponent, with one rounding at most; words, counts and measurement do not depend on asking."""
     ops = ops_of(framework)
     levels = 1 if exponent == -126 else min(2 ** (bits - 1) - 1, 2**24) // 2 or 1
     for size in (0, 1, 5, 999):
@@ -589,13 +591,21 @@ def test_what_packing_leaves_in_closed_form(framework: str, bits: int, word: int
         values[:6] = np.array([0.125, 0.375, -0.625, 3 * levels, -0.0, 1e-30], np.float32)[:size]
         scaled = values.astype(np.float64) * (2.0**-exponent if exponent > -127 else 0)
         whole = np.clip(np.rint(scaled), -levels, levels)
-        expected = values - (whole * (2.0**worth if worth > -127 else 0)).astype(np.float32)
+        expected = values - (whole * (2.0**left_exponent if left_exponent > -127 else 0)).astype(np.float32)
         plain = ops.pack(ops.from_numpy(values), one(ops, exponent), levels, bits, word)
-        packing = ops.pack(ops.from_numpy(values), one(ops, exponent), levels, bits, word, None, worth=one(ops, worth))
+        packing = ops.pack(
+            ops.from_numpy(values),
+            one(ops, exponent),
+            levels,
+            bits,
+            word,
+            None,
+            left_exponent=one(ops, left_exponent),
+        )
         left = ops.to_numpy(packing.left)
         assert left.dtype == np.float32 and np.array_equal(left, expected)
         if size == 999:
-            assert (left[whole != 0] == values[whole != 0]).all() == (worth == -127 or not whole.any())
+            assert (left[whole != 0] == values[whole != 0]).all() == (left_exponent == -127 or not whole.any())
         assert ops.to_numpy(packing.words).tobytes() == ops.to_numpy(plain.words).tobytes()
         assert int(packing.clipped) == int(plain.clipped) == np.count_nonzero(np.abs(np.rint(scaled)) > levels)
         assert ops.to_numpy(packing.rms).shape == () and ops.to_numpy(packing.rms).dtype == np.float32
@@ -611,7 +621,7 @@ def test_what_is_left_is_told_if_asked_for(framework: str, size: int) -> None:
     values = ops.from_numpy(np.ones(size, np.float32))
     assert ops.pack(values, one(ops, -1), 7, 4, 32).left is None
     assert ops.to_numpy(values).tolist() == [1.0] * size
-    left = ops.pack(values, one(ops, -1), 7, 4, 32, worth=one(ops, -2)).left
+    left = ops.pack(values, one(ops, -1), 7, 4, 32, left_exponent=one(ops, -2)).left
     assert ops.to_numpy(left).tolist() == [0.5] * size
 
 
@@ -675,19 +685,19 @@ def test_packing_far_beyond_the_levels(framework: str) -> None:
 def test_packing_measures_whatever_the_step(framework: str, scale: float, exponent: int, left: bool) -> None:
     """Although it has in hand what it divided by the step: that may have left float32's range."""
     ops = ops_of(framework)
-    worth = one(ops, exponent) if left else None
+    left_exponent = one(ops, exponent) if left else None
     values = np.clip(random_values(1000).astype(float) * scale, -3e38, 3e38).astype(np.float32)
-    packing = ops.pack(ops.from_numpy(values), one(ops, exponent), 7, 4, 32, None, worth)
+    packing = ops.pack(ops.from_numpy(values), one(ops, exponent), 7, 4, 32, None, left_exponent)
     assert math.isclose(float(packing.rms), norm(values) / math.sqrt(1000), rel_tol=1e-5)
     for bad in (math.nan, math.inf):
         values[500] = bad
-        packing = ops.pack(ops.from_numpy(values), one(ops, exponent), 7, 4, 32, None, worth)
+        packing = ops.pack(ops.from_numpy(values), one(ops, exponent), 7, 4, 32, None, left_exponent)
         assert not math.isfinite(float(packing.rms)), "or a number would hide it"
 
 
 @every_framework
 @pytest.mark.parametrize(
-    ("scale", "exponent", "worth", "levels", "noise"),
+    ("scale", "exponent", "left_exponent", "levels", "noise"),
     [
         (1e15, 45, 45, 127, None),  # an ordinary step for such values, whose squares leave float32
         (1e17, 49, 49, 32767, None),
@@ -707,13 +717,20 @@ def test_packing_measures_whatever_the_step(framework: str, scale: float, expone
 @pytest.mark.parametrize("size", [1, 1000])
 @pytest.mark.parametrize("word", [32, 64])
 def test_packing_measures_what_it_was_given_not_what_is_left(
-    framework: str, scale: float, exponent: int, worth: int, levels: int, noise: int | None, size: int, word: int
+    framework: str,
+    scale: float,
+    exponent: int,
+    left_exponent: int,
+    levels: int,
+    noise: int | None,
+    size: int,
+    word: int,
 ) -> None:
     """A measurement from what is left would be off by as much as rounding takes away; the next step follows from it."""
     ops = ops_of(framework)
     values = (random_values(size, 1) * np.float32(scale)).astype(np.float32)
     key = None if noise is None else one(ops, noise)
-    for asked in (None, one(ops, worth)):
+    for asked in (None, one(ops, left_exponent)):
         packing = ops.pack(ops.from_numpy(values), one(ops, exponent), levels, 32, word, key, asked)
         assert math.isclose(float(packing.rms), norm(values) / math.sqrt(size), rel_tol=1e-5)
 

@@ -50,8 +50,8 @@ class Job:
 
     def warm_up(self, grads: list[np.ndarray]) -> None:
         """A dense step."""
-        if self.compressor.warms:
-            self.context = self.compressor.warm(self.ops, self.context, self.ops.from_numpy(sum(grads)))
+        if self.compressor.needs_warmup:
+            self.context = self.compressor.warm_up(self.ops, self.context, self.ops.from_numpy(sum(grads)))
 
     def step(self, grads: list[np.ndarray]) -> Outcome:
         """One training step."""
@@ -65,7 +65,7 @@ class Job:
         total = _sum([rank.payload for rank in sent])
         lefts = [ops.to_numpy(rank.left) for rank in sent]
         overflow = any(bool(rank.overflow) for rank in sent)
-        finite = all(bool(rank.sound) for rank in sent) and bool(ops.all_finite(total))
+        finite = all(bool(rank.finite) for rank in sent) and bool(ops.all_finite(total))
         whole = ops.to_numpy(compressor.decode(ops, ctx, total))
         if overflow:
             rest = _sum(lefts)
@@ -76,7 +76,7 @@ class Job:
             self.streak = min(self.streak + PATIENCE, PATIENCE**2) if overflow else max(self.streak - 1, 0)
             if not overflow or self.streak == PATIENCE**2:
                 self.context = self.compressor.advance(ops, ctx, total)
-            self.context = self.context._replace(phase=(ctx.phase + 1) % compressor.phases)
+            self.context = self.context._replace(side=(ctx.side + 1) % compressor.sides)
         return Outcome(whole / np.float32(self.spec.ranks), overflow, finite)
 
     def owed(self) -> float:

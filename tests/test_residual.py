@@ -201,7 +201,9 @@ def walk(rank: Rank, schedule: Sequence[Stretch], drain_steps: int) -> None:
             bad = i % rank.transport.size if i in stretch.bad else None
             plan = rank.step(bad_rank=bad, taken=i not in stretch.skipped)
             # The first step's plan was made before.
-            assert not i or plan.level == level or (plan.warms == level and not plan.level and not plan.flush_fraction)
+            assert (
+                not i or plan.level == level or (plan.warms_up == level and not plan.level and not plan.flush_fraction)
+            )
     rank.go("none")
     flushed = 0
     while rank.plan.flush_fraction:
@@ -250,7 +252,7 @@ def test_the_residual_holds_what_the_level_cannot_send(level: str) -> None:
 
     def body(rank: Rank) -> None:
         rank.go(level)
-        while rank.plan.warms:
+        while rank.plan.warms_up:
             rank.step()
             assert rank.outstanding() == 0, "dense steps lose nothing"
         for _ in range(6):
@@ -270,7 +272,7 @@ def test_a_residual_is_flushed_in_equal_parts(level: str) -> None:
             rank.step()
         rank.go(level)
         held = rank.residual()
-        while rank.plan.warms:
+        while rank.plan.warms_up:
             rank.step()
             assert same(rank.residual(), held), "it waits meanwhile"
         fractions = []
@@ -341,7 +343,7 @@ def test_a_step_that_was_not_taken_leaves_nothing_to_the_level_that_begins() -> 
     on(2, body, drain_steps=3)
 
 
-@pytest.mark.parametrize("level", [name for name in LADDER if parse(name).settles])
+@pytest.mark.parametrize("level", [name for name in LADDER if parse(name).needs_finite_check])
 def test_steps_that_are_not_finite_teach_nothing(level: str) -> None:
     """Neither a level that runs nor one that is warmed up, and residuals stay as they are, whoever met the NaN."""
 
@@ -361,7 +363,7 @@ def test_steps_that_are_not_finite_teach_nothing(level: str) -> None:
     on(4, body)
 
 
-@pytest.mark.parametrize("level", [name for name in KEEPING if parse(name).warms])
+@pytest.mark.parametrize("level", [name for name in KEEPING if parse(name).needs_warmup])
 def test_a_residual_waits_while_the_next_level_learns(level: str) -> None:
     """Untouched, then all of it joins the level's own error feedback."""
 
@@ -372,7 +374,7 @@ def test_a_residual_waits_while_the_next_level_learns(level: str) -> None:
         rank.go(level)
         held = rank.residual()
         for _ in range(3):
-            assert rank.step() == Plan(warms=LADDER.index(level))
+            assert rank.step() == Plan(warms_up=LADDER.index(level))
             assert same(rank.residual(), held)
         assert rank.step().flush_fraction == 1.0
         assert not same(rank.residual(), held)

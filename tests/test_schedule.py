@@ -35,7 +35,7 @@ def test_sides_alternate_only_when_every_rank_was_finite() -> None:
 def test_each_level_remembers_its_own_side() -> None:
     """Across other levels, and across the dense steps that lead up to it again."""
     coordinator = make("none", "lowrank:4", auto=True, warm_steps=1, drain_steps=2)
-    warming, side_0, side_1 = Plan(warms=1), Plan(1, 0, 1.0), Plan(1, 1, 1.0)
+    warming, side_0, side_1 = Plan(warms_up=1), Plan(1, 0, 1.0), Plan(1, 1, 1.0)
     go(coordinator, "lowrank:4")
     assert steps(coordinator, 4) == [warming, side_0, side_1, side_0]
     go(coordinator, "none")
@@ -67,7 +67,7 @@ def test_a_level_that_learns_is_led_up_to_by_dense_steps(level: str, warm_steps:
     """As many as the settings say, before the run's first step at it and whenever it is come back to."""
     coordinator = make("none", level, warm_steps=warm_steps, drain_steps=1)
     for _ in range(3):
-        assert steps(coordinator, warm_steps) == [Plan(warms=1)] * warm_steps
+        assert steps(coordinator, warm_steps) == [Plan(warms_up=1)] * warm_steps
         assert {plan.level for plan in steps(coordinator, 4)} == {1}
         go(coordinator, "none")
         steps(coordinator, 3)
@@ -75,7 +75,7 @@ def test_a_level_that_learns_is_led_up_to_by_dense_steps(level: str, warm_steps:
 
 
 def test_two_dense_steps_are_the_default() -> None:
-    assert steps(make("none", "topk:0.2:16"), 4) == [Plan(warms=1)] * 2 + [Plan(1, 0, 1.0)] * 2
+    assert steps(make("none", "topk:0.2:16"), 4) == [Plan(warms_up=1)] * 2 + [Plan(1, 0, 1.0)] * 2
 
 
 def test_levels_that_learn_nothing_begin_at_once() -> None:
@@ -89,10 +89,10 @@ def test_only_steps_of_finite_gradients_teach() -> None:
     """Whether a rank said so of what it sent, or all ranks saw it in the sums."""
     coordinator = make("none", "topk:0.2:16", warm_steps=2)
     for told, healthy in (((), False), (BAD, True), ((), True), (BAD, False), ((), False)):
-        assert coordinator.plan._replace(measure_norms=False) == Plan(warms=1)
+        assert coordinator.plan._replace(measure_norms=False) == Plan(warms_up=1)
         coordinator.observe(coordinator.plan, heard(*(told or (Report(),) * 2)), healthy)
         coordinator.advance()
-    assert steps(coordinator, 2) == [Plan(warms=1), Plan(1, 0, 1.0)]
+    assert steps(coordinator, 2) == [Plan(warms_up=1), Plan(1, 0, 1.0)]
 
 
 def test_a_sum_that_is_not_finite_turns_no_side_and_flushes_nothing() -> None:
@@ -115,7 +115,7 @@ def test_a_residual_waits_while_the_next_level_learns() -> None:
     go(coordinator, "topk:0.2:16")
     steps(coordinator, 4)
     go(coordinator, "int8")
-    assert steps(coordinator, 4) == [Plan(warms=2)] * 2 + [Plan(2, 0, 1.0)] * 2
+    assert steps(coordinator, 4) == [Plan(warms_up=2)] * 2 + [Plan(2, 0, 1.0)] * 2
 
 
 def test_a_level_without_a_residual_learns_first_and_flushes_then() -> None:
@@ -125,11 +125,11 @@ def test_a_level_without_a_residual_learns_first_and_flushes_then() -> None:
     go(coordinator, "none")
     assert steps(coordinator, 1) == [Plan(0, 0, 1 / 4)]
     go(coordinator, "qsgd:8")  # and goes on where the flush was
-    assert steps(coordinator, 3) == [Plan(warms=2)] * 2 + [Plan(2, 0, 1 / 3)]
+    assert steps(coordinator, 3) == [Plan(warms_up=2)] * 2 + [Plan(2, 0, 1 / 3)]
     go(coordinator, "none")
     assert steps(coordinator, 1) == [Plan(0, 0, 1 / 2)]
     go(coordinator, "qsgd:8")
-    assert steps(coordinator, 4) == [Plan(warms=2)] * 2 + [Plan(2, 0, 1.0), Plan(2, 0, 0.0)]
+    assert steps(coordinator, 4) == [Plan(warms_up=2)] * 2 + [Plan(2, 0, 1.0), Plan(2, 0, 0.0)]
 
 
 def test_a_warm_up_that_is_cut_short_starts_from_the_beginning() -> None:
@@ -137,11 +137,11 @@ def test_a_warm_up_that_is_cut_short_starts_from_the_beginning() -> None:
     for level in (1, 2, 1):
         coordinator.set_level(level)
         coordinator.advance()
-        assert steps(coordinator, 2) == [Plan(warms=level)] * 2
+        assert steps(coordinator, 2) == [Plan(warms_up=level)] * 2
     go(coordinator, "none")
-    assert coordinator.plan.warms == 0
+    assert coordinator.plan.warms_up == 0
     go(coordinator, "int8")
-    assert steps(coordinator, 4) == [Plan(warms=2)] * 3 + [Plan(2, 0, 1.0)]
+    assert steps(coordinator, 4) == [Plan(warms_up=2)] * 3 + [Plan(2, 0, 1.0)]
 
 
 @pytest.mark.parametrize("other", ["none", "fp16"])
@@ -153,7 +153,7 @@ def test_a_warm_up_called_off_in_its_last_plan_leaves_no_trace(other: str) -> No
     steps(coordinator, 4)
     go(coordinator, "int8")
     coordinator.set_level(coordinator.ladder.names.index(other))
-    assert step(coordinator).warms, "under way"
+    assert step(coordinator).warms_up, "under way"
     assert [plan.flush_fraction for plan in steps(coordinator, 3)] == [1 / 2, 1.0, 0.0]
 
 
@@ -161,8 +161,8 @@ def test_a_step_that_taught_another_level_does_not_count() -> None:
     coordinator = make("none", "topk:0.2:16", "int8", auto=True)
     go(coordinator, "topk:0.2:16")
     coordinator.set_level(2)
-    assert step(coordinator) == Plan(warms=1)
-    assert steps(coordinator, 3) == [Plan(warms=2)] * 2 + [Plan(2, 0, 1.0)]
+    assert step(coordinator) == Plan(warms_up=1)
+    assert steps(coordinator, 3) == [Plan(warms_up=2)] * 2 + [Plan(2, 0, 1.0)]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_level_that_does_not_follow_is_warmed_up(first: str, second: str) -> N
     go(coordinator, first)
     steps(coordinator, 5)
     go(coordinator, second)
-    assert steps(coordinator, 2) == [Plan(warms=2)] * 2
+    assert steps(coordinator, 2) == [Plan(warms_up=2)] * 2
     assert step(coordinator).level == 2
 
 
@@ -202,7 +202,7 @@ def test_nothing_is_taken_over_from_a_level_that_has_not_begun(taken: int) -> No
     go(coordinator, "lowrank:1")
     steps(coordinator, taken)
     go(coordinator, "lowrank:4")
-    assert steps(coordinator, 3) == [Plan(warms=2)] * 2 + [Plan(2, 0, 1.0)]
+    assert steps(coordinator, 3) == [Plan(warms_up=2)] * 2 + [Plan(2, 0, 1.0)]
 
 
 def test_a_level_follows_only_the_last_one() -> None:
@@ -213,7 +213,7 @@ def test_a_level_follows_only_the_last_one() -> None:
     go(coordinator, "fp16")
     steps(coordinator, 1)
     go(coordinator, "lowrank:4")
-    assert steps(coordinator, 2) == [Plan(warms=2)] * 2
+    assert steps(coordinator, 2) == [Plan(warms_up=2)] * 2
 
 
 # -- residuals ---------------------------------------------------------------------------------------------------------
@@ -277,13 +277,13 @@ def test_changing_its_mind_before_a_step_leaves_no_trace() -> None:
         plan = step(coordinator, *told)
         assert 0.0 <= plan.flush_fraction <= 1.0
         assert plan.flush_fraction == 1.0 or not coordinator.ladder.compressors[plan.level].keeps_residual
-        if plan.warms:
-            assert plan == Plan(warms=wanted)
+        if plan.warms_up:
+            assert plan == Plan(warms_up=wanted)
             warmed += not told
             assert warmed <= 2
         else:
             assert plan.level == wanted
-            assert warmed == 2 or not coordinator.ladder.compressors[wanted].warms or wanted >= 4, (
+            assert warmed == 2 or not coordinator.ladder.compressors[wanted].needs_warmup or wanted >= 4, (
                 "all but those that follow"
             )
     go(coordinator, "topk:0.2:16")
@@ -373,7 +373,7 @@ def test_no_more_steps_are_left_than_the_settings_ask_for() -> None:
     one.load({**one.state(), "flush_left": 10**9})
     assert [plan.flush_fraction for plan in walk(one, [0, 0, 0])] == [1 / 2, 1.0, 0.0]
     one.load({**one.state(), "level": 2, "warm_up_left": 10**9})
-    assert [plan.warms for plan in walk(one, [2, 2, 2])] == [2, 2, 0]
+    assert [plan.warms_up for plan in walk(one, [2, 2, 2])] == [2, 2, 0]
 
 
 def test_there_is_a_variant_for_every_plan() -> None:

@@ -198,7 +198,7 @@ class NumpyExchange(EagerExchange):
     ) -> None:
         """``level``: a level, or all levels of a ladder, of which the last runs unless ``auto`` chooses."""
         ladder = Ladder([level] if isinstance(level, str) else level)
-        if isinstance(level, str) and ladder.compressors[0].warms:
+        if isinstance(level, str) and ladder.compressors[0].needs_warmup:
             ladder = Ladder(["none", level])
         super().__init__(
             NumpyBackend(shapes, dtypes, weights),

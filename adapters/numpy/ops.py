@@ -93,7 +93,7 @@ class NumpyOps:
         bits: int,
         word: int,
         noise: Array | None = None,
-        worth: Array | None = None,
+        left_exponent: Array | None = None,
     ) -> Packing:
         with np.errstate(over="ignore", invalid="ignore"):
             scaled = values * _inverse(exponent, self)
@@ -109,7 +109,7 @@ class NumpyOps:
             lanes = word // bits
             dtype = np.int32 if word == 32 else np.int64
             scaled = np.clip(scaled, -np.float32(levels), np.float32(levels))
-            left = None if worth is None else values - scaled * self.power_of_two(worth)
+            left = None if left_exponent is None else values - scaled * self.power_of_two(left_exponent)
             rounded = np.zeros(-(-values.size // lanes) * lanes, dtype)
             rounded[: values.size] = scaled
         table = rounded.reshape(-1, lanes) if bits in (8, 16) else rounded.reshape(lanes, -1).T

@@ -70,8 +70,8 @@ def _branch(
     values: Mapping[int, tf.Tensor],
 ) -> Callable[[], Exchanged]:
     ops, bucket = x.ops, state.bucket
-    plan = Plan(used.level, used.side, float(used.flushes), used.warms)
-    compressor, learner = x.compressor(bucket, used.level), x.ladder.compressors[used.warms]
+    plan = Plan(used.level, used.side, float(used.flushes), used.warms_up)
+    compressor, learner = x.compressor(bucket, used.level), x.ladder.compressors[used.warms_up]
     check = bucket.compressible and x.ladder.needs_finite_check(plan)
     held = residual if compressor.keeps_residual or used.flushes else None
     own_type = x.ladder.plain(plan) and x.sums(bucket.dtype)
@@ -83,7 +83,7 @@ def _branch(
         return Context(bucket.spec, used.side, ()) if known is None else known.context(used.side, values[level])
 
     def checksum() -> tf.Tensor:
-        levels = values.keys() & {used.level, used.warms or used.level} if check else ()
+        levels = values.keys() & {used.level, used.warms_up or used.level} if check else ()
         return tf.add_n([ops.checksum(values[level]) for level in levels] or [tf.constant(0, tf.int64)])
 
     def run() -> Exchanged:
@@ -94,13 +94,13 @@ def _branch(
         out = send_bucket(ops, compressor, ctx, sent, held, fraction, check)
         total = x.sum(out.payload, name)
         mean, after, sum_finite = receive_bucket(ops, compressor, ctx, total, x.scale, check)
-        if compressor.narrow:
+        if compressor.may_overflow:
             # Every rank holds this same sum, so every rank sends the bucket again, in full width.
             again = tf.cond(sum_finite, lambda: mean, lambda: x.sum(sent, f"{name}.again", x.scale))
             mean, sum_finite = again, ops.all_finite(again)
-        if used.warms and check:
+        if used.warms_up and check:
             dense = total if isinstance(compressor, NoCompression) else mean / x.scale
-            after = learner.warm(ops, context(used.warms), dense)
+            after = learner.warm_up(ops, context(used.warms_up), dense)
         return Exchanged(
             tf.cast(mean, wide(bucket.dtype)),
             nothing if out.left is None else out.left,
@@ -118,8 +118,8 @@ def _branch(
         after = nothing
         if check:
             after = values.get(used.level, nothing)
-            if used.warms:
-                after = tensors.flat(learner.warm(ops, context(used.warms), total).state)
+            if used.warms_up:
+                after = tensors.flat(learner.warm_up(ops, context(used.warms_up), total).state)
         sum_finite = ops.all_finite(total) if check else yes
         mean = total * tf.cast(x.scale, total.dtype)
         return Exchanged(mean, nothing, after, yes, no, sum_finite, checksum(), sent_bytes)

@@ -189,7 +189,7 @@ class GraphExchange(VariablesExchange):
         step = Coming(*ran.tolist())
         used = self.ladder.variants[int(step.variant)]
         measures, probe_bytes = bool(step.measure_norms), int(step.probe_bytes)
-        plan = Plan(used.level, used.side, step.fraction, used.warms, measures, probe_bytes)
+        plan = Plan(used.level, used.side, step.fraction, used.warms_up, measures, probe_bytes)
         metadata = read(total, self.transport.size)
         if "weights" in metadata.odd:
             everyone = self.transport.gather_objects(weights.tolist())

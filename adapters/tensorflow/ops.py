@@ -122,7 +122,7 @@ class TensorFlowOps:
         bits: int,
         word: int,
         noise: Array | None = None,
-        worth: Array | None = None,
+        left_exponent: Array | None = None,
     ) -> Packing:
         dtype, lanes, count = tf.int32 if word == 32 else tf.int64, word // bits, int(values.shape[0])
         largest = self._largest(values)
@@ -136,7 +136,7 @@ class TensorFlowOps:
             scaled = tf.round(scaled)
         clipped = tf.math.count_nonzero(tf.abs(scaled) > levels, dtype=tf.int32)
         scaled = tf.clip_by_value(scaled, -float(levels), float(levels))
-        left = None if worth is None else values - scaled * self.power_of_two(worth)
+        left = None if left_exponent is None else values - scaled * self.power_of_two(left_exponent)
         scaled = tf.pad(scaled, [[0, -count % lanes]])
         if bits in BYTES:
             signs = tf.constant(sign_bits(bits, word), dtype)

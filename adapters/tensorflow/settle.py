@@ -26,13 +26,13 @@ def remedy(x: GraphExchange, used: Variant, healthy: bool, overflow: bool) -> in
     compressor = x.ladder.compressors[used.level]
     if healthy:
         return SEND_LEFT if overflow else AS_IS
-    return NOT_FINITE if compressor.settles else AS_IS
+    return NOT_FINITE if compressor.needs_finite_check else AS_IS
 
 
 def mended(x: GraphExchange, which: tf.Tensor, parts: Sequence[Exchanged]) -> Sequence[Exchanged]:
     """``parts`` with the means and residuals that remain."""
     compressors = x.ladder.compressors
-    if not parts or not any(compressor.settles for compressor in compressors):
+    if not parts or not any(compressor.needs_finite_check for compressor in compressors):
         return parts
 
     def as_is() -> list[tuple[Any, Any]]:
@@ -94,7 +94,7 @@ def keep(
                 if state.held is not None and residuals:
                     state.next_held.assign(_pending(state, part, absent))
                     pends = True
-                known = state.contexts.get(used.warms or used.level)
+                known = state.contexts.get(used.warms_up or used.level)
                 if known is not None:
                     learned = tf.ensure_shape(part.context, known.variable.shape)
                     known.variable.assign(tf.cond(learns, lambda new=learned: new, known.variable.read_value))
@@ -132,7 +132,7 @@ def hand_over(x: GraphExchange, variant: tf.Tensor, following: tf.Tensor) -> Non
                 if new in state.contexts and old in state.contexts:
                     before, after = state.contexts[old], state.contexts[new]
                     fresh = compressors[new].init(x.ops, state.bucket.spec)
-                    ctx = compressors[new].inherit(x.ops, fresh, before.context(0, before.variable.read_value()))
+                    ctx = compressors[new].reuse_context(x.ops, fresh, before.context(0, before.variable.read_value()))
                     after.variable.assign(tensors.flat(ctx.state))
             return tf.constant(0)
 
@@ -140,7 +140,7 @@ def hand_over(x: GraphExchange, variant: tf.Tensor, following: tf.Tensor) -> Non
 
     for new, compressor in enumerate(compressors):
         for old, other in enumerate(compressors):
-            if old != new and compressor.follows(other) and x.states:
+            if old != new and compressor.can_reuse(other) and x.states:
                 both = tf.logical_and(tf.equal(last, old), tf.equal(coming, new))
                 tf.cond(both, take(old, new), lambda: tf.constant(0))
 

@@ -205,7 +205,7 @@ class VariablesExchange(Exchange):
         self.not_taken = self.consolidated = False
         plan = self.coordinator.plan
         # Neither flushed nor waiting in the coming plan: this step has sent the last of it.
-        outstanding = bool(plan.flush_fraction or plan.warms)
+        outstanding = bool(plan.flush_fraction or plan.warms_up)
         for state in self.states:
             state.outstanding = outstanding and state.held is not None
         if self.alone and not outstanding:

@@ -35,15 +35,21 @@ class _Rounding:
     """Rounds a bucket in stretches, and measures it."""
 
     def __init__(
-        self, ops: TorchOps, count: int, exponent: Array, levels: int, noise: Array | None, worth: Array | None
+        self,
+        ops: TorchOps,
+        count: int,
+        exponent: Array,
+        levels: int,
+        noise: Array | None,
+        left_exponent: Array | None,
     ) -> None:
         self._ops, self._count, self._levels, self._noise = ops, count, levels, noise
-        self._leaves = worth is not None
+        self._leaves = left_exponent is not None
         self._scratch = ops._scratch(count)
-        self._prepare(exponent, exponent if worth is None else worth)
+        self._prepare(exponent, exponent if left_exponent is None else left_exponent)
 
-    def _prepare(self, exponent: Array, worth: Array) -> None:
-        known, stands = int(exponent), int(worth)
+    def _prepare(self, exponent: Array, left_exponent: Array) -> None:
+        known, stands = int(exponent), int(left_exponent)
         self._inverse: Any = 2.0**-known if known > -127 else 0.0
         self._level: Any = 2.0**stands if stands > -127 else 0.0
         # Below, no value is rounded beyond the levels: noise adds nearly 1, and is itself rounded.
@@ -97,10 +103,10 @@ class _Rounding:
 class _DeviceRounding(_Rounding):
     """The same without a look at any value."""
 
-    def _prepare(self, exponent: Array, worth: Array) -> None:
+    def _prepare(self, exponent: Array, left_exponent: Array) -> None:
         ops = self._ops
         self._inverse = torch.where(exponent > -127, ops.power_of_two(-exponent), 0.0)
-        self._level = ops.power_of_two(worth)
+        self._level = ops.power_of_two(left_exponent)
         self._square = torch.zeros((), dtype=torch.float64, device=ops._device)
         self._largest = torch.zeros((), dtype=torch.float32, device=ops._device)
         self._clipped = torch.zeros((), dtype=torch.int32, device=ops._device)
@@ -286,15 +292,15 @@ class TorchOps:
         bits: int,
         word: int,
         noise: Array | None = None,
-        worth: Array | None = None,
+        left_exponent: Array | None = None,
     ) -> Packing:
         dtype, lanes = torch.int32 if word == 32 else torch.int64, word // bits
         zero = torch.zeros((), dtype=torch.float32, device=self._device)
         if not len(values):
             empty = torch.zeros(0, dtype=dtype, device=self._device)
-            return Packing(empty, zero.int(), zero, None if worth is None else values, zero)
+            return Packing(empty, zero.int(), zero, None if left_exponent is None else values, zero)
         words = self._empty(-(-len(values) // lanes), dtype)
-        rounded = self._rounding(self, len(values), exponent, levels, noise, worth)
+        rounded = self._rounding(self, len(values), exponent, levels, noise, left_exponent)
         if bits in BYTES:
             signs, lanes_out, step = sign_bits(bits, word), words.view(BYTES[bits]), self._chunk(lanes)
             lanes_out[len(values) :].zero_()
@@ -319,7 +325,9 @@ class TorchOps:
                     if start < stop:
                         whole = rounded(values[start:stop], start)
                         words[a : a + stop - start].add_(numbers[: stop - start].copy_(whole))
-        return Packing(words, rounded.clipped(), rounded.rms(), None if worth is None else values, rounded.largest())
+        return Packing(
+            words, rounded.clipped(), rounded.rms(), None if left_exponent is None else values, rounded.largest()
+        )
 
     def all_finite(self, values: Array) -> Array:
         if not values.is_floating_point():

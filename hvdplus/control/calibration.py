@@ -25,7 +25,7 @@ BUCKETS = 4
 ELEMENTS = 2 << 20
 """Most elements of a bucket that are measured."""
 RUNS = 6
-"""Runs of a level. The first warms up; the fastest of the others counts."""
+"""Runs of a level. The first warms_up up; the fastest of the others counts."""
 SECONDS = 0.5
 """Time for a level's runs. Once it is spent, two runs are enough."""
 
@@ -88,7 +88,7 @@ def _seconds(
     """Seconds that a level takes for these buckets, less the time of a call that does nothing."""
     residuals = [ops.from_numpy(grad) for grad in grads]
     states = [
-        compressor.warm(ops, compressor.init(ops, spec), residual).state
+        compressor.warm_up(ops, compressor.init(ops, spec), residual).state
         for spec, residual in zip(specs, residuals, strict=True)
     ]
 
@@ -101,7 +101,7 @@ def _seconds(
                 results.append(left)
             else:
                 payload = compressor.encode(ops, ctx, grad)
-                finite = compressor.sound(ops, grad, payload)
+                finite = compressor.is_finite(ops, grad, payload)
             sound.append(finite)
             results.append(compressor.decode(ops, ctx, payload))
             after.append(compressor.advance(ops, ctx, payload).state)

@@ -132,7 +132,7 @@ def bytes_per_step(buckets: Sequence[Bucket], compressor: Compressor, narrow_sum
             width = itemsize(bucket.dtype) if bucket.dtype in (DENSE_ONLY, *narrow_sums) else 4
             total += width * bucket.spec.size
         else:
-            total += max(own.payload_bytes(bucket.spec, side) for side in range(own.phases))
+            total += max(own.payload_bytes(bucket.spec, side) for side in range(own.sides))
     return total
 
 
@@ -184,7 +184,7 @@ class BucketState:
         """The context of a level, made if it is used for the first time."""
         if level not in self.contexts:
             self.contexts[level] = compressor.init(ops, self.bucket.spec)
-        return self.contexts[level]._replace(phase=side)
+        return self.contexts[level]._replace(side=side)
 
     def forget_step(self) -> None:
         """Give up all that belongs to one step: the next forward pass can have the memory."""

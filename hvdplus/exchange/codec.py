@@ -55,7 +55,7 @@ def send_bucket(
         return Outgoing(*compressor.send(ops, ctx, vector, residual))
     payload = compressor.encode(ops, ctx, vector)
     # A payload that may overflow tells by its sum, and is sent again.
-    finite = compressor.sound(ops, vector, payload) if check and not compressor.narrow else None
+    finite = compressor.is_finite(ops, vector, payload) if check and not compressor.may_overflow else None
     left = None if residual is None else left_after_flush(residual, fraction)
     return Outgoing(payload, left, finite, None)
 
@@ -64,6 +64,6 @@ def receive_bucket(ops: Ops, compressor: Compressor, ctx: Context, total: Array,
     """Decode the sum of all ranks' payloads, and learn from it. ``scale``: 1/N for means."""
     mean = compressor.mean(ops, ctx, total, scale)
     if not check:
-        return Incoming(mean, None, ops.all_finite(total) if compressor.narrow else None)
+        return Incoming(mean, None, ops.all_finite(total) if compressor.may_overflow else None)
     # Finite payloads can still have a sum beyond float32.
     return Incoming(mean, compressor.advance(ops, ctx, total), ops.all_finite(total))

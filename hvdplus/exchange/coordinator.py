@@ -290,7 +290,7 @@ class Coordinator:
 
     def _label(self, plan: Plan) -> str:
         """Name of such a step in the run log."""
-        if plan.warms:
+        if plan.warms_up:
             return WARMING
         return DRAINING if self.ladder.flushes(plan) else self.ladder.names[plan.level]
 

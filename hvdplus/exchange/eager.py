@@ -130,7 +130,7 @@ class EagerExchange(Exchange):
     @property
     def sent_scale(self) -> float:
         """By how much sent values are smaller than the scaled gradient. float16 alone is what scaling is made for."""
-        return self.loss_scale if self.ladder.compressors[self.plan.level].settles else 1.0
+        return self.loss_scale if self.ladder.compressors[self.plan.level].needs_finite_check else 1.0
 
     # -- before a step
 
@@ -174,16 +174,16 @@ class EagerExchange(Exchange):
     def _hand_over(self, before: int) -> None:
         """Where the coming level can reuse the last one's contexts, it takes them over."""
         old, new = self.ladder.compressors[before], self.ladder.compressors[self.plan.level]
-        if self.plan.level != before and new.follows(old):
+        if self.plan.level != before and new.can_reuse(old):
             for state in (state for state in self.states if state.bucket.compressible):
                 fresh = new.init(self.ops, state.bucket.spec)
-                state.contexts[self.plan.level] = new.inherit(self.ops, fresh, self.context(state, before))
+                state.contexts[self.plan.level] = new.reuse_context(self.ops, fresh, self.context(state, before))
 
     def commit(self) -> None:
         """The optimizer has taken the step: pending residuals become residuals."""
         self.not_taken = self.consolidated = False
         # Neither flushed nor waiting in the coming plan: this step has sent the last of it.
-        outstanding = self.plan.flush_fraction or self.plan.warms
+        outstanding = self.plan.flush_fraction or self.plan.warms_up
         for state in self.states:
             if state.pending is not None:
                 if self.backend.shares_memory(state.pending, state.flat):

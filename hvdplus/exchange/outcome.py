@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def send_overflowed_again(x: EagerExchange, states: Sequence[BucketState]) -> None:
     """Payloads of float16 may have an infinite sum. Every rank holds the same sums, so every rank sends the same
     buckets again, in full width."""
-    narrow = [s for s in states if s.sum_finite is not None and x.compressor(s.bucket, x.plan.level).narrow]
+    narrow = [s for s in states if s.sum_finite is not None and x.compressor(s.bucket, x.plan.level).may_overflow]
     if x.backend.all_true([state.sum_finite for state in narrow]):
         return
     for state in (state for state in narrow if not state.sum_finite):
@@ -55,10 +55,12 @@ def settle(x: EagerExchange, state: BucketState, healthy: bool, learns: bool) ->
         return
     if healthy:
         if learns and state.next_context is not None:
-            state.contexts[x.plan.warms or x.plan.level] = state.next_context
+            state.contexts[x.plan.warms_up or x.plan.level] = state.next_context
         return
     state.pending = None
-    if x.compressor(state.bucket, x.plan.level).settles:  # a plain all-reduce would have delivered it: so does this
+    if x.compressor(
+        state.bucket, x.plan.level
+    ).needs_finite_check:  # a plain all-reduce would have delivered it: so does this
         state.mean = x.backend.filled_like(state.mean, math.nan)
 
 

@@ -17,7 +17,7 @@ class Variant(NamedTuple):
     side: int
     flushes: bool
     """Whether a residual is flushed on the way back to dense."""
-    warms: int = 0
+    warms_up: int = 0
     """A level whose contexts learn from this dense step; 0: none."""
 
 
@@ -30,7 +30,7 @@ class Plan(NamedTuple):
     """Which of the compressor's alternating sides is sent."""
     flush_fraction: float = 0.0
     """Share of the residual that joins the gradient; 0: no residual is outstanding, or it waits."""
-    warms: int = 0
+    warms_up: int = 0
     """A level whose contexts learn from this dense step; 0: none."""
     measure_norms: bool = False
     """Whether ranks report the norms of their gradients and residuals."""
@@ -53,32 +53,32 @@ class Ladder:
         self.variants: tuple[Variant, ...] = tuple(
             variant
             for level, compressor in enumerate(self.compressors)
-            for side in range(compressor.phases)
+            for side in range(compressor.sides)
             for variant in (
                 [Variant(level, side, False)]
                 if compressor.keeps_residual
                 else [Variant(level, side, False), Variant(level, side, True)]
             )
         ) + tuple(
-            Variant(0, 0, False, warms=level)
+            Variant(0, 0, False, warms_up=level)
             for level, compressor in enumerate(self.compressors)
-            if level and compressor.warms
+            if level and compressor.needs_warmup
         )
 
     def variant(self, plan: Plan) -> int:
         """Index of the variant that runs ``plan``."""
-        return self.variants.index(Variant(plan.level, plan.side, self.flushes(plan), plan.warms))
+        return self.variants.index(Variant(plan.level, plan.side, self.flushes(plan), plan.warms_up))
 
     def allows(self, plan: Plan) -> bool:
         """Whether there is a variant that runs ``plan``, and its other fields can be what they are."""
         levels = len(self.names)
-        if not (is_count(plan.level, levels) and is_count(plan.warms, levels) and is_count(plan.side)):
+        if not (is_count(plan.level, levels) and is_count(plan.warms_up, levels) and is_count(plan.side)):
             return False
         if not (is_share(plan.flush_fraction) and isinstance(plan.measure_norms, bool) and is_count(plan.probe_bytes)):
             return False
         if self.keeps_residual(plan) and plan.flush_fraction != 1:  # the rest of the residual would be lost
             return False
-        return Variant(plan.level, plan.side, self.flushes(plan), plan.warms) in self.variants
+        return Variant(plan.level, plan.side, self.flushes(plan), plan.warms_up) in self.variants
 
     def flushes(self, plan: Plan) -> bool:
         """Whether the step flushes a residual that its own level would not keep."""
@@ -87,11 +87,11 @@ class Ladder:
     def needs_finite_check(self, plan: Plan) -> bool:
         """Whether the step changes residuals or contexts, or could hide a value that is not finite: then every rank
         has to know in the same step that all went well."""
-        return plan.flush_fraction > 0 or plan.warms > 0 or self.compressors[plan.level].settles
+        return plan.flush_fraction > 0 or plan.warms_up > 0 or self.compressors[plan.level].needs_finite_check
 
     def plain(self, plan: Plan) -> bool:
         """Whether the step sends gradients as they are, and nothing besides."""
-        return isinstance(self.compressors[plan.level], NoCompression) and not (plan.flush_fraction or plan.warms)
+        return isinstance(self.compressors[plan.level], NoCompression) and not (plan.flush_fraction or plan.warms_up)
 
     def keeps_residual(self, plan: Plan) -> bool:
         """Whether the level of the step keeps a residual."""

@@ -177,9 +177,9 @@ class Reporter:
         return Report(sums, slot)
 
     def _contexts(self, x: EagerExchange, states: Sequence[BucketState]) -> float:
-        """Checksum of all contexts that the step uses, those that it warms up among them."""
+        """Checksum of all contexts that the step uses, those that it warms_up up among them."""
         total = 0
-        levels = {x.plan.level, x.plan.warms or x.plan.level}
+        levels = {x.plan.level, x.plan.warms_up or x.plan.level}
         for state in states:
             for level in levels if state.bucket.compressible else ():
                 total += sum(int(x.ops.checksum(array)) for array in x.context(state, level).state)

@@ -49,7 +49,7 @@ class Schedule:
 
     @property
     def transitional(self) -> bool:
-        """Whether the coming step warms a level up, or flushes a residual that the present level does not keep."""
+        """Whether the coming step warms_up a level up, or flushes a residual that the present level does not keep."""
         return self._flush_left > 0 or self._warm_up_left > 0
 
     def set_level(self, level: int) -> None:
@@ -61,10 +61,10 @@ class Schedule:
             self._flush_left = 0
         elif before.keeps_residual:
             self._flush_left = self._flush_steps
-        if compressor.follows(before) and not self._warm_up_left:  # the exchange hands the contexts over
+        if compressor.can_reuse(before) and not self._warm_up_left:  # the exchange hands the contexts over
             self._context_source = self.level
         else:
-            self._warm_up_left = self._warm_up_steps if compressor.warms else 0
+            self._warm_up_left = self._warm_up_steps if compressor.needs_warmup else 0
         self.level = level
 
     def flush(self) -> None:
@@ -79,12 +79,12 @@ class Schedule:
     def commit(self, plan: Plan) -> None:
         """A step that ran ``plan`` counts."""
         compressor = self.ladder.compressors[plan.level]
-        if compressor.phases > 1:
-            self._sides[plan.level] = (plan.side + 1) % compressor.phases
+        if compressor.sides > 1:
+            self._sides[plan.level] = (plan.side + 1) % compressor.sides
         # A step that was under way when the level changed counts for nothing that was called off meanwhile.
-        if self.ladder.flushes(plan) and not plan.warms and self._flush_left:
+        if self.ladder.flushes(plan) and not plan.warms_up and self._flush_left:
             self._flush_left -= 1
-        if plan.warms == self.level and self._warm_up_left:
+        if plan.warms_up == self.level and self._warm_up_left:
             self._warm_up_left -= 1
 
     def next_plan(self) -> Plan:
@@ -92,7 +92,7 @@ class Schedule:
         if self._context_source is not None:
             self._sides[self.level], self._context_source = self._sides[self._context_source], None
         if self._warm_up_left:
-            return Plan(warms=self.level)
+            return Plan(warms_up=self.level)
         keeps = self.ladder.compressors[self.level].keeps_residual
         return Plan(self.level, self._sides[self.level], 1.0 if keeps else flush_fraction(self._flush_left))
 
@@ -121,10 +121,10 @@ class Schedule:
     def check(self, state: Any) -> None:
         """Raise ValueError where a value is missing or impossible."""
         require_fields(state, ("level", "sides", "flush_left", "warm_up_left"), "its schedule")
-        phases = [compressor.phases for compressor in self.ladder.compressors]
-        require(is_count(state["level"], len(phases)), "the schedule's level", f"below {len(phases)}", state["level"])
-        fits = is_list(state["sides"], is_count) and len(state["sides"]) == len(phases)
-        fits = fits and all(map(is_count, state["sides"], phases))
-        require(fits, "the schedule's sides", f"one a level, below {phases}", state["sides"])
+        sides = [compressor.sides for compressor in self.ladder.compressors]
+        require(is_count(state["level"], len(sides)), "the schedule's level", f"below {len(sides)}", state["level"])
+        fits = is_list(state["sides"], is_count) and len(state["sides"]) == len(sides)
+        fits = fits and all(map(is_count, state["sides"], sides))
+        require(fits, "the schedule's sides", f"one a level, below {sides}", state["sides"])
         for name in ("flush_left", "warm_up_left"):
             require(is_count(state[name]), f"the schedule's {name}", "a number of steps", state[name])

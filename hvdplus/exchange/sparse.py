@@ -102,7 +102,7 @@ def receive_rows(x: EagerExchange, table: Table) -> None:
     total = table.total[: len(table.union) * width]
     if x.checks:
         table.sum_finite = x.ops.all_finite(total)
-        if x.plan.warms and table.bucket.compressible:
+        if x.plan.warms_up and table.bucket.compressible:
             table.next_context = transfer.learned(x, table, x.backend.spread(table.union, total, table.height))
     table.mean = total * x.scale
 

@@ -72,15 +72,15 @@ def decode(x: EagerExchange, state: BucketState) -> None:
     compressor, check = x.compressor(state.bucket, x.plan.level), x.checks and state.bucket.compressible
     got = receive_bucket(x.ops, compressor, x.context(state), state.total, x.scale * x.sent_scale, check)
     state.mean, state.next_context, state.sum_finite = got
-    if check and x.plan.warms:
+    if check and x.plan.warms_up:
         state.next_context = learned(x, state, state.total)
 
 
 def learned(x: EagerExchange, state: BucketState, total: Array) -> Context:
-    """The context of the level that this dense step warms up, from the sum of the gradients."""
-    learner = x.ladder.compressors[x.plan.warms]
+    """The context of the level that this dense step warms_up up, from the sum of the gradients."""
+    learner = x.ladder.compressors[x.plan.warms_up]
     total = total if x.loss_scale == 1 else total / x.loss_scale
-    return learner.warm(x.ops, x.context(state, x.plan.warms), total)
+    return learner.warm_up(x.ops, x.context(state, x.plan.warms_up), total)
 
 
 def wire_type(x: EagerExchange, state: BucketState) -> str:

@@ -253,7 +253,7 @@ def _growth(name: str, shown: Shown, ranks: int) -> float:
 
     def size(ranks: int) -> int:
         spec = Spec(((side, side),), ranks=ranks)
-        return max(compressor.payload_bytes(spec, phase) for phase in range(compressor.phases))
+        return max(compressor.payload_bytes(spec, side) for side in range(compressor.sides))
 
     after, before = size(ranks), size(shown.ranks)
     return after / before if before else 1.0

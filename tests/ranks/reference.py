@@ -24,7 +24,7 @@ class Reference:
     def step(self, gradients):
         """``gradients[rank][parameter]`` -> mean gradient of every parameter."""
         means = [None] * len(gradients[0])
-        warming = self.compressor.warms and self.steps < self.WARM_STEPS
+        warming = self.compressor.needs_warmup and self.steps < self.WARM_STEPS
         compressor = NoCompression() if warming else self.compressor
         fraction = 1.0 if compressor.keeps_residual else 0.0
         self.steps += 1

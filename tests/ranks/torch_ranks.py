@@ -826,7 +826,7 @@ class Mirror(Compressor):
     def decode(self, ops, ctx, total):
         return total * -1.0
 
-    def payload_bytes(self, spec, phase=0):
+    def payload_bytes(self, spec, side=0):
         return 4 * spec.size
 
 

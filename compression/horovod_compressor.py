@@ -21,7 +21,7 @@ class HorovodCompressor(Compressor):
 
     learns = "nothing; a context of its own on each rank"
     keeps_residual = False
-    settles = False
+    needs_finite_check = False
     narrow = True
     memory_passes = 6.0
 
@@ -49,7 +49,7 @@ class HorovodCompressor(Compressor):
         """What the class decompresses, with what it remembered of this bucket."""
         return self._cls.decompress(total, self._own[ctx.spec.position])
 
-    def payload_bytes(self, spec: Spec, phase: int = 0) -> int:
+    def payload_bytes(self, spec: Spec, side: int = 0) -> int:
         """As a zero gradient's."""
         payload, _ = self._cls.compress(self._ops.from_numpy(np.zeros(spec.size, np.float32)))
         return int(self._ops.to_numpy(payload).nbytes)
