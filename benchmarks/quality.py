@@ -343,7 +343,7 @@ class Summable(Exchange):
         return statistics.mean(self._compressor.payload_bytes(self.spec, side) for side in sides)
 
     def warm_up(self, total: Tensor) -> None:
-        if self._compressor.warms_up:
+        if self._compressor.needs_warmup:
             self._ctx = self._compressor.warm_up(self._ops, self._ctx, total)
 
     def add(self, grads: Sequence[Tensor]) -> Tensor:

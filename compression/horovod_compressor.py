@@ -22,7 +22,7 @@ class HorovodCompressor(Compressor):
     learns = "nothing; a context of its own on each rank"
     keeps_residual = False
     needs_finite_check = False
-    narrow = True
+    may_overflow = True
     memory_passes = 6.0
 
     def __init__(self, cls: Any, ops: Ops) -> None:

@@ -61,11 +61,11 @@ class Own(Compressor):
 
     name = "own"
 
-    def __init__(self, warms_up: bool, uses_products: bool = False) -> None:
-        self._warms, self._uses_products = warms_up, uses_products
+    def __init__(self, needs_warmup: bool, uses_products: bool = False) -> None:
+        self._warms, self._uses_products = needs_warmup, uses_products
 
     @property
-    def warms_up(self) -> bool:
+    def needs_warmup(self) -> bool:
         return self._warms
 
     @property
@@ -116,7 +116,7 @@ def test_what_a_script_says_comes_before_the_environment() -> None:
     assert names_of(Halving, compression="fp16") == (("Halving",), False)
 
 
-@pytest.mark.parametrize("compressor", [LowRank(2), Chain(TopK(0.1, 64), IntB(8)), Own(warms_up=True)])
+@pytest.mark.parametrize("compressor", [LowRank(2), Chain(TopK(0.1, 64), IntB(8)), Own(needs_warmup=True)])
 def test_a_compressor_object_is_used_as_it_is(compressor: Compressor) -> None:
     ladder, auto = choose(compressor)
     assert (ladder.names, auto) == (("none", compressor.name), False)
@@ -124,7 +124,7 @@ def test_a_compressor_object_is_used_as_it_is(compressor: Compressor) -> None:
 
 
 def test_a_compressor_of_ones_own_that_learns_nothing_stands_alone() -> None:
-    assert names_of(Own(warms_up=False)) == (("own",), False)
+    assert names_of(Own(needs_warmup=False)) == (("own",), False)
 
 
 # -- Horovod's classes -------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def test_a_ladder_with_a_level_twice_is_refused() -> None:
 # -- worlds ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("asked", ["lowrank:4", LowRank(4), "lowrank:4+fp16", Own(warms_up=True, uses_products=True)])
+@pytest.mark.parametrize("asked", ["lowrank:4", LowRank(4), "lowrank:4+fp16", Own(needs_warmup=True, uses_products=True)])
 def test_ranks_that_differ_cannot_run_a_fixed_level_of_products(asked: str | Compressor) -> None:
     """The message says in what they differ and what would work."""
     assert names_of(asked)[0][0] == "none"

@@ -325,7 +325,7 @@ def factor_conditions(compressor: Compressor, ctx: Context, total: np.ndarray) -
 
 
 @other_frameworks
-@pytest.mark.parametrize("level", levels_with(warms_up=True))
+@pytest.mark.parametrize("level", levels_with(needs_warmup=True))
 def test_frameworks_warm_like_numpy(level: str, framework: str) -> None:
     ops, reference, compressor = ops_of(framework), NumpyOps(), parse(level)
     spec = Spec(((20, 16), (12, 9)), seed=3, ranks=ROWS[level].ranks[-1], tail=5)
@@ -914,7 +914,7 @@ def test_a_bucket_may_be_a_view_with_gaps(level: str, framework: str) -> None:
 @every_framework
 @every_level
 def test_equal_totals_warm_contexts_equally(level: str, framework: str) -> None:
-    """Bit for bit, on ranks with an ``Ops`` of their own; and ``warms_up`` says whether it does anything."""
+    """Bit for bit, on ranks with an ``Ops`` of their own; and ``needs_warmup`` says whether it does anything."""
     ops_of(framework)
     total = np.random.default_rng(1).standard_normal(RUN.size, np.float32)
     warmed = []

@@ -149,7 +149,7 @@ def test_bases_stay_orthonormal_through_changing_and_degenerate_gradients(framew
     ctx = compressor.init(ops, spec)
     for step in range(42 if framework != "tensorflow" else 21):
         grad = kinds[step * 3 % 7 if step % 2 else step % 7]().astype(np.float32)
-        learn = compressor.warm if step % 5 == 4 else compressor.advance
+        learn = compressor.warm_up if step % 5 == 4 else compressor.advance
         _, payload = once(ops, compressor, ctx, grad)
         ctx = learn(ops, ctx, ops.from_numpy(grad) if step % 5 == 4 else payload)
         assert max(off_orthonormal(basis) for basis in bases_of(ops, ctx)) < 1e-5

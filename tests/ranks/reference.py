@@ -42,7 +42,7 @@ class Reference:
                 payloads.append(payload)
             total = np.sum(payloads, axis=0, dtype=payloads[0].dtype)
             mean = compressor.decode(self.ops, ctx, total) / self.ranks
-            learn = self.compressor.warm if warming else compressor.advance
+            learn = self.compressor.warm_up if warming else compressor.advance
             self.contexts[number] = learn(self.ops, ctx, total)
             for place, i in enumerate(bucket.parameters):
                 part = mean[bucket.offsets[place] : bucket.offsets[place + 1]]
