@@ -233,6 +233,8 @@ def largest_of(ops: Ops, values: Array) -> Array:
     """Largest magnitude of a 1-D array, one element; 0 for an empty one."""
     if not values.shape[0]:
         return ops.reshape(ops.rms(values), (1,))
+    if values.shape[0] == 1:
+        return abs(values)
     return ops.reshape(ops.largest(ops.reshape(values, (1, values.shape[0], 1))), (1,))
 
 

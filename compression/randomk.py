@@ -48,10 +48,9 @@ class RandomK(BlockSelection):
         scale = follow(ops, ctx.state[2], total[-1:]) if self.cut(ctx.spec).blocks else ctx.state[2]
         return self._context(ops, ctx.spec, ctx.state[0] + 1, scale)
 
-    def encode(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Array:
-        """Chosen blocks, what travels dense, and the root mean square of all: it shows what is not finite."""
-        payload = super().encode(ops, ctx, grad, residual)
-        return ops.concat([payload, ops.reshape(ops.rms(grad), (1,))]) if self.cut(ctx.spec).blocks else payload
+    def measure(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None) -> Array:
+        """The root mean square of all, which shows what is not finite in a block that stays behind."""
+        return ops.reshape(ops.rms(grad), (1,))
 
     def overflows(self, ops: Ops, ctx: Context, grad: Array, payload: Array) -> Array:
         """Far beyond the root mean square of the last steps."""
