@@ -191,7 +191,7 @@ class Integer(Piecewise):
         louder = ops.integers(heard % QUIET_ONE > 0)
         loudness = loudness * louder + quiet * (1 - louder)
         count = heard % QUIET_ONE * louder + heard // QUIET_ONE * (1 - louder)
-        offsets = ops.from_numpy(self._offsets(ctx.spec.ranks))
+        offsets = self._offsets(ops, ctx.spec.ranks)
         exponents = _follow(ops, loudness, count, offsets, state[:2])
         # What was silent so far takes its step from the other part, to be corrected when it is heard.
         known = ops.integers(exponents > UNKNOWN)
@@ -212,11 +212,15 @@ class Integer(Piecewise):
         )
         return self.advance(ops, ctx, self._measure(ops, ctx, body, tail))
 
-    def _offsets(self, ranks: int) -> np.ndarray:
-        """PER_OCTAVE * log2(step / root mean square) for body and tail."""
-        levels = self.levels(ranks)
-        steps = self.reach(levels) / levels, TAIL_RANGE / (TAIL_LEVELS // ranks)
-        return np.array([round(PER_OCTAVE * math.log2(step)) for step in steps], np.int32)
+    def _offsets(self, ops: Ops, ranks: int) -> Array:
+        """PER_OCTAVE * log2(step / root mean square) for body and tail (int32)."""
+
+        def make() -> np.ndarray:
+            levels = self.levels(ranks)
+            steps = self.reach(levels) / levels, TAIL_RANGE / (TAIL_LEVELS // ranks)
+            return np.array([round(PER_OCTAVE * math.log2(step)) for step in steps], np.int32)
+
+        return ops.constant(("offsets", self.name, ranks), make)
 
     def _measure(self, ops: Ops, ctx: Context, body: Packing, tail: Packing) -> Array:
         """``Measured`` of one rank, end to end (int32)."""
@@ -226,7 +230,7 @@ class Integer(Piecewise):
         logarithms = ops.integers(ops.log2(sizes + QUIETEST) * PER_OCTAVE)
         loudness, largest = logarithms[:2], logarithms[2:]
         heard = ops.integers(sizes[:2] > QUIETEST)
-        made_for = ctx.state[0][:2] * PER_OCTAVE - ops.from_numpy(self._offsets(ctx.spec.ranks))
+        made_for = ctx.state[0][:2] * PER_OCTAVE - self._offsets(ops, ctx.spec.ranks)
         loud = heard * ops.integers(loudness + QUIET > made_for)
         quiet = heard - loud
         infinite = 1 - ops.reshape(ops.integers(ops.all_finite(sizes)), (1,))

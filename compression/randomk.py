@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvdplus.compression.blocks import BlockSelection
+from hvdplus.compression.blocks import BlockSelection, Cut
 from hvdplus.compression.contract import Context, Spec, beyond, follow
 from hvdplus.compression.hashing import key
 from hvdplus.compression.ops import Array, Ops
@@ -60,9 +60,13 @@ class RandomK(BlockSelection):
 
     def _context(self, ops: Ops, spec: Spec, step: Array, scale: Array) -> Context:
         cut = self.cut(spec)
-        bounds = np.arange(cut.chosen + 1, dtype=np.int64) * cut.blocks // max(1, cut.chosen)
-        starts = ops.from_numpy(bounds[:-1].astype(np.int32))
-        lengths = ops.from_numpy(np.diff(bounds).astype(np.int32))
-        groups = ops.from_numpy(np.arange(cut.chosen, dtype=np.int32))
+        starts = ops.constant(("starts", cut), lambda: _bounds(cut)[:-1])
+        lengths = ops.constant(("lengths", cut), lambda: np.diff(_bounds(cut)))
+        groups = ops.constant(("groups", cut.chosen), lambda: np.arange(cut.chosen, dtype=np.int32))
         drawn = ops.scramble(ops.scramble(groups + key(spec.seed, spec.position)) + step // lengths)
         return Context(spec, 0, (step, starts + (drawn % lengths + step % lengths) % lengths, scale))
+
+
+def _bounds(cut: Cut) -> np.ndarray:
+    """Where every group of blocks begins, and the last one ends (int32)."""
+    return (np.arange(cut.chosen + 1, dtype=np.int64) * cut.blocks // max(1, cut.chosen)).astype(np.int32)
