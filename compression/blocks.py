@@ -74,13 +74,18 @@ class BlockSelection(Projection):
             return Cut(0, 0, self.block)
         return Cut(count, chosen, self.block)
 
+    @abstractmethod
+    def measure(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None) -> Array:
+        """The floats that ride along."""
+
     def encode(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Array:
-        """Chosen blocks, and what travels dense."""
+        """Chosen blocks, what travels dense, and measurements."""
         cut = self.cut(ctx.spec)
         if not cut.blocks:
             return grad
         rows = ops.take_rows(self._matrix(ops, cut, grad), self.chosen(ops, ctx))
-        return ops.concat([ops.reshape(rows, (cut.chosen * cut.block,)), grad[cut.end :]])
+        measured = self.measure(ops, ctx, grad, residual)
+        return ops.concat([ops.reshape(rows, (cut.chosen * cut.block,)), grad[cut.end :], measured])
 
     def pieces(self, ops: Ops, ctx: Context, total: Array) -> Sequence[Piece]:
         """The chosen blocks among zeros, then what travelled dense."""

@@ -196,7 +196,7 @@ class Compressor(ABC):
         residual. Contexts stay as they are in such a step: they would learn a scale that is gone in the next one. Only
         where steps overflow again and again do they advance, because the gradients have grown for good.
         """
-        return ops.from_numpy(np.zeros(1, np.float32))[0] > 0
+        return ops.constant("no overflow", lambda: np.zeros((), np.bool_))
 
     def warm_up(self, ops: Ops, ctx: Context, total: Array) -> Context:
         """A better first context, from a dense step's ``total``: the bucket's gradients, summed over ranks."""
@@ -233,6 +233,8 @@ def largest_of(ops: Ops, values: Array) -> Array:
     """Largest magnitude of a 1-D array, one element; 0 for an empty one."""
     if not values.shape[0]:
         return ops.reshape(ops.rms(values), (1,))
+    if values.shape[0] == 1:
+        return abs(values)
     return ops.reshape(ops.largest(ops.reshape(values, (1, values.shape[0], 1))), (1,))
 
 

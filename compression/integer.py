@@ -93,6 +93,10 @@ class Measured(NamedTuple):
     """What is above 0 on ranks whose values lie far beyond the levels"""
 
 
+INFINITE, OVERFLOW = (Measured._fields.index(name) - len(Measured._fields) for name in ("infinite", "overflow"))
+"""Where they stand in a payload, from its end."""
+
+
 class Integer(Piecewise):
     """Rounding to integers with a shared step: what the summable quantisers have in common."""
 
@@ -165,8 +169,8 @@ class Integer(Piecewise):
     def _payload(self, ops: Ops, ctx: Context, body: Packing, tail: Packing) -> Array:
         if not ctx.spec.size:
             return body.words
-        measured = self._measure(ops, ctx, body, tail)
-        return ops.concat([body.words, tail.words, _numbers(ops, measured, self._word(ctx.spec.ranks))])
+        measured = ops.integers(self._measure(ops, ctx, body, tail), self._word(ctx.spec.ranks))
+        return ops.concat([body.words, tail.words, measured])
 
     def pieces(self, ops: Ops, ctx: Context, total: Array) -> Sequence[Piece]:
         """Integers times the step."""
@@ -187,7 +191,7 @@ class Integer(Piecewise):
         louder = ops.integers(contributors % LOW_ONE > 0)
         log_rms = log_rms * louder + low_rms * (1 - louder)
         count = contributors % LOW_ONE * louder + contributors // LOW_ONE * (1 - louder)
-        offsets = ops.from_numpy(self._offsets(ctx.spec.ranks))
+        offsets = self._offsets(ops, ctx.spec.ranks)
         exponents = _follow(ops, log_rms, count, offsets, state[:2])
         # What was silent so far takes its step from the other part, to be corrected when a rank has some of it.
         known = ops.integers(exponents > UNKNOWN)
@@ -200,54 +204,60 @@ class Integer(Piecewise):
         """Steps for gradients of which ``total`` is the sum, taken for independent ones."""
         if not ctx.spec.size:
             return ctx
-        parts, none = (total[: ctx.spec.body], total[ctx.spec.body :]), ops.integers(ops.rms(total[:0]))
-        share = ctx.spec.ranks**-0.5
-        body, tail = (Packing(part, none, ops.rms(part) * share, None, largest_of(ops, part)) for part in parts)
-        measured = self._measure(ops, ctx, body, tail)._replace(clipped=ctx.state[0][2:3])
-        return self.advance(ops, ctx, _numbers(ops, measured, 32))
+        parts, share = (total[: ctx.spec.body], total[ctx.spec.body :]), ctx.spec.ranks**-0.5
+        clipped = ctx.state[0][2:3], ops.integers(ops.rms(total[:0]))
+        body, tail = (
+            Packing(part, clips, ops.rms(part) * share, None, largest_of(ops, part))
+            for part, clips in zip(parts, clipped, strict=True)
+        )
+        return self.advance(ops, ctx, self._measure(ops, ctx, body, tail))
 
-    def _offsets(self, ranks: int) -> np.ndarray:
-        """PER_OCTAVE * log2(step / root mean square) for body and tail."""
-        levels = self.levels(ranks)
-        steps = self.clip_multiple(levels) / levels, TAIL_RANGE / (TAIL_LEVELS // ranks)
-        return np.array([round(PER_OCTAVE * math.log2(step)) for step in steps], np.int32)
+    def _offsets(self, ops: Ops, ranks: int) -> Array:
+        """PER_OCTAVE * log2(step / root mean square) for body and tail (int32)."""
 
-    def _measure(self, ops: Ops, ctx: Context, body: Packing, tail: Packing) -> Measured:
-        """What one rank has to say."""
-        measures = [body.rms, tail.rms, body.largest, tail.largest]
-        rms = ops.concat([ops.reshape(number, (1,)) for number in measures])
-        contributors = ops.integers(rms[:2] > SMALLEST_RMS)
-        logarithms = ops.integers(ops.log2(rms + SMALLEST_RMS) * PER_OCTAVE)
+        def make() -> np.ndarray:
+            levels = self.levels(ranks)
+            steps = self.clip_multiple(levels) / levels, TAIL_RANGE / (TAIL_LEVELS // ranks)
+            return np.array([round(PER_OCTAVE * math.log2(step)) for step in steps], np.int32)
+
+        return ops.constant(("offsets", self.name, ranks), make)
+
+    def _measure(self, ops: Ops, ctx: Context, body: Packing, tail: Packing) -> Array:
+        """``Measured`` of one rank, end to end (int32)."""
+        measures = [body.rms, tail.rms, body.largest, tail.largest, body.clipped, tail.clipped]
+        body_rms, tail_rms, body_largest, tail_largest, *clipped = [ops.reshape(number, (1,)) for number in measures]
+        sizes = ops.concat([body_rms, tail_rms, body_largest, tail_largest])
+        logarithms = ops.integers(ops.log2(sizes + SMALLEST_RMS) * PER_OCTAVE)
         log_rms, largest = logarithms[:2], logarithms[2:]
-        made_for = ctx.state[0][:2] * PER_OCTAVE - ops.from_numpy(self._offsets(ctx.spec.ranks))
+        contributors = ops.integers(sizes[:2] > SMALLEST_RMS)
+        made_for = ctx.state[0][:2] * PER_OCTAVE - self._offsets(ops, ctx.spec.ranks)
         loud = contributors * ops.integers(log_rms + LOW > made_for)
         low_rms = contributors - loud
-        # A tail may be rarely hit: it is held against the body's values, too, where those are larger.
-        body_large, tail_large = ctx.state[0][4:5], ctx.state[0][5:6]
-        known = ops.concat([body_large, _larger(tail_large, body_large - UNSEEN * ops.integers(body_large == UNSEEN))])
-        far = ops.integers(largest > known + FAR)
-        overflow = far[:1] * ops.integers(body.clipped > 0) + far[1:] * ops.integers(tail.clipped > 0)
-        pairs = (log_rms * low_rms, log_rms * loud, loud + low_rms * LOW_ONE)
-        numbers = [part for pair in (*pairs, largest * loud) for part in (pair[:1], pair[1:])]
-        numbers[6:6] = [body.clipped + tail.clipped, 1 - ops.integers(ops.all_finite(rms))]
-        return Measured(*[*numbers, overflow])
+        infinite = 1 - ops.reshape(ops.integers(ops.all_finite(sizes)), (1,))
+        far = ops.integers(largest > ctx.state[0][4:] + FAR) * ops.integers(ops.concat(clipped) > 0)
+        count = loud + low_rms * LOW_ONE
+        clips, overflow = clipped[0] + clipped[1], far[:1] + far[1:]
+        return ops.concat([log_rms * low_rms, log_rms * loud, count, clips, infinite, largest * loud, overflow])
 
     def _follow_largest(self, ops: Ops, ctx: Context, numbers: Array) -> Array:
-        """The mean of what the louder ranks had, or what is remembered of the steps before."""
-        before, count = ctx.state[0][4:6], numbers[4:6] % LOW_ONE
+        """The mean of what the louder ranks had, or what is remembered of the steps before, for body and tail."""
+        before, count = ctx.state[0][4:], numbers[4:6] % LOW_ONE
         known = ops.integers(count > 0)
         now = numbers[8:10] // (count + 1 - known)
         # A first measurement replaces what stands for none.
         faded = before - FORGET - 2 * UNSEEN * ops.integers(before == UNSEEN)
-        return _larger(now, faded) * known + before * (1 - known)
+        largest = _larger(now, faded) * known + before * (1 - known)
+        # A tail may be rarely hit: it is held against the body's values, too, where those are larger.
+        body = largest[:1]
+        return ops.concat([body, _larger(largest[1:], body - 2 * UNSEEN * ops.integers(body == UNSEEN))])
 
     def is_finite(self, ops: Ops, grad: Array, payload: Array) -> Array:
         """As measured, because integers are always finite."""
-        return _measured(payload).infinite[0] < 1 if payload.shape[0] else ops.all_finite(grad)
+        return payload[INFINITE] < 1 if payload.shape[0] else ops.all_finite(grad)
 
     def overflows(self, ops: Ops, ctx: Context, grad: Array, payload: Array) -> Array:
-        """A value beyond the levels that is far above what was the largest, or beyond the levels of the tail."""
-        return _measured(payload).overflow[0] > 0 if payload.shape[0] else super().overflows(ops, ctx, grad, payload)
+        """A value beyond the levels that is far above what was the largest, in the body or in the tail."""
+        return payload[OVERFLOW] > 0 if payload.shape[0] else super().overflows(ops, ctx, grad, payload)
 
     def payload_bytes(self, spec: Spec, side: int = 0) -> int:
         """B bits an element of the body, 32 of the tail, and a word for every number measured."""
@@ -306,20 +316,9 @@ def _words(count: int, bits: int, word: int) -> int:
     return -(-count // lanes)
 
 
-def _measured(payload: Array) -> Measured:
-    count = len(Measured._fields)
-    numbers = payload[-count:]
-    return Measured(*(numbers[i : i + 1] for i in range(count)))
-
-
 def _larger(one: Array, other: Array) -> Array:
     """The larger of two integers, in operations that all frameworks share."""
     return (one + other + abs(one - other)) // 2
-
-
-def _numbers(ops: Ops, numbers: Sequence[Array], word: int) -> Array:
-    """``Measured``, end to end."""
-    return ops.concat([ops.integers(ops.reshape(number, (-1,)), word) for number in numbers])
 
 
 def _follow(ops: Ops, log_rms: Array, count: Array, offsets: Array, before: Array) -> Array:

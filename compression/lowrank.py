@@ -35,8 +35,8 @@ from hvdplus.compression.hashing import uniform
 from hvdplus.compression.ops import Array, Ops, Piece, Product
 
 LARGEST_RANK = 1024
-HEADROOM = 2.0**12
-"""Products are made this much smaller, so that finite gradients have finite ones."""
+HEADROOM = 2.0**6
+"""Products are made this much smaller, so that finite gradients have finite ones: 1e38 in 40,000 columns."""
 SMALLEST_NORMAL = 2.0**-126
 """Smallest normal float32: added to a divisor it changes no bit of any scale above 1e-30, and saves zeros from 0/0."""
 

@@ -8,7 +8,7 @@ common to all of them and needs no method.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -97,6 +97,16 @@ class Ops(Protocol):
 
     def from_numpy(self, values: np.ndarray) -> Array:
         """Copy a NumPy array to the framework, bit for bit, same shape and dtype."""
+
+    def constant(self, key: Hashable, make: Callable[[], np.ndarray]) -> Array:
+        """What ``from_numpy`` makes of ``make()``. It is kept under ``key`` where arrays can be kept, so that a device
+        is sent it once.
+
+        Args:
+            key: tells it from all other constants.
+
+        Nobody may write to it.
+        """
 
     def to_numpy(self, values: Array) -> np.ndarray:
         """Copy an array to NumPy, bit for bit, same shape and dtype."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvdplus.compression.blocks import BlockSelection
+from hvdplus.compression.blocks import BlockSelection, Cut
 from hvdplus.compression.contract import Context, Spec, beyond, follow
 from hvdplus.compression.hashing import key
 from hvdplus.compression.ops import Array, Ops
@@ -48,10 +48,9 @@ class RandomK(BlockSelection):
         scale = follow(ops, ctx.state[2], total[-1:]) if self.cut(ctx.spec).blocks else ctx.state[2]
         return self._context(ops, ctx.spec, ctx.state[0] + 1, scale)
 
-    def encode(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Array:
-        """Chosen blocks, what travels dense, and the root mean square of all: it shows what is not finite."""
-        payload = super().encode(ops, ctx, grad, residual)
-        return ops.concat([payload, ops.reshape(ops.rms(grad), (1,))]) if self.cut(ctx.spec).blocks else payload
+    def measure(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None) -> Array:
+        """The root mean square of all, which shows what is not finite in a block that stays behind."""
+        return ops.reshape(ops.rms(grad), (1,))
 
     def overflows(self, ops: Ops, ctx: Context, grad: Array, payload: Array) -> Array:
         """Far beyond the root mean square of the last steps."""
@@ -61,9 +60,13 @@ class RandomK(BlockSelection):
 
     def _context(self, ops: Ops, spec: Spec, step: Array, scale: Array) -> Context:
         cut = self.cut(spec)
-        bounds = np.arange(cut.chosen + 1, dtype=np.int64) * cut.blocks // max(1, cut.chosen)
-        starts = ops.from_numpy(bounds[:-1].astype(np.int32))
-        lengths = ops.from_numpy(np.diff(bounds).astype(np.int32))
-        groups = ops.from_numpy(np.arange(cut.chosen, dtype=np.int32))
+        starts = ops.constant(("starts", cut), lambda: _bounds(cut)[:-1])
+        lengths = ops.constant(("lengths", cut), lambda: np.diff(_bounds(cut)))
+        groups = ops.constant(("groups", cut.chosen), lambda: np.arange(cut.chosen, dtype=np.int32))
         drawn = ops.scramble(ops.scramble(groups + key(spec.seed, spec.position)) + step // lengths)
         return Context(spec, 0, (step, starts + (drawn % lengths + step % lengths) % lengths, scale))
+
+
+def _bounds(cut: Cut) -> np.ndarray:
+    """Where every group of blocks begins, and the last one ends (int32)."""
+    return (np.arange(cut.chosen + 1, dtype=np.int64) * cut.blocks // max(1, cut.chosen)).astype(np.int32)

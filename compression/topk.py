@@ -45,19 +45,16 @@ class TopK(BlockSelection):
         """As the last sum said."""
         return ctx.state[0]
 
-    def encode(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Array:
-        """Chosen blocks, what travels dense, and every block's expected root mean square in the next step."""
-        payload = super().encode(ops, ctx, grad, residual)
+    def measure(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None) -> Array:
+        """Every block's expected root mean square in the next step."""
         cut = self.cut(ctx.spec)
-        if not cut.blocks:
-            return payload
         chosen, blocks = ctx.state[0], self._matrix(ops, cut, grad)
         # Half of (what stays + fresh), the latter being what is sent less the old residual.
         before = None if residual is None else self._matrix(ops, cut, residual)
         expected = ops.row_rms(blocks, before, -0.5)
         before = None if before is None else ops.take_rows(before, chosen)
         fresh = ops.row_rms(ops.take_rows(blocks, chosen), before, -1.0) * 0.5
-        return ops.concat([payload, ops.put_values(expected, chosen, fresh)])
+        return ops.put_values(expected, chosen, fresh)
 
     def advance(self, ops: Ops, ctx: Context, total: Array) -> Context:
         """The blocks of most energy."""

@@ -205,7 +205,9 @@ def test_a_ladder_with_a_level_twice_is_refused() -> None:
 # -- worlds ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("asked", ["lowrank:4", LowRank(4), "lowrank:4+fp16", Own(needs_warmup=True, uses_products=True)])
+@pytest.mark.parametrize(
+    "asked", ["lowrank:4", LowRank(4), "lowrank:4+fp16", Own(needs_warmup=True, uses_products=True)]
+)
 def test_ranks_that_differ_cannot_run_a_fixed_level_of_products(asked: str | Compressor) -> None:
     """The message says in what they differ and what would work."""
     assert names_of(asked)[0][0] == "none"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdplus.adapters.numpy import NumpyOps
-from hvdplus.compression import Array, Ops
+from hvdplus.compression import Array, Ops, Spec, parse
 from hvdplus.compression.hashing import scramble
 from hvdplus.compression.ops import HALF_LIMIT, Halves, Packed, Piece, Product, Rows
 
@@ -57,6 +58,52 @@ def test_a_copy_to_the_framework_and_back_is_bit_for_bit_and_a_copy(framework: s
     values[:] = 7
     back[:] = 8
     assert ops.to_numpy(there).tobytes() == kept
+
+
+@every_framework
+def test_a_constant_is_what_its_maker_says_and_is_sent_to_a_device_once(framework: str) -> None:
+    ops, made = OPS[framework].make(), []
+
+    def make() -> np.ndarray:
+        made.append(1)
+        return np.arange(3, dtype=np.int32)
+
+    first, second = ops.constant("three", make), ops.constant("three", make)
+    for constant in (first, second, ops.constant(("three", 1), lambda: np.arange(3, dtype=np.int32))):
+        assert ops.to_numpy(constant).dtype == np.int32 and ops.to_numpy(constant).tolist() == [0, 1, 2]
+    if "torch" in framework:
+        assert first is second and len(made) == 1
+
+
+def test_tensorflow_keeps_no_constant_of_a_graph_for_another() -> None:
+    tf, ops = pytest.importorskip("tensorflow"), ops_of("tensorflow")
+
+    def twice() -> Any:
+        return ops.constant("one", lambda: np.ones(1, np.float32)) * 2
+
+    for _ in range(2):
+        assert tf.function(twice)().numpy().tolist() == [2.0]
+    assert twice().numpy().tolist() == [2.0]
+
+
+@pytest.mark.parametrize("framework", ["torch", "torch on a device"])
+@pytest.mark.parametrize("level", ["int8", "signsgd", "randomk:0.1:16", "topk:0.1:16+int8", "lowrank:4+fp16"])
+def test_a_step_sends_nothing_to_the_device_that_it_had_sent_before(level: str, framework: str) -> None:
+    torch, sent = pytest.importorskip("torch"), []
+
+    class Counting(type(OPS[framework].make())):  # type: ignore[misc]
+        def from_numpy(self, values: np.ndarray) -> Array:
+            sent.append(values)
+            return super().from_numpy(values)
+
+    ops, compressor = Counting("cpu"), parse(level)
+    ctx = compressor.init(ops, Spec(((50, 40),), tail=3))
+    values = np.ones(2003, np.float32)
+    for step in range(3):
+        sent.clear()
+        payload = compressor.send(ops, ctx, torch.from_numpy(values.copy()), torch.from_numpy(values)).payload
+        ctx = compressor.advance(ops, ctx, payload)
+        assert step == 0 or not sent
 
 
 @every_framework

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,9 @@ class NumpyOps:
 
     def from_numpy(self, values: np.ndarray) -> Array:
         return np.array(values)
+
+    def constant(self, key: Hashable, make: Callable[[], np.ndarray]) -> Array:
+        return make()
 
     def to_numpy(self, values: Array) -> np.ndarray:
         return np.array(values)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,9 @@ class TensorFlowOps:
 
     def from_numpy(self, values: np.ndarray) -> Array:
         return tf.constant(values)
+
+    def constant(self, key: Hashable, make: Callable[[], np.ndarray]) -> Array:
+        return self.from_numpy(make())  # it belongs to the graph that is being traced, where it is stored once
 
     def to_numpy(self, values: Array) -> np.ndarray:
         return np.array(values)

@@ -6,7 +6,7 @@ read and written once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import reduce
 from itertools import pairwise
 from typing import Any
@@ -140,9 +140,15 @@ class TorchOps:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
         self._pool = Pool()
+        self._constants: dict[Hashable, torch.Tensor] = {}
 
     def from_numpy(self, values: np.ndarray) -> Array:
         return torch.tensor(values, device=self._device)
+
+    def constant(self, key: Hashable, make: Callable[[], np.ndarray]) -> Array:
+        if key not in self._constants:
+            self._constants[key] = self.from_numpy(make())
+        return self._constants[key]
 
     def to_numpy(self, values: Array) -> np.ndarray:
         return np.array(values.detach().cpu().numpy())
