@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdplus.adapters.transports import launchers, openmpi
+from hvdplus.adapters.transports.horovod_private import LIBRARIES
 from hvdplus.adapters.transports.local import Local
 from hvdplus.settings import Settings, unknown
 from hvdplus.transport import Transport, TransportError, World
@@ -105,7 +106,7 @@ def horovod_missing(binding: str) -> bool:
     """Whether Horovod is not installed, or not built for this framework."""
     if importlib.util.find_spec("horovod") is None:
         return True
-    library = {"horovod.torch": "mpi_lib_v2", "horovod.tensorflow": "mpi_lib"}[binding]
+    library = LIBRARIES[binding]
     package = importlib.util.find_spec(binding)
     folders = package.submodule_search_locations or [] if package else []
     files = [path.name for folder in folders for path in Path(folder).iterdir()]

@@ -17,6 +17,7 @@ import numpy as np
 import hvdplus.keras as front
 from hvdplus.adapters.keras import collectives
 from hvdplus.adapters.keras.optimizer import Distributed, rejoin
+from hvdplus.adapters.transports import horovod_private
 from hvdplus.adapters.transports.connect import INSTALL_HOROVOD
 from hvdplus.exchange.checkpoint import KEEP_LOCAL
 from hvdplus.transport import NeedsHorovod, broadcast_object
@@ -24,8 +25,9 @@ from hvdplus.transport import NeedsHorovod, broadcast_object
 if not front.with_horovod():
     raise NeedsHorovod(f"Elastic jobs need Horovod, and this one runs without it. {INSTALL_HOROVOD}.")
 
-from horovod.common.elastic import ObjectState, run_fn
-from horovod.common.exceptions import HorovodInternalError
+ObjectState: Any = horovod_private.elastic().ObjectState
+run_fn = horovod_private.elastic().run_fn
+HorovodInternalError = horovod_private.internal_error()
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
 

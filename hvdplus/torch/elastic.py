@@ -15,6 +15,7 @@ import torch
 import hvdplus.torch as front
 from hvdplus.adapters.torch.collectives import Collectives
 from hvdplus.adapters.torch.optimizer import STATE_KEY, Distributed, rejoin
+from hvdplus.adapters.transports import horovod_private
 from hvdplus.adapters.transports.connect import INSTALL_HOROVOD
 from hvdplus.exchange.checkpoint import KEEP_LOCAL
 from hvdplus.transport import NeedsHorovod
@@ -22,16 +23,16 @@ from hvdplus.transport import NeedsHorovod
 if not front._with_horovod():
     raise NeedsHorovod(f"Elastic jobs need Horovod, and this one runs without it. {INSTALL_HOROVOD}.")
 
-from horovod.common.elastic import run_fn
 from horovod.torch.elastic import ElasticSampler, TorchState
-from horovod.torch.elastic import state as _states
+
+_states: Any = horovod_private.torch_states()
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
     """As Horovod's: run ``function``, whose first argument is a ``TorchState``, anew whenever ranks come or go."""
-    return run_fn(function, _reset)  # type: ignore[no-any-return]
+    return horovod_private.elastic().run_fn(function, _reset)  # type: ignore[no-any-return]
 
 
 def _reset() -> None:
