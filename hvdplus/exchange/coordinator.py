@@ -20,11 +20,11 @@ from hvdplus.control.controller import Controller, Limits, Observation
 from hvdplus.control.link import LevelCost
 from hvdplus.control.meter import StepTimes
 from hvdplus.exchange.form import check_remembered, is_count, is_list, require, require_fields
-from hvdplus.exchange.journal import Journal, costs_of_levels
+from hvdplus.exchange.journal import Journal, costs_of_levels, label
 from hvdplus.exchange.metadata import Metadata, check_agreement
 from hvdplus.exchange.plan import Ladder, Plan
 from hvdplus.exchange.schedule import Schedule
-from hvdplus.log.runlog import DRAINING, WARMING, RunLog
+from hvdplus.log.runlog import RunLog
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 
@@ -52,10 +52,7 @@ class Coordinator:
         self.costs = _rounded(costs)
         self.schedule = Schedule(ladder, flush_steps=settings.drain_steps, warm_up_steps=settings.warm_steps)
         self._journal = Journal(log, settings.window_steps)
-        limits = Limits(
-            dense_steps=settings.dense_steps, drain_steps=settings.drain_steps, error_budget=settings.error_budget
-        )
-        self._controller = Controller(ladder.names, self.costs, limits) if auto else None
+        self._controller = Controller(ladder.names, self.costs, _limits(settings)) if auto else None
         lossy = any(compressor.keeps_residual for compressor in ladder.compressors)
         self._measures_norms = ranks > 1 and (auto or lossy)  # else nobody wants to know
         if not auto:
@@ -132,32 +129,10 @@ class Coordinator:
         Raises:
             ValueError: the state is damaged.
         """
-        require_fields(state, ("levels", "schedule", "steps", "plan", "controller"), "its coordinator")
-        levels, controller, steps, plan = (state[name] for name in ("levels", "controller", "steps", "plan"))
-        require(is_list(levels, lambda name: isinstance(name, str)), "the coordinator's levels", "names", levels)
-        if list(levels) != list(self.ladder.names) or (controller is None) != (not self._controller):
+        if _checked_plan(state, self.ladder, self._controller) is None:
             return False
         self.schedule.check(state["schedule"])
-        require(is_count(steps), "the number of steps", "a whole number of at least 0", steps)
-        wanted = f"one of {len(Plan._fields)} values that the levels allow"
-        known = isinstance(plan, list | tuple) and len(plan) == len(Plan._fields) and self.ladder.allows(Plan(*plan))
-        most = self._controller.limits.sounding_most if self._controller else 0
-        require(known and Plan(*plan).probe_bytes <= most, "its plan", wanted, plan)
-        if self._controller:
-            self._check_controller(self._controller, controller)
         return True
-
-    def _check_controller(self, mine: Controller, memory: Any) -> None:
-        """Raise ValueError unless the controller can go on from ``memory``."""
-        known = mine.memory()
-        require_fields(memory, list(known), "its controller")
-        trial = copy.deepcopy(mine)
-        try:
-            trial.recall(memory)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"The state of hvdplus is damaged: its controller: {error!r}") from None
-        check_remembered(trial, list(known))
-        trial.check()
 
     def flush(self) -> None:
         """A residual came from elsewhere: if the level keeps none, send it over the coming steps."""
@@ -179,7 +154,7 @@ class Coordinator:
             self.schedule.commit(plan)
         times = StepTimes(*map(_whole_microseconds, metadata.times))
         self._measure(self._known._replace(times=times), metadata.loss)
-        if self._label(plan) != self._label(self._measured):
+        if label(self.ladder, plan) != label(self.ladder, self._measured):
             self._close_window()
         # The next metadata bring this step's times.
         self._measured, self._known = plan, _observed(plan, metadata)
@@ -288,12 +263,6 @@ class Coordinator:
         probe = self._controller.sounding() if self._controller and not self.schedule.transitional else 0
         return self.schedule.next_plan()._replace(measure_norms=measures, probe_bytes=probe)
 
-    def _label(self, plan: Plan) -> str:
-        """Name of such a step in the run log."""
-        if plan.warms_up:
-            return WARMING
-        return DRAINING if self.ladder.flushes(plan) else self.ladder.names[plan.level]
-
     def _measure(self, seen: Observation, loss: float) -> None:
         self.steps += 1
         if not seen.times.step:  # the first step has no step before it
@@ -302,7 +271,7 @@ class Coordinator:
         if self._journal.window_is_full:
             self._close_window()
         # A step that flushes a residual, or learns, is dearer than a dense one: it says nothing about dense.
-        if not self._controller or self._label(self._measured) != self.ladder.names[self._measured.level]:
+        if not self._controller or label(self.ladder, self._measured) != self.ladder.names[self._measured.level]:
             return
         level = self._measured.level
         self._journal.add_observation(level, seen)
@@ -316,7 +285,37 @@ class Coordinator:
 
     def _close_window(self) -> None:
         sent = self.payload_bytes[self._measured.level] + self.row_bytes
-        self._journal.write_window(self.steps, self._label(self._measured), sent)
+        self._journal.write_window(self.steps, label(self.ladder, self._measured), sent)
+
+
+def _checked_plan(state: Any, ladder: Ladder, controller: Controller | None) -> Plan | None:
+    """The plan of a coordinator's state; None: it had other levels to choose from."""
+    require_fields(state, ("levels", "schedule", "steps", "plan", "controller"), "its coordinator")
+    levels, memory, steps, plan = (state[name] for name in ("levels", "controller", "steps", "plan"))
+    require(is_list(levels, lambda name: isinstance(name, str)), "the coordinator's levels", "names", levels)
+    if list(levels) != list(ladder.names) or (memory is None) != (not controller):
+        return None
+    require(is_count(steps), "the number of steps", "a whole number of at least 0", steps)
+    wanted = f"one of {len(Plan._fields)} values that the levels allow"
+    known = isinstance(plan, list | tuple) and len(plan) == len(Plan._fields) and ladder.allows(Plan(*plan))
+    most = controller.limits.sounding_most if controller else 0
+    require(known and Plan(*plan).probe_bytes <= most, "its plan", wanted, plan)
+    if controller:
+        _check_controller(controller, memory)
+    return Plan(*plan)
+
+
+def _check_controller(mine: Controller, memory: Any) -> None:
+    """Raise ValueError unless the controller can go on from ``memory``."""
+    known = mine.memory()
+    require_fields(memory, list(known), "its controller")
+    trial = copy.deepcopy(mine)
+    try:
+        trial.recall(memory)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"The state of hvdplus is damaged: its controller: {error!r}") from None
+    check_remembered(trial, list(known))
+    trial.check()
 
 
 @atexit.register
@@ -325,6 +324,12 @@ def _finish_at_exit() -> None:
     if not hasattr(sys, "last_value"):
         for coordinator in list(_open):
             coordinator.finish()
+
+
+def _limits(settings: Settings) -> Limits:
+    return Limits(
+        dense_steps=settings.dense_steps, drain_steps=settings.drain_steps, error_budget=settings.error_budget
+    )
 
 
 def _rounded(costs: Sequence[LevelCost]) -> tuple[LevelCost, ...]:

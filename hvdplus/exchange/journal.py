@@ -10,7 +10,8 @@ from typing import Any
 from hvdplus.control.controller import Decision, Observation
 from hvdplus.control.link import LevelCost
 from hvdplus.control.meter import median_times
-from hvdplus.log.runlog import TIMES, RunLog
+from hvdplus.exchange.plan import Ladder, Plan
+from hvdplus.log.runlog import DRAINING, TIMES, WARMING, RunLog
 from hvdplus.transport import World
 
 TRACE_STEPS = 50
@@ -132,6 +133,13 @@ class Journal:
             f"level {last['level']}  step {last['step_ms']:.2f} ms, of which {last['exposed_comm_ms']:.2f} ms "
             "waiting for the network"
         )
+
+
+def label(ladder: Ladder, plan: Plan) -> str:
+    """Name in the run log of a step that runs ``plan``."""
+    if plan.warms_up:
+        return WARMING
+    return DRAINING if ladder.flushes(plan) else ladder.names[plan.level]
 
 
 def costs_of_levels(names: Sequence[str], costs: Sequence[LevelCost]) -> dict[str, dict[str, float]]:
