@@ -128,11 +128,10 @@ def bytes_per_step(buckets: Sequence[Bucket], compressor: Compressor, narrow_sum
     total = 0
     for bucket in buckets:
         own = compressor_for(bucket, compressor)
-        if isinstance(own, NoCompression):
-            width = itemsize(bucket.dtype) if bucket.dtype in (DENSE_ONLY, *narrow_sums) else 4
-            total += width * bucket.spec.size
-        else:
-            total += max(own.payload_bytes(bucket.spec, side) for side in range(own.sides))
+        sent = max(own.payload_bytes(bucket.spec, side) for side in range(own.sides))
+        if isinstance(own, NoCompression) and bucket.dtype in (DENSE_ONLY, *narrow_sums):
+            sent = sent * itemsize(bucket.dtype) // 4  # payload_bytes counts float32
+        total += sent
     return total
 
 
