@@ -6,6 +6,8 @@ import time
 import pytest
 from launching import BIN, TESTS, gloo, mpirun, run
 
+pytestmark = pytest.mark.jobs
+
 TRAIN = """
 import hvdplus.torch as hvd
 hvd.init()

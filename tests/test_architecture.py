@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from frameworks import need
 
 ROOT = Path(__file__).resolve().parent.parent
 FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "horovod", "mpi4py"}
@@ -205,8 +206,7 @@ def test_importing_it_imports_no_framework_and_starts_no_mpi(statement: str, tmp
 
 @pytest.mark.parametrize("door", sorted(FRONT_DOORS))
 def test_training_imports_neither_words_nor_axes(door: str, tmp_path: Path) -> None:
-    if door != "torch":
-        pytest.importorskip("tensorflow")
+    need("torch" if door == "torch" else "tensorflow")
     names = loaded(f"import hvdplus.{door}", tmp_path)
     assert "hvdplus.log.runlog" in names
     assert not names & SHOWS
