@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from compressing import LEVELS, ROWS, bits_of, every_framework, norm, ops_of
-from hypothesis import given, settings
+from frameworks import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdplus.adapters.numpy import NumpyOps
@@ -160,7 +161,7 @@ def test_a_spike_is_seen_at_once_and_nothing_of_it_stays(level: str) -> None:
         st.integers(1, PATIENCE - 1),
         st.integers(0, 1000),
     )
-    @settings(max_examples=25, deadline=None, derandomize=True, database=None)
+    @examples(25)
     def check(size: float, place: str, ranks: int, everywhere: bool, scale: float, steps: int, seed: int) -> None:
         if everywhere and size * ranks > 3e38:
             size = 3e37
