@@ -976,5 +976,6 @@ def test_where_tensorflow_has_no_order_of_effects_to_leave_times_are_taken_all_t
     optimizer = hvd.DistributedOptimizer(sgd(), compression="none")
     fit(net, optimizer, epochs=4)
     windows = [record for record in optimizer.hvdplus.log.records if record["kind"] == "window"]
-    assert windows and all(0 < window["exposed_comm_ms"] <= window["step_ms"] for window in windows)
+    assert bool(windows) == (RANK == 0)  # which keeps them for the report
+    assert all(0 < window["exposed_comm_ms"] <= window["step_ms"] for window in windows)
     assert hvd.identical(net)

@@ -1077,7 +1077,7 @@ def test_narrow_gradients_travel_as_they_are_at_none(kind):
     everyone = hvd.allgather_object(grads)
     for i, p in enumerate(params):
         assert p.grad.dtype == kind
-        if kind == torch.float16 and HOROVOD:
+        if kind == torch.float16 and HOROVOD and SIZE == 2:  # more ranks add up in an order of the bucket
             assert torch.equal(p.grad, hvd.allreduce(grads[i], name=f"narrow.{i}"))
         mean = sum(theirs[i].float() for theirs in everyone) / SIZE
         torch.testing.assert_close(p.grad.float(), mean, rtol=2e-2, atol=2e-2)
