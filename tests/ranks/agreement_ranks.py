@@ -144,7 +144,7 @@ def short_messages(monkeypatch):
         return original(value, what, size, measured)
 
     monkeypatch.setattr(hvdplus.transport, "PART_BYTES", 2000)
-    monkeypatch.setattr(f"hvdplus.adapters.{'horovod' if HOROVOD else 'mpi4py'}.gather_in_parts", watched)
+    monkeypatch.setattr(f"hvdplus.adapters.transports.{'horovod' if HOROVOD else 'mpi4py'}.gather_in_parts", watched)
     return longest
 
 
