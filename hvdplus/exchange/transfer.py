@@ -86,7 +86,7 @@ def learned(x: EagerExchange, state: BucketState, total: Array) -> Context:
 def wire_type(x: EagerExchange, state: BucketState) -> str:
     """Type of a bucket's vector: the gradients' own in plain dense steps, if the transport can add it up."""
     own = state.bucket.dtype
-    return own if x.ladder.plain(x.plan) and own in x.transport.summable else wide(own)
+    return own if x.ladder.plain(x.plan) and x.sums(own) else wide(own)
 
 
 def vector(x: EagerExchange, state: BucketState) -> Array:
