@@ -49,7 +49,7 @@ from typing import Any, NamedTuple
 
 from lab import UNSHAPED, Job, Lab, LabError
 from matplotlib.figure import Figure
-from scipy import stats
+from scipy.special import stdtrit
 
 from hvdplus.compression import parse
 from hvdplus.control.controller import Limits
@@ -92,7 +92,7 @@ class Verdict(NamedTuple):
 def ratio(above: Sequence[float], below: Sequence[float]) -> Ratio:
     """Geometric mean of the pairs' ratios."""
     logs = [math.log(a / b) for a, b in zip(above, below, strict=True)]
-    middle, width = statistics.mean(logs), stats.t.ppf(0.975, len(logs) - 1) * stats.sem(logs)
+    middle, width = statistics.mean(logs), stdtrit(len(logs) - 1, 0.975) * statistics.stdev(logs) / len(logs) ** 0.5
     return Ratio(*map(math.exp, (middle, middle - width, middle + width)))
 
 

@@ -259,12 +259,14 @@ def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         return archive.namelist()
 
 
+@pytest.mark.packaging
 def test_a_wheel_puts_one_name_at_the_top_level(wheel: list[str]) -> None:
     """The standard library owns ``compression`` from Python 3.14 on; ``tests`` and ``adapters`` are anybody's."""
     tops = {name.partition("/")[0] for name in wheel}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"hvdplus"}
 
 
+@pytest.mark.packaging
 def test_a_wheel_holds_every_module_once(wheel: list[str]) -> None:
     """The links ``hvdplus/compression`` and ``hvdplus/adapters`` are not a second way in."""
     sources = {**COMPRESSION, **ADAPTERS, **HVDPLUS}
@@ -276,6 +278,7 @@ def test_a_wheel_holds_every_module_once(wheel: list[str]) -> None:
     assert "hvdplus/py.typed" in wheel
 
 
+@pytest.mark.packaging
 def test_an_archive_of_the_sources_holds_every_module_once(sdist: Path) -> None:
     expected = {path.relative_to(ROOT) for path in {**COMPRESSION, **ADAPTERS, **HVDPLUS}.values()}
     with tarfile.open(sdist) as archive:
@@ -283,6 +286,7 @@ def test_an_archive_of_the_sources_holds_every_module_once(sdist: Path) -> None:
     assert sorted(found) == sorted(expected | {Path("setup.py")})
 
 
+@pytest.mark.packaging
 @pytest.mark.parametrize("links", [True, False], ids=["with links", "without"])
 def test_an_editable_installation_finds_the_sources(checkout: Path, tmp_path: Path, links: bool) -> None:
     """Each module is where it is edited, also where a system or an archive lost the links."""
