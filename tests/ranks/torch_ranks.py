@@ -123,16 +123,6 @@ def test_none_is_stock_horovod():
     assert hvd.identical(ours)
 
 
-def test_none_is_the_mean_of_all_ranks_gradients():
-    params = parameters()
-    optimizer = plain(params, "none")
-    backward(params, gradients(0, RANK))
-    optimizer.synchronize()
-    for i, p in enumerate(params):
-        mean = np.mean([gradients(0, rank)[i].astype(np.float64) for rank in range(SIZE)], axis=0)
-        np.testing.assert_allclose(p.grad.numpy(), mean, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_agrees_with_numpy(level):
     params = parameters()
@@ -181,14 +171,13 @@ def walk(optimizer, params, levels, steps_each):
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("levels", [[0, 1, 2, 0, 2, 1, 0, 0], [1, 0, 2, 1]], ids=["back to dense", "compressed"])
-def test_nothing_is_lost_across_changes_of_level(monkeypatch, levels):
+def test_nothing_is_lost_across_changes_of_level(monkeypatch):
     monkeypatch.setenv("HVDPLUS_LADDER", "none,lowrank:1,lowrank:2")
     monkeypatch.setenv("HVDPLUS_DENSE_STEPS", "100000")  # the test turns the dial, not the controller
     monkeypatch.setenv("HVDPLUS_DRAIN_STEPS", "5")
     params = parameters()
     optimizer = plain(params, "auto")
-    mine = walk(optimizer, params, levels, steps_each=7)
+    mine = walk(optimizer, params, [0, 1, 2, 0, 2, 1, 0, 0], steps_each=7)
     states = optimizer._exchange.states
     left = [np.zeros(p.shape) for p in params]
     for state in states:
@@ -201,9 +190,8 @@ def test_nothing_is_lost_across_changes_of_level(monkeypatch, levels):
         residual = sum(residuals[i] for _, residuals in gathered)
         sent = -p.detach().double().numpy() * SIZE  # learning rate 1: a parameter is minus the sum of what arrived
         np.testing.assert_allclose(sent + residual, total, atol=2e-3)
-        if levels[-1] == 0:
-            assert np.abs(residual).max() == 0.0  # two stretches of 7 dense steps pay out everything in 5
-    assert (levels[-1] == 0) == all(state.residual is None for state in states)
+        assert np.abs(residual).max() == 0.0  # two stretches of 7 dense steps pay out everything in 5
+    assert all(state.residual is None for state in states)
 
 
 def damage(grads, value, rank):
@@ -213,9 +201,8 @@ def damage(grads, value, rank):
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("level", LEVELS)
-def test_non_finite_gradient_of_one_rank_reaches_all_and_leaves_no_trace(level, value):
+@pytest.mark.parametrize("level", ["none", "fp16", "int8", "lowrank:2"])
+def test_non_finite_gradient_of_one_rank_reaches_all_and_leaves_no_trace(level):
     params = parameters()
     optimizer = plain(params, level)
     for step in range(4):
@@ -225,7 +212,7 @@ def test_non_finite_gradient_of_one_rank_reaches_all_and_leaves_no_trace(level, 
     exchange = optimizer._exchange
     states = copy.deepcopy([(state.residual, state.contexts) for state in exchange.states])
     plan = exchange.plan._replace(measure_norms=False)
-    backward(params, damage(gradients(4, RANK), value, SIZE - 1))
+    backward(params, damage(gradients(4, RANK), np.nan, SIZE - 1))
     optimizer.synchronize()
     assert not torch.isfinite(params[3].grad).all()
     with optimizer.skip_synchronize():  # as a script without a loss scaler does: the step is taken all the same
@@ -243,7 +230,7 @@ def test_non_finite_gradient_of_one_rank_reaches_all_and_leaves_no_trace(level, 
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["int8", "lowrank:2"])
 def test_a_step_that_is_not_taken_commits_no_residual(level):
     params = parameters()
     optimizer = plain(params, level)
@@ -261,24 +248,6 @@ def test_a_step_that_is_not_taken_commits_no_residual(level):
         assert residual is None or torch.equal(residual, state.residual)
     optimizer.step()
     assert hvd.identical(p for p in params)
-
-
-@pytest.mark.ranks(2, 4)
-def test_contexts_that_differ_between_ranks_are_an_error_on_every_rank():
-    params = parameters()
-    optimizer = plain(params, "lowrank:2")
-    for step in range(3):  # the first two are dense, and teach
-        optimizer.zero_grad()
-        backward(params, gradients(step, RANK))
-        optimizer.step()
-    if RANK == SIZE - 1:
-        for state in optimizer._exchange.states:
-            for ctx in state.contexts.values():
-                for array in ctx.state:
-                    array.mul_(1.0 + 1e-6)
-    optimizer.zero_grad()
-    backward(params, gradients(3, RANK))
-    raises_everywhere(RuntimeError, "contexts of lowrank:2 differ", optimizer.step)
 
 
 @pytest.mark.ranks(2, 4)
@@ -369,35 +338,19 @@ def resumed(net, state, compression, **keywords):
 
 
 @pytest.mark.ranks(1, 2, 4)
-@pytest.mark.parametrize("steps", [1, 2, 5])
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_checkpoint_goes_on_as_if_it_had_never_stopped(level, steps):
+@pytest.mark.parametrize("level", ["none", "int8", "lowrank:2", "topk:0.2:32+int8"])
+def test_a_checkpoint_goes_on_as_if_it_had_never_stopped(level):
     net = model()
     optimizer = wrapped(net, level)
-    train(net, optimizer, steps)
+    train(net, optimizer, 5)
     fresh, again = resumed(net, saved(optimizer), level)
-    train(net, optimizer, 5, first=steps)
-    train(fresh, again, 5, first=steps)
+    train(net, optimizer, 5, first=5)
+    train(fresh, again, 5, first=5)
     if SIZE <= 2:  # beyond, the order of a ring's sum depends on what Horovod makes as one
         assert equal(net, fresh)
     for a, b in zip(net.parameters(), fresh.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
     assert hvd.identical(fresh)
-
-
-@pytest.mark.ranks(2, 4)
-def test_a_checkpoint_in_the_middle_of_a_training_is_gone_back_to():
-    net = model()
-    optimizer = wrapped(net, "topk:0.2:32+int8")
-    train(net, optimizer, 3)
-    weights, state = copy.deepcopy(net.state_dict()), saved(optimizer)
-    train(net, optimizer, 4, first=3)
-    once = copy.deepcopy(net)
-    net.load_state_dict(weights)
-    optimizer.load_state_dict(state)
-    train(net, optimizer, 4, first=3)
-    for a, b in zip(net.parameters(), once.parameters(), strict=True):
-        assert torch.equal(a, b) if SIZE <= 2 else torch.allclose(a, b, atol=0.02)
 
 
 @pytest.mark.ranks(2, 4)
@@ -506,11 +459,10 @@ def held_back(optimizer, params):
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("op", ["Average", "Sum"])
-def test_one_ranks_checkpoint_is_everybodys_once_consolidated(op):
+def test_one_ranks_checkpoint_is_everybodys_once_consolidated():
     """On as many ranks, and on twice or half as many: what will reach the weights stays what it was."""
     params = parameters()
-    optimizer = plain(params, "lowrank:2", op=getattr(hvd, op))
+    optimizer = plain(params, "lowrank:2")
     for step in range(6):
         optimizer.zero_grad()
         backward(params, gradients(step, RANK))
@@ -523,11 +475,10 @@ def test_one_ranks_checkpoint_is_everybodys_once_consolidated(op):
     state = hvd.broadcast_object(saved(optimizer), root_rank=0)
     for ranks in (SIZE, 2 * SIZE, SIZE // 2):
         again = parameters()
-        other = plain(again, "lowrank:2", op=getattr(hvd, op))
+        other = plain(again, "lowrank:2")
         other.load_state_dict({**state, "hvdplus": {**state["hvdplus"], "ranks": ranks}})
-        share = 1.0 if op == "Average" else ranks / SIZE
         for a, b in zip(after, held_back(other, again), strict=True):
-            np.testing.assert_allclose(a * share, b, atol=1e-4)
+            np.testing.assert_allclose(a, b, atol=1e-4)
         backward(again, gradients(6, RANK))
         other.step()
         assert hvd.identical(again)
@@ -537,49 +488,8 @@ def test_one_ranks_checkpoint_is_everybodys_once_consolidated(op):
     assert optimizer.state_dict()["hvdplus"]["rank"] == RANK, "from here on every rank holds back its own again"
 
 
-@pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("op", ["Average", "Sum"])
-def test_own_checkpoints_serve_more_and_fewer_ranks(op):
-    """What a rank held back reaches the weights as it would have, if as many ranks load and save their own."""
-    params = parameters()
-    optimizer = plain(params, "lowrank:2", op=getattr(hvd, op))
-    take_steps(optimizer, params, 6)
-    before, state = held_back(optimizer, params), saved(optimizer)
-    for ranks in (2 * SIZE, SIZE // 2):
-        again = parameters()
-        other = plain(again, "lowrank:2", op=getattr(hvd, op))
-        other.load_state_dict({**state, "hvdplus": {**state["hvdplus"], "ranks": ranks}})
-        share = SIZE / ranks if op == "Average" else 1.0
-        for a, b in zip(before, held_back(other, again), strict=True):
-            np.testing.assert_allclose(a * share, b, atol=1e-4)
-        take_steps(other, again, 2)
-        assert hvd.identical(again)
-
-
 @pytest.mark.ranks(1, 2, 4)
-def test_what_another_framework_held_back_stays_when_the_first_step_finds_another_order():
-    params = parameters()
-    optimizer = plain(params, "lowrank:2")
-    take_steps(optimizer, params, 6)
-    state = optimizer.state_dict()["hvdplus"]
-    before = held_back(optimizer, params)
-    again = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    other = plain(again, "lowrank:2")
-    other._exchange.load({**state, "framework": "another", "rank": RANK})
-    order = [3, 0, 5, 1, 4, 2]
-    grads = gradients(6, RANK)
-    for i in order:
-        backward([again[i]], [grads[i]])
-    other.step()
-    assert other._exchange.order == order
-    for a, b, old, new, i in zip(before, held_back(other, again), params, again, range(len(params)), strict=True):
-        arrived = (old - new).detach().double().numpy() * SIZE
-        total = sum(gradients(6, rank)[i] for rank in range(SIZE))
-        np.testing.assert_allclose(arrived + b, a + total, atol=1e-3)
-
-
-@pytest.mark.ranks(1, 2, 4)
-@pytest.mark.parametrize("level", ["none", "auto", "fp16", "int8", "lowrank:4"])
+@pytest.mark.parametrize("level", ["none", "auto"])
 def test_what_was_held_back_is_not_lost_with_another_level(level, monkeypatch):
     monkeypatch.setenv("HVDPLUS_DRAIN_STEPS", "4")
     params = parameters()
@@ -872,7 +782,7 @@ def lookups(step, rank, height):
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("height", [10, 400], ids=["dense", "rows are shared"])
-@pytest.mark.parametrize("level", ["none", "fp16", "lowrank:2", "int8"])
+@pytest.mark.parametrize("level", ["none", "int8"])
 def test_sparse_gradients(level, height):
     """Rows that few lookups touch are exact at every level, others are compressed as all gradients are."""
     torch.manual_seed(0)
@@ -1087,11 +997,10 @@ def test_narrow_gradients_travel_as_they_are_at_none(kind):
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("level", ["none", "fp16", "int8"])
-def test_learning_rates_that_differ_are_an_error_on_every_rank(level):
+def test_learning_rates_that_differ_are_an_error_on_every_rank():
     """A scheduler that follows each rank's own loss would let the weights go apart."""
     params = parameters()
-    optimizer = plain(params, level)
+    optimizer = plain(params, "none")
     take_steps(optimizer, params, 2)
     optimizer.param_groups[0]["lr"] = 0.5 if RANK == SIZE - 1 else 1.0
     with pytest.raises(RuntimeError, match=f"learning rate differs between rank 0 and rank\\(s\\) {SIZE - 1}"):
@@ -1165,7 +1074,7 @@ def test_narrow_and_wide_types():
     assert all(torch.equal(p.detach().double(), torch.full((6, 6), -(SIZE + 1) / 2).double()) for p in params)
 
 
-@pytest.mark.parametrize("level", ["none", "fp16", "int8"])
+@pytest.mark.parametrize("level", ["none", "int8"])
 def test_float64_keeps_its_digits_and_its_range(level):
     param = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
     optimizer = plain([param], level)
@@ -1837,7 +1746,7 @@ def test_the_launch_is_the_one_that_was_meant():
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("level", LEVELS[1:])
+@pytest.mark.parametrize("level", ["fp16", "int8"])
 def test_a_gradient_too_large_for_the_payload_does_not_stay_for_ever(level):
     params = parameters()
     optimizer = plain(params, level)
@@ -1901,7 +1810,7 @@ def test_loss_scaling_leaves_out_levels_with_residuals():
 
 
 @pytest.mark.ranks(1, 2, 4)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["fp16", "int8", "lowrank:2+fp16"])
 def test_loss_scaling_that_is_known_changes_nothing(level):
     """Trap: a changed loss scale must not rescale history. Powers of two are exact, but where float16 ends."""
     once, again = parameters(), parameters()
@@ -2095,60 +2004,6 @@ def test_mixed_precision_with_loss_scaling_and_a_residual(level):
     residuals = [state.residual for state in optimizer._exchange.states if state.residual is not None]
     assert residuals and all(torch.isfinite(residual).all() for residual in residuals)
     assert max(residual.abs().max() for residual in residuals) < 10, "in units of the loss, not of the scaled one"
-
-
-@pytest.mark.ranks(2, 4)
-def test_a_checkpoint_after_a_step_that_was_not_taken_pays_it_out_again(monkeypatch):
-    monkeypatch.setenv("HVDPLUS_LADDER", "none,lowrank:1")
-    monkeypatch.setenv("HVDPLUS_DENSE_STEPS", "100000")
-    monkeypatch.setenv("HVDPLUS_DRAIN_STEPS", "3")
-    params = parameters()
-    optimizer = plain(params, "auto")
-    walk(optimizer, params, [1], steps_each=6)
-    optimizer.hvdplus.set_level(0)
-    take_steps(optimizer, params, 1)  # was planned before
-    backward(params, gradients(1, RANK))
-    optimizer.synchronize()  # pays out a third, and the script does not take the step
-    optimizer.zero_grad()
-    again = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    other = plain(again, "auto")
-    other.load_state_dict(saved(optimizer))
-    for step in range(2, 8):
-        for those, who in ((params, optimizer), (again, other)):
-            backward(those, gradients(step, RANK))
-            who.step()
-            who.zero_grad()
-        for a, b in zip(params, again, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=0 if SIZE == 2 else 1e-5)
-    assert not other.state_dict()["hvdplus"]["residuals"], "all is paid out"
-
-
-@pytest.mark.ranks(2, 4)
-def test_what_a_step_paid_out_that_was_not_taken_is_paid_out_again(monkeypatch):
-    monkeypatch.setenv("HVDPLUS_LADDER", "none,topk:0.2:32")
-    monkeypatch.setenv("HVDPLUS_DENSE_STEPS", "100000")
-    monkeypatch.setenv("HVDPLUS_DRAIN_STEPS", "3")
-    params = parameters()
-    optimizer = plain(params, "auto")
-    walk(optimizer, params, [1, 0], steps_each=5)
-    optimizer.hvdplus.set_level(1)
-    walk(optimizer, params, [1], steps_each=5)
-    owed = sum(p.detach().double().sum() for p in params)
-    assert owed.isfinite()
-    optimizer.hvdplus.set_level(0)
-    skipped = 0
-    for step in range(12):
-        optimizer.zero_grad()
-        backward(params, gradients(step, RANK))
-        optimizer.synchronize()
-        if step in (2, 5, 6):  # the script does not like the norm
-            skipped += 1
-            continue
-        with optimizer.skip_synchronize():
-            optimizer.step()
-    assert skipped == 3
-    assert all(state.residual is None for state in optimizer._exchange.states), "all is paid out"
-    assert hvd.identical(p for p in params)
 
 
 def listen(optimizer):
