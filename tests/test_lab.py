@@ -106,7 +106,8 @@ def wait_for(condition, seconds=60):
 @contextlib.contextmanager
 def command(*arguments, **how):
     process = subprocess.Popen(
-        [sys.executable, "-P", str(LAB), *arguments],
+        # Tests that run in the background of a shell have inherited that SIGINT is ignored.
+        ["/usr/bin/env", "--default-signal=INT", sys.executable, "-P", str(LAB), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
