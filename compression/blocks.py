@@ -63,7 +63,7 @@ class BlockSelection(Projection):
         """Floats that ride along for a bucket of that many blocks."""
 
     @abstractmethod
-    def chosen(self, ops: Ops, ctx: Context) -> Array:
+    def chosen(self, ops: Ops[Array], ctx: Context[Array]) -> Array:
         """The blocks of this step (int32, ascending)."""
 
     def cut(self, spec: Spec) -> Cut:
@@ -75,10 +75,10 @@ class BlockSelection(Projection):
         return Cut(count, chosen, self.block)
 
     @abstractmethod
-    def measure(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None) -> Array:
+    def measure(self, ops: Ops[Array], ctx: Context[Array], grad: Array, residual: Array | None) -> Array:
         """The floats that ride along."""
 
-    def encode(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Array:
+    def encode(self, ops: Ops[Array], ctx: Context[Array], grad: Array, residual: Array | None = None) -> Array:
         """Chosen blocks, what travels dense, and measurements."""
         cut = self.cut(ctx.spec)
         if not cut.blocks:
@@ -87,7 +87,7 @@ class BlockSelection(Projection):
         measured = self.measure(ops, ctx, grad, residual)
         return ops.concat([ops.reshape(rows, (cut.chosen * cut.block,)), grad[cut.end :], measured])
 
-    def pieces(self, ops: Ops, ctx: Context, total: Array) -> Sequence[Piece]:
+    def pieces(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Sequence[Piece[Array]]:
         """The chosen blocks among zeros, then what travelled dense."""
         cut = self.cut(ctx.spec)
         if not cut.blocks:
@@ -101,5 +101,5 @@ class BlockSelection(Projection):
         cut = self.cut(spec)
         return Layout(cut.chosen * cut.block, spec.size - cut.end + (self.measured(cut.blocks) if cut.blocks else 0))
 
-    def _matrix(self, ops: Ops, cut: Cut, bucket: Array) -> Array:
+    def _matrix(self, ops: Ops[Array], cut: Cut, bucket: Array) -> Array:
         return ops.reshape(bucket[: cut.end], (cut.blocks, cut.block))

@@ -74,28 +74,28 @@ class Chain(Piecewise):
         """The second part works on what the first has left."""
         return self.first.memory_passes + 1.0
 
-    def init(self, ops: Ops, spec: Spec) -> Context:
+    def init(self, ops: Ops[Array], spec: Spec) -> Context[Array]:
         """State of the first part, then of the second for every side: their payloads differ in size."""
         state = self.first.init(ops, spec).state
         for side in range(self.sides):
             state += self.second.init(ops, self._inner_spec(spec, side)).state
         return Context(spec, 0, state)
 
-    def encode(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Array:
+    def encode(self, ops: Ops[Array], ctx: Context[Array], grad: Array, residual: Array | None = None) -> Array:
         """The first part's payload, encoded by the second."""
         return self.second.encode(ops, self._inner(ctx), self.first.encode(ops, self._outer(ctx), grad, residual))
 
-    def pieces(self, ops: Ops, ctx: Context, total: Array) -> Sequence[Piece]:
+    def pieces(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Sequence[Piece[Array]]:
         """What the first part makes of what the second part decodes."""
         return self.first.pieces(ops, self._outer(ctx), self._between(ops, ctx, total))
 
-    def advance(self, ops: Ops, ctx: Context, total: Array) -> Context:
+    def advance(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
         """Both parts'."""
         inner = self.second.advance(ops, self._inner(ctx), total)
         outer = self.first.advance(ops, self._outer(ctx), self._between(ops, ctx, total))
         return self._joined(ctx, outer, {ctx.side: inner})
 
-    def warm_up(self, ops: Ops, ctx: Context, total: Array) -> Context:
+    def warm_up(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
         """The first part, and with it the second on what the first would send."""
         outer = self.first.warm_up(ops, self._outer(ctx), total)
         inners = {}
@@ -109,11 +109,11 @@ class Chain(Piecewise):
         stateless = isinstance(other, Chain) and isinstance(other.second, Half) and isinstance(self.second, Half)
         return stateless and self.first.can_reuse(other.first)  # type: ignore[attr-defined]
 
-    def reuse_context(self, ops: Ops, ctx: Context, old: Context) -> Context:
+    def reuse_context(self, ops: Ops[Array], ctx: Context[Array], old: Context[Array]) -> Context[Array]:
         """The first part's."""
         return self.first.reuse_context(ops, ctx, old)
 
-    def send(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Sent:
+    def send(self, ops: Ops[Array], ctx: Context[Array], grad: Array, residual: Array | None = None) -> Sent[Array]:
         """Each part tells from what it made itself whether it overflows."""
         outer, inner = self._outer(ctx), self._inner(ctx)
         between = self.first.encode(ops, outer, grad, residual)
@@ -122,7 +122,7 @@ class Chain(Piecewise):
         overflow = self.first.overflows(ops, outer, grad, between) | self.second.overflows(ops, inner, between, payload)
         return Sent(payload, self.remain(ops, ctx, grad, payload), finite, overflow)
 
-    def is_finite(self, ops: Ops, grad: Array, payload: Array) -> Array:
+    def is_finite(self, ops: Ops[Array], grad: Array, payload: Array) -> Array:
         """As the second part sees it."""
         return self.second.is_finite(ops, grad, payload)
 
@@ -138,18 +138,18 @@ class Chain(Piecewise):
     def _inner_arrays(self) -> int:
         return int(isinstance(self.second, Integer))
 
-    def _outer(self, ctx: Context) -> Context:
+    def _outer(self, ctx: Context[Array]) -> Context[Array]:
         return ctx._replace(state=ctx.state[: len(ctx.state) - self.sides * self._inner_arrays])
 
-    def _inner(self, ctx: Context, side: int | None = None) -> Context:
+    def _inner(self, ctx: Context[Array], side: int | None = None) -> Context[Array]:
         side = ctx.side if side is None else side
         start = len(ctx.state) + (side - self.sides) * self._inner_arrays
         return Context(self._inner_spec(ctx.spec, side), 0, ctx.state[start : start + self._inner_arrays])
 
-    def _between(self, ops: Ops, ctx: Context, total: Array) -> Array:
+    def _between(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Array:
         return self.second.decode(ops, self._inner(ctx), total)
 
-    def _joined(self, ctx: Context, outer: Context, inners: dict[int, Context]) -> Context:
+    def _joined(self, ctx: Context[Array], outer: Context[Array], inners: dict[int, Context[Array]]) -> Context[Array]:
         state = outer.state
         for side in range(self.sides):
             state += inners.get(side, self._inner(ctx, side)).state

@@ -14,11 +14,11 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 import numpy as np
 
-from hvdplus.compression.ops import Array, Ops, Piece
+from hvdplus.compression.ops import Array, Ops, Piece, magnitude
 
 
 class Spec(NamedTuple):
@@ -55,7 +55,7 @@ class Spec(NamedTuple):
         return self.body + self.tail
 
 
-class Context(NamedTuple):
+class Context(NamedTuple, Generic[Array]):
     """What a payload means. Identical on every rank, bit for bit, because only shared values enter it."""
 
     spec: Spec
@@ -67,7 +67,7 @@ class Context(NamedTuple):
     returned."""
 
 
-class Sent(NamedTuple):
+class Sent(NamedTuple, Generic[Array]):
     """What a step with a residual makes of a bucket."""
 
     payload: Array
@@ -137,7 +137,7 @@ class Compressor(ABC):
         return 8.0
 
     @abstractmethod
-    def init(self, ops: Ops, spec: Spec) -> Context:
+    def init(self, ops: Ops[Array], spec: Spec) -> Context[Array]:
         """The first context, from the spec alone.
 
         Raises:
@@ -145,7 +145,7 @@ class Compressor(ABC):
         """
 
     @abstractmethod
-    def encode(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Array:
+    def encode(self, ops: Ops[Array], ctx: Context[Array], grad: Array, residual: Array | None = None) -> Array:
         """Payload (1-D) of a bucket.
 
         Args:
@@ -154,7 +154,7 @@ class Compressor(ABC):
             residual: the part of it that is left over from earlier steps, for those who look ahead; None: nothing.
         """
 
-    def encode_parts(self, ops: Ops, ctx: Context, parts: Sequence[Array]) -> Array | None:
+    def encode_parts(self, ops: Ops[Array], ctx: Context[Array], parts: Sequence[Array]) -> Array | None:
         """``encode`` of the bucket whose tensors ``parts`` are (1-D, in order, float32 or the narrower type that their
         gradients have), for those who can save joining them.
 
@@ -163,22 +163,22 @@ class Compressor(ABC):
         return None
 
     @abstractmethod
-    def decode(self, ops: Ops, ctx: Context, total: Array) -> Array:
+    def decode(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Array:
         """Bucket (1-D, float32) that a sum of payloads stands for: the *sum* over ranks, not the mean."""
 
-    def mean(self, ops: Ops, ctx: Context, total: Array, scale: float) -> Array:
+    def mean(self, ops: Ops[Array], ctx: Context[Array], total: Array, scale: float) -> Array:
         """``scale`` times what ``decode`` returns, for those who can save a pass. Never overwrites ``total``."""
         return self.decode(ops, ctx, total) * scale
 
-    def advance(self, ops: Ops, ctx: Context, total: Array) -> Context:
+    def advance(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
         """The next step's context. ``total`` is the sum of all ranks' payloads."""
         return ctx
 
-    def remain(self, ops: Ops, ctx: Context, grad: Array, payload: Array) -> Array:
+    def remain(self, ops: Ops[Array], ctx: Context[Array], grad: Array, payload: Array) -> Array:
         """What the payload does not carry of ``grad``. May overwrite ``grad``."""
         return grad - self.decode(ops, ctx, payload)
 
-    def send(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Sent:
+    def send(self, ops: Ops[Array], ctx: Context[Array], grad: Array, residual: Array | None = None) -> Sent[Array]:
         """``encode``, ``is_finite`` and ``remain`` in one, for those who can save a pass over memory.
 
         May overwrite ``grad``.
@@ -188,7 +188,7 @@ class Compressor(ABC):
         overflow = self.overflows(ops, ctx, grad, payload)
         return Sent(payload, self.remain(ops, ctx, grad, payload), finite, overflow)
 
-    def overflows(self, ops: Ops, ctx: Context, grad: Array, payload: Array) -> Array:
+    def overflows(self, ops: Ops[Array], ctx: Context[Array], grad: Array, payload: Array) -> Array:
         """Whether values of this rank lie so far beyond the level's scale that the residual would need many steps to
         pay them out, as a 0-d boolean.
 
@@ -198,7 +198,7 @@ class Compressor(ABC):
         """
         return ops.constant("no overflow", lambda: np.zeros((), np.bool_))
 
-    def warm_up(self, ops: Ops, ctx: Context, total: Array) -> Context:
+    def warm_up(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
         """A better first context, from a dense step's ``total``: the bucket's gradients, summed over ranks."""
         return ctx
 
@@ -206,11 +206,11 @@ class Compressor(ABC):
         """Whether ``reuse_context`` can take over a context of ``other``."""
         return False
 
-    def reuse_context(self, ops: Ops, ctx: Context, old: Context) -> Context:
+    def reuse_context(self, ops: Ops[Array], ctx: Context[Array], old: Context[Array]) -> Context[Array]:
         """``ctx`` with all that can be kept of the context of a compressor that this one ``can_reuse``."""
         return ctx
 
-    def is_finite(self, ops: Ops, grad: Array, payload: Array) -> Array:
+    def is_finite(self, ops: Ops[Array], grad: Array, payload: Array) -> Array:
         """Whether what is sent is finite, as a 0-d boolean: of one rank, before the sum. Here: what is not finite in a
         gradient is never finite in its payload."""
         return ops.all_finite(payload)
@@ -229,23 +229,23 @@ REMEMBERED = 0.9
 """Share of a scale that is left of it a step later."""
 
 
-def largest_of(ops: Ops, values: Array) -> Array:
+def largest_of(ops: Ops[Array], values: Array) -> Array:
     """Largest magnitude of a 1-D array, one element; 0 for an empty one."""
     if not values.shape[0]:
         return ops.reshape(ops.rms(values), (1,))
     if values.shape[0] == 1:
-        return abs(values)
+        return magnitude(values)
     return ops.reshape(ops.largest(ops.reshape(values, (1, values.shape[0], 1))), (1,))
 
 
-def follow(ops: Ops, scale: Array, values: Array) -> Array:
+def follow(ops: Ops[Array], scale: Array, values: Array) -> Array:
     """The largest magnitude of a sum's ``values``, or most of the last ``scale`` where that is more: the scale that
     values of the next step are held against (one element). It forgets in some ten steps, because rows that are rarely
     hit are not far beyond it."""
     return largest_of(ops, ops.concat([largest_of(ops, values), scale * REMEMBERED]))
 
 
-def beyond(ops: Ops, scale: Array, values: Array) -> Array:
+def beyond(ops: Ops[Array], scale: Array, values: Array) -> Array:
     """Whether one of a rank's own ``values`` is far beyond ``scale``, as a 0-d boolean; 0 is no scale yet."""
     # Divided, because the scale times FAR could leave float32.
     return ((largest_of(ops, values) * (1 / FAR) > scale) & (scale > 0))[0]
@@ -255,18 +255,18 @@ class Piecewise(Compressor):
     """A compressor whose payload stands for pieces that ``ops`` can put in place, or take away, without a copy."""
 
     @abstractmethod
-    def pieces(self, ops: Ops, ctx: Context, total: Array) -> Sequence[Piece]:
+    def pieces(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Sequence[Piece[Array]]:
         """What ``total`` stands for, in the bucket's order."""
 
-    def decode(self, ops: Ops, ctx: Context, total: Array) -> Array:
+    def decode(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Array:
         """All pieces, end to end."""
         return ops.assemble(self.pieces(ops, ctx, total))
 
-    def mean(self, ops: Ops, ctx: Context, total: Array, scale: float) -> Array:
+    def mean(self, ops: Ops[Array], ctx: Context[Array], total: Array, scale: float) -> Array:
         """All pieces, scaled as they are put in place."""
         return ops.assemble(self.pieces(ops, ctx, total), scale)
 
-    def remain(self, ops: Ops, ctx: Context, grad: Array, payload: Array) -> Array:
+    def remain(self, ops: Ops[Array], ctx: Context[Array], grad: Array, payload: Array) -> Array:
         """``grad`` less all pieces."""
         return ops.subtract(grad, self.pieces(ops, ctx, payload))
 

@@ -37,25 +37,25 @@ class Half(Piecewise):
         """Unless it saturates."""
         return not self.saturate
 
-    def init(self, ops: Ops, spec: Spec) -> Context:
+    def init(self, ops: Ops[Array], spec: Spec) -> Context[Array]:
         """An empty context."""
         return Context(spec, 0, ())
 
-    def encode(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Array:
+    def encode(self, ops: Ops[Array], ctx: Context[Array], grad: Array, residual: Array | None = None) -> Array:
         """float16 payload of ``grad``, divided so that N of them add up."""
         return self.encode_parts(ops, ctx, [grad])
 
-    def encode_parts(self, ops: Ops, ctx: Context, parts: Sequence[Array]) -> Array:
+    def encode_parts(self, ops: Ops[Array], ctx: Context[Array], parts: Sequence[Array]) -> Array:
         """The same, of tensors that nobody has joined."""
         return ops.half(parts, 1.0 / _divisor(ctx.spec), self.saturate)
 
-    def overflows(self, ops: Ops, ctx: Context, grad: Array, payload: Array) -> Array:
+    def overflows(self, ops: Ops[Array], ctx: Context[Array], grad: Array, payload: Array) -> Array:
         """Whether a value was stopped, where values are."""
         if not self.saturate:
             return super().overflows(ops, ctx, grad, payload)
         return largest_of(ops, payload)[0] >= HALF_LIMIT / _divisor(ctx.spec)
 
-    def pieces(self, ops: Ops, ctx: Context, total: Array) -> Sequence[Piece]:
+    def pieces(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Sequence[Piece[Array]]:
         """float32 sum over ranks."""
         return [Halves(total, float(_divisor(ctx.spec)))]
 

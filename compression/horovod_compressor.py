@@ -25,7 +25,7 @@ class HorovodCompressor(Compressor):
     may_overflow = True
     memory_passes = 6.0
 
-    def __init__(self, cls: Any, ops: Ops) -> None:
+    def __init__(self, cls: Any, ops: Ops[Any]) -> None:
         """``ops``: of the framework that the class is written for, to ask it for the size of its payload."""
         self._cls = cls
         self._ops = ops
@@ -36,18 +36,20 @@ class HorovodCompressor(Compressor):
         """The class's."""
         return str(getattr(self._cls, "__name__", type(self._cls).__name__))
 
-    def init(self, ops: Ops, spec: Spec) -> Context:
+    def init(self, ops: Ops[Array], spec: Spec) -> Context[Array]:
         """An empty context."""
         return Context(spec, 0, ())
 
-    def encode(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Array:
+    def encode(self, ops: Ops[Array], ctx: Context[Array], grad: Array, residual: Array | None = None) -> Array:
         """What the class compresses the bucket to."""
+        payload: Array
         payload, self._own[ctx.spec.position] = self._cls.compress(grad)
         return payload
 
-    def decode(self, ops: Ops, ctx: Context, total: Array) -> Array:
+    def decode(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Array:
         """What the class decompresses, with what it remembered of this bucket."""
-        return self._cls.decompress(total, self._own[ctx.spec.position])
+        bucket: Array = self._cls.decompress(total, self._own[ctx.spec.position])
+        return bucket
 
     def payload_bytes(self, spec: Spec, side: int = 0) -> int:
         """As a zero gradient's."""

@@ -25,13 +25,13 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from hvdplus.compression.contract import Context, Piecewise, Sent, Spec, largest_of
 from hvdplus.compression.hashing import key
-from hvdplus.compression.ops import Array, Ops, Packed, Packing, Piece
+from hvdplus.compression.ops import Array, Ops, Packed, Packing, Piece, magnitude
 
 UNKNOWN = -127
 """Exponent of a step that no sum has told yet; ``power_of_two`` makes it 0."""
@@ -56,40 +56,43 @@ FORGET = PER_OCTAVE // 8
 UNSEEN = 1 << 16
 """Logarithm of the largest value where no sum has told it yet: nothing is above it."""
 
+Entry = TypeVar("Entry")
+"""An integer, or an array of one."""
 
-class State(NamedTuple):
+
+class State(NamedTuple, Generic[Entry]):
     """What stands in the context's one int32 array."""
 
-    exponent: Array
+    exponent: Entry
     """log2 of the step between two levels"""
-    tail_exponent: Array
-    clipped: Array
+    tail_exponent: Entry
+    clipped: Entry
     """Values beyond the levels in the last step, all ranks together"""
-    step: Array
-    largest: Array = UNSEEN
+    step: Entry
+    largest: Entry
     """PER_OCTAVE * log2(largest magnitude that a rank had in the last steps)"""
-    tail_largest: Array = UNSEEN
+    tail_largest: Entry
 
 
-class Measured(NamedTuple):
+class Measured(NamedTuple, Generic[Entry]):
     """Integers that ride behind the lanes; they add over ranks."""
 
-    low_rms: Array
+    low_rms: Entry
     """PER_OCTAVE * log2(root mean square of the body), over ranks far below what the present step is made for"""
-    tail_low_rms: Array
-    log_rms: Array
+    tail_low_rms: Entry
+    log_rms: Entry
     """the same over all others that are not silent"""
-    tail_log_rms: Array
-    contributors: Array
+    tail_log_rms: Entry
+    contributors: Entry
     """number of those others, and LOW_ONE for every rank with a low one"""
-    tail_contributors: Array
-    clipped: Array
-    infinite: Array
+    tail_contributors: Entry
+    clipped: Entry
+    infinite: Entry
     """Ranks whose values were not finite"""
-    largest: Array
+    largest: Entry
     """PER_OCTAVE * log2(largest magnitude of the body), over the ranks of ``log_rms``"""
-    tail_largest: Array
-    overflow: Array
+    tail_largest: Entry
+    overflow: Entry
     """What is above 0 on ranks whose values lie far beyond the levels"""
 
 
@@ -139,23 +142,26 @@ class Integer(Piecewise):
         """
         return float(1.5 * levels ** (2 / 3))
 
-    def init(self, ops: Ops, spec: Spec) -> Context:
+    def init(self, ops: Ops[Array], spec: Spec) -> Context[Array]:
         """No step known."""
         self.levels(spec.ranks)
         return Context(spec, 0, (ops.from_numpy(np.array(State(UNKNOWN, UNKNOWN, 0, 0, UNSEEN, UNSEEN), np.int32)),))
 
-    def encode(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Array:
+    def encode(self, ops: Ops[Array], ctx: Context[Array], grad: Array, residual: Array | None = None) -> Array:
         """Lanes of the body, lanes of the tail, measurements."""
         return self._payload(ops, ctx, *self._pack(ops, ctx, grad, leave=False))
 
-    def send(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Sent:
+    def send(self, ops: Ops[Array], ctx: Context[Array], grad: Array, residual: Array | None = None) -> Sent[Array]:
         """While values are in hand, what is left of them is too."""
         body, tail = self._pack(ops, ctx, grad, leave=True)
         payload = self._payload(ops, ctx, body, tail)
+        assert body.left is not None and tail.left is not None  # as asked for
         left = ops.concat([body.left, tail.left])
         return Sent(payload, left, self.is_finite(ops, grad, payload), self.overflows(ops, ctx, grad, payload))
 
-    def _pack(self, ops: Ops, ctx: Context, grad: Array, leave: bool) -> tuple[Packing, Packing]:
+    def _pack(
+        self, ops: Ops[Array], ctx: Context[Array], grad: Array, leave: bool
+    ) -> tuple[Packing[Array], Packing[Array]]:
         spec, state = ctx.spec, self._state(ctx)
         word, levels, bits = self._word(spec.ranks), self.levels(spec.ranks), self.bits(spec.ranks)
         noise = state.step + key(spec.seed, spec.position) if self.stochastic else None
@@ -166,13 +172,13 @@ class Integer(Piecewise):
             ops.pack(tail, state.tail_exponent, TAIL_LEVELS // spec.ranks, TAIL_BITS, word, None, tail_left_exponent),
         )
 
-    def _payload(self, ops: Ops, ctx: Context, body: Packing, tail: Packing) -> Array:
+    def _payload(self, ops: Ops[Array], ctx: Context[Array], body: Packing[Array], tail: Packing[Array]) -> Array:
         if not ctx.spec.size:
             return body.words
         measured = ops.integers(self._measure(ops, ctx, body, tail), self._word(ctx.spec.ranks))
         return ops.concat([body.words, tail.words, measured])
 
-    def pieces(self, ops: Ops, ctx: Context, total: Array) -> Sequence[Piece]:
+    def pieces(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Sequence[Piece[Array]]:
         """Integers times the step."""
         spec, state = ctx.spec, self._state(ctx)
         split = _words(spec.body, self.bits(spec.ranks), self._word(spec.ranks))
@@ -181,7 +187,7 @@ class Integer(Piecewise):
             Packed(total[split : -len(Measured._fields)], state.tail_exponent, TAIL_BITS, spec.tail),
         ]
 
-    def advance(self, ops: Ops, ctx: Context, total: Array) -> Context:
+    def advance(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
         """The next steps, from the geometric mean of the louder ranks' root mean squares."""
         if not ctx.spec.size:
             return ctx
@@ -200,7 +206,7 @@ class Integer(Piecewise):
         exponents = exponents * known + other * (1 - known)
         return ctx._replace(state=(ops.concat([exponents, numbers[6:7], state[3:4] + 1, largest]),))
 
-    def warm_up(self, ops: Ops, ctx: Context, total: Array) -> Context:
+    def warm_up(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
         """Steps for gradients of which ``total`` is the sum, taken for independent ones."""
         if not ctx.spec.size:
             return ctx
@@ -212,7 +218,7 @@ class Integer(Piecewise):
         )
         return self.advance(ops, ctx, self._measure(ops, ctx, body, tail))
 
-    def _offsets(self, ops: Ops, ranks: int) -> Array:
+    def _offsets(self, ops: Ops[Array], ranks: int) -> Array:
         """PER_OCTAVE * log2(step / root mean square) for body and tail (int32)."""
 
         def make() -> np.ndarray:
@@ -222,7 +228,7 @@ class Integer(Piecewise):
 
         return ops.constant(("offsets", self.name, ranks), make)
 
-    def _measure(self, ops: Ops, ctx: Context, body: Packing, tail: Packing) -> Array:
+    def _measure(self, ops: Ops[Array], ctx: Context[Array], body: Packing[Array], tail: Packing[Array]) -> Array:
         """``Measured`` of one rank, end to end (int32)."""
         measures = [body.rms, tail.rms, body.largest, tail.largest, body.clipped, tail.clipped]
         body_rms, tail_rms, body_largest, tail_largest, *clipped = [ops.reshape(number, (1,)) for number in measures]
@@ -239,23 +245,23 @@ class Integer(Piecewise):
         clips, overflow = clipped[0] + clipped[1], far[:1] + far[1:]
         return ops.concat([log_rms * low_rms, log_rms * loud, count, clips, infinite, largest * loud, overflow])
 
-    def _follow_largest(self, ops: Ops, ctx: Context, numbers: Array) -> Array:
+    def _follow_largest(self, ops: Ops[Array], ctx: Context[Array], numbers: Array) -> Array:
         """The mean of what the louder ranks had, or what is remembered of the steps before, for body and tail."""
         before, count = ctx.state[0][4:], numbers[4:6] % LOW_ONE
         known = ops.integers(count > 0)
         now = numbers[8:10] // (count + 1 - known)
         # A first measurement replaces what stands for none.
-        faded = before - FORGET - 2 * UNSEEN * ops.integers(before == UNSEEN)
+        faded = before - FORGET - 2 * UNSEEN * ops.integers(before >= UNSEEN)
         largest = _larger(now, faded) * known + before * (1 - known)
         # A tail may be rarely hit: it is held against the body's values, too, where those are larger.
         body = largest[:1]
-        return ops.concat([body, _larger(largest[1:], body - 2 * UNSEEN * ops.integers(body == UNSEEN))])
+        return ops.concat([body, _larger(largest[1:], body - 2 * UNSEEN * ops.integers(body >= UNSEEN))])
 
-    def is_finite(self, ops: Ops, grad: Array, payload: Array) -> Array:
+    def is_finite(self, ops: Ops[Array], grad: Array, payload: Array) -> Array:
         """As measured, because integers are always finite."""
         return payload[INFINITE] < 1 if payload.shape[0] else ops.all_finite(grad)
 
-    def overflows(self, ops: Ops, ctx: Context, grad: Array, payload: Array) -> Array:
+    def overflows(self, ops: Ops[Array], ctx: Context[Array], grad: Array, payload: Array) -> Array:
         """A value beyond the levels that is far above what was the largest, in the body or in the tail."""
         return payload[OVERFLOW] > 0 if payload.shape[0] else super().overflows(ops, ctx, grad, payload)
 
@@ -268,11 +274,11 @@ class Integer(Piecewise):
         words = _words(spec.body, self.bits(spec.ranks), word) + _words(spec.tail, TAIL_BITS, word)
         return word // 8 * (words + len(Measured._fields))
 
-    def rounding(self, ops: Ops, state: State) -> Array:
+    def rounding(self, ops: Ops[Array], state: State[Array]) -> Array:
         """Exponent of the step that values are rounded to."""
         return state.exponent
 
-    def _state(self, ctx: Context) -> State:
+    def _state(self, ctx: Context[Array]) -> State[Array]:
         return State(*(ctx.state[0][i : i + 1] for i in range(len(State._fields))))
 
     def _word(self, ranks: int) -> int:
@@ -318,14 +324,14 @@ def _words(count: int, bits: int, word: int) -> int:
 
 def _larger(one: Array, other: Array) -> Array:
     """The larger of two integers, in operations that all frameworks share."""
-    return (one + other + abs(one - other)) // 2
+    return (one + other + magnitude(one - other)) // 2
 
 
-def _follow(ops: Ops, log_rms: Array, count: Array, offsets: Array, before: Array) -> Array:
+def _follow(ops: Ops[Array], log_rms: Array, count: Array, offsets: Array, before: Array) -> Array:
     """Exponents of the powers of two nearest to the steps for the mean logarithm; in integers alone."""
     known = ops.integers(count > 0)
     following = (log_rms + count * (offsets + PER_OCTAVE // 2)) // (PER_OCTAVE * (count + 1 - known))
     # Beyond, a step and its reciprocal would not both be numbers. (following + LOUDEST - |following - LOUDEST|) / 2 is
     # the lesser of two integers, in operations that all frameworks share.
-    following = (following + LOUDEST - abs(following - LOUDEST)) // 2
+    following = (following + LOUDEST - magnitude(following - LOUDEST)) // 2
     return following * known + before * (1 - known)

@@ -75,7 +75,7 @@ class LowRank(Projection):
         """``lowrank:r``."""
         return f"lowrank:{self.rank}"
 
-    def init(self, ops: Ops, spec: Spec) -> Context:
+    def init(self, ops: Ops[Array], spec: Spec) -> Context[Array]:
         """Random bases from hash(seed, position): for every group Q (b, m, r) and P (b, n, r)."""
         state = []
         for group in self._groups(spec):
@@ -90,7 +90,7 @@ class LowRank(Projection):
             state.append(ops.from_numpy(np.zeros(1, np.float32)))
         return Context(spec, 0, tuple(state))
 
-    def encode(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Array:
+    def encode(self, ops: Ops[Array], ctx: Context[Array], grad: Array, residual: Array | None = None) -> Array:
         """``G Q`` (side 0) or ``G^T P`` (side 1) of every matrix, then dense tensors as they are."""
         starts, parts = _starts(ctx.spec), []
         for number, group in enumerate(self._groups(ctx.spec)):
@@ -104,9 +104,9 @@ class LowRank(Projection):
         parts += [grad[starts[tensor] : starts[tensor + 1]] for tensor in self._dense(ctx.spec)]
         return ops.concat([*parts, grad[ctx.spec.body :]])
 
-    def pieces(self, ops: Ops, ctx: Context, total: Array) -> Sequence[Piece]:
+    def pieces(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Sequence[Piece[Array]]:
         """``P Q^T`` of every matrix."""
-        found: dict[int, Piece] = {}
+        found: dict[int, Piece[Array]] = {}
         factors = self._factors(ops, ctx, total)
         for number, (group, factor) in enumerate(zip(self._groups(ctx.spec), factors, strict=True)):
             for place, tensor in enumerate(group.tensors):
@@ -118,7 +118,7 @@ class LowRank(Projection):
             start += ctx.spec.sizes[tensor]
         return [*(found[tensor] for tensor in range(len(ctx.spec.shapes))), total[start:]]
 
-    def advance(self, ops: Ops, ctx: Context, total: Array) -> Context:
+    def advance(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
         """The orthonormalised sum becomes the other side's basis, and the other side's turn comes."""
         state = list(ctx.state)
         for number, factor in enumerate(self._factors(ops, ctx, total)):
@@ -128,7 +128,7 @@ class LowRank(Projection):
             state[-1] = follow(ops, state[-1], values)
         return Context(ctx.spec, 1 - ctx.side, tuple(state))
 
-    def warm_up(self, ops: Ops, ctx: Context, total: Array) -> Context:
+    def warm_up(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
         """One whole power iteration on the reduced gradient: both sides' bases."""
         starts, state = _starts(ctx.spec), list(ctx.state)
         for number, group in enumerate(self._groups(ctx.spec)):
@@ -145,7 +145,7 @@ class LowRank(Projection):
         """A basis of another rank is a start."""
         return isinstance(other, LowRank)
 
-    def reuse_context(self, ops: Ops, ctx: Context, old: Context) -> Context:
+    def reuse_context(self, ops: Ops[Array], ctx: Context[Array], old: Context[Array]) -> Context[Array]:
         """The old bases' first columns, and new random ones orthogonal to them where there were fewer."""
         spec, state = ctx.spec, list(ctx.state)
         if state and old.state:
@@ -165,7 +165,7 @@ class LowRank(Projection):
                     )
         return ctx._replace(side=old.side, state=tuple(state))
 
-    def overflows(self, ops: Ops, ctx: Context, grad: Array, payload: Array) -> Array:
+    def overflows(self, ops: Ops[Array], ctx: Context[Array], grad: Array, payload: Array) -> Array:
         """Whether factors were scaled down."""
         if not ctx.state:
             return super().overflows(ops, ctx, grad, payload)
@@ -185,7 +185,7 @@ class LowRank(Projection):
     def _dense(self, spec: Spec) -> Sequence[int]:
         return _split(spec.shapes, self.rank)[1]
 
-    def _factors(self, ops: Ops, ctx: Context, payload: Array) -> Sequence[Array]:
+    def _factors(self, ops: Ops[Array], ctx: Context[Array], payload: Array) -> Sequence[Array]:
         """The factors of every group, (b, n, r) or (b, m, r)."""
         factors, start = [], 0
         for group in self._groups(ctx.spec):
@@ -224,12 +224,12 @@ def _starts(spec: Spec) -> tuple[int, ...]:
     return tuple(accumulate(spec.sizes, initial=0))
 
 
-def _matrix(ops: Ops, bucket: Array, group: Group, start: int) -> Array:
+def _matrix(ops: Ops[Array], bucket: Array, group: Group, start: int) -> Array:
     shape = group.rows, group.columns
     return ops.reshape(bucket[start : start + math.prod(shape)], shape)
 
 
-def _limited(ops: Ops, scale: Array, values: Array) -> Array:
+def _limited(ops: Ops[Array], scale: Array, values: Array) -> Array:
     """Products times ``HEADROOM``, or less where the largest would be far beyond ``scale``; what is not finite stays
     so."""
     largest, limit = largest_of(ops, values), scale * (FAR / HEADROOM)
@@ -239,7 +239,7 @@ def _limited(ops: Ops, scale: Array, values: Array) -> Array:
     return values * (near * HEADROOM + far * (limit / (far * largest + near)) * HEADROOM)
 
 
-def _orthonormal(ops: Ops, factor: Array) -> Array:
+def _orthonormal(ops: Ops[Array], factor: Array) -> Array:
     # A division, because the reciprocal of a denormal is infinite and that of a huge number is flushed to zero.
     return ops.orthonormal(factor / (ops.largest(factor) + SMALLEST_NORMAL))
 

@@ -22,15 +22,15 @@ class NoCompression(Piecewise):
     needs_finite_check = False
     memory_passes = 0.0
 
-    def init(self, ops: Ops, spec: Spec) -> Context:
+    def init(self, ops: Ops[Array], spec: Spec) -> Context[Array]:
         """An empty context."""
         return Context(spec, 0, ())
 
-    def encode(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None = None) -> Array:
+    def encode(self, ops: Ops[Array], ctx: Context[Array], grad: Array, residual: Array | None = None) -> Array:
         """The gradient, not a copy of it."""
         return grad
 
-    def pieces(self, ops: Ops, ctx: Context, total: Array) -> Sequence[Piece]:
+    def pieces(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Sequence[Piece[Array]]:
         """The sum."""
         return [total]
 

@@ -9,12 +9,40 @@ common to all of them and needs no method.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 import numpy as np
 
-Array = Any
+
+class Arithmetic(Protocol):
+    """What arrays of all frameworks can do by themselves. ``==`` is left out: its result counts as one boolean."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def __getitem__(self, places: int | slice, /) -> Self: ...
+    def __abs__(self) -> Self: ...
+    def __add__(self, other: Self | float, /) -> Self: ...
+    def __sub__(self, other: Self | float, /) -> Self: ...
+    def __rsub__(self, other: float, /) -> Self: ...
+    def __mul__(self, other: Self | float, /) -> Self: ...
+    def __rmul__(self, other: float, /) -> Self: ...
+    def __truediv__(self, other: Self | float, /) -> Self: ...
+    def __floordiv__(self, other: Self | int, /) -> Self: ...
+    def __mod__(self, other: Self | int, /) -> Self: ...
+    def __and__(self, other: Self, /) -> Self: ...
+    def __or__(self, other: Self, /) -> Self: ...
+    def __gt__(self, other: Self | float, /) -> Self: ...
+    def __ge__(self, other: Self | float, /) -> Self: ...
+    def __lt__(self, other: Self | float, /) -> Self: ...
+
+
+Array = TypeVar("Array", bound=Arithmetic)
 """An array of the framework in use (``numpy.ndarray``, ``torch.Tensor``, ``tf.Tensor``)."""
+
+
+def magnitude(values: Array) -> Array:
+    """Of every element; ``abs``, of which type checkers do not see that it returns the same type of array."""
+    return values.__abs__()
 
 
 HALF_LIMIT = 2.0**15
@@ -22,7 +50,7 @@ HALF_LIMIT = 2.0**15
 part of it is rounded."""
 
 
-class Product(NamedTuple):
+class Product(NamedTuple, Generic[Array]):
     """A matrix given by its factors, row-major: ``left right^T``."""
 
     left: Array
@@ -31,7 +59,7 @@ class Product(NamedTuple):
     """(m, r)"""
 
 
-class Rows(NamedTuple):
+class Rows(NamedTuple, Generic[Array]):
     """A matrix with few rows that are not zero, row-major."""
 
     values: Array
@@ -42,7 +70,7 @@ class Rows(NamedTuple):
     """number of rows of the matrix"""
 
 
-class Packed(NamedTuple):
+class Packed(NamedTuple, Generic[Array]):
     """Signed integers in lanes of ``bits`` bits, times a power of two: ``q 2^exponent``."""
 
     words: Array
@@ -67,7 +95,7 @@ def sign_bits(bits: int, word: int) -> int:
     return value - (1 << word)
 
 
-class Packing(NamedTuple):
+class Packing(NamedTuple, Generic[Array]):
     """What ``Ops.pack`` returns."""
 
     words: Array
@@ -81,18 +109,18 @@ class Packing(NamedTuple):
     """0-d: the largest magnitude of the values; of values that are not all finite, anything"""
 
 
-class Halves(NamedTuple):
+class Halves(NamedTuple, Generic[Array]):
     """float16 values times a factor."""
 
     values: Array
     factor: float
 
 
-Piece = Array | Product | Rows | Packed | Halves
+Piece: TypeAlias = Array | Product[Array] | Rows[Array] | Packed[Array] | Halves[Array]
 """A stretch of a bucket: a plain 1-D float32 array, or something that stands for one."""
 
 
-class Ops(Protocol):
+class Ops(Protocol[Array]):
     """What a compressor may ask of a framework. All arrays are float32 unless stated."""
 
     def from_numpy(self, values: np.ndarray) -> Array:
@@ -117,10 +145,10 @@ class Ops(Protocol):
     def concat(self, parts: Sequence[Array]) -> Array:
         """Join 1-D arrays of one dtype end to end."""
 
-    def assemble(self, pieces: Sequence[Piece], scale: float = 1.0) -> Array:
+    def assemble(self, pieces: Sequence[Piece[Array]], scale: float = 1.0) -> Array:
         """All pieces end to end, as one 1-D array, times ``scale``. At 1 a single plain piece comes back itself."""
 
-    def subtract(self, values: Array, pieces: Sequence[Piece]) -> Array:
+    def subtract(self, values: Array, pieces: Sequence[Piece[Array]]) -> Array:
         """``values - assemble(pieces)``; may overwrite ``values``."""
 
     def matmul(self, a: Array, b: Array, transpose_a: bool = False) -> Array:
@@ -183,7 +211,7 @@ class Ops(Protocol):
         word: int,
         noise: Array | None = None,
         left_exponent: Array | None = None,
-    ) -> Packing:
+    ) -> Packing[Array]:
         """Round ``values / 2^exponent`` to integers in ``[-levels, levels]`` and pack them (see ``Packed``).
 
         Args:

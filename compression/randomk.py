@@ -31,7 +31,7 @@ class RandomK(BlockSelection):
     learns = "the step number, and the root mean square of what is to be sent"
     paper = "1809.07599"
 
-    def init(self, ops: Ops, spec: Spec) -> Context:
+    def init(self, ops: Ops[Array], spec: Spec) -> Context[Array]:
         """Step 0 and its blocks."""
         return self._context(ops, spec, ops.from_numpy(np.zeros(1, np.int32)), ops.from_numpy(np.zeros(1, np.float32)))
 
@@ -39,26 +39,26 @@ class RandomK(BlockSelection):
         """One."""
         return 1
 
-    def chosen(self, ops: Ops, ctx: Context) -> Array:
+    def chosen(self, ops: Ops[Array], ctx: Context[Array]) -> Array:
         """One block of every group."""
         return ctx.state[1]
 
-    def advance(self, ops: Ops, ctx: Context, total: Array) -> Context:
+    def advance(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
         """The next step and its blocks."""
         scale = follow(ops, ctx.state[2], total[-1:]) if self.cut(ctx.spec).blocks else ctx.state[2]
         return self._context(ops, ctx.spec, ctx.state[0] + 1, scale)
 
-    def measure(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None) -> Array:
+    def measure(self, ops: Ops[Array], ctx: Context[Array], grad: Array, residual: Array | None) -> Array:
         """The root mean square of all, which shows what is not finite in a block that stays behind."""
         return ops.reshape(ops.rms(grad), (1,))
 
-    def overflows(self, ops: Ops, ctx: Context, grad: Array, payload: Array) -> Array:
+    def overflows(self, ops: Ops[Array], ctx: Context[Array], grad: Array, payload: Array) -> Array:
         """Far beyond the root mean square of the last steps."""
         if not self.cut(ctx.spec).blocks:
             return super().overflows(ops, ctx, grad, payload)
         return beyond(ops, ctx.state[2], payload[-1:])
 
-    def _context(self, ops: Ops, spec: Spec, step: Array, scale: Array) -> Context:
+    def _context(self, ops: Ops[Array], spec: Spec, step: Array, scale: Array) -> Context[Array]:
         cut = self.cut(spec)
         starts = ops.constant(("starts", cut), lambda: _bounds(cut)[:-1])
         lengths = ops.constant(("lengths", cut), lambda: np.diff(_bounds(cut)))

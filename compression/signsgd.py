@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvdplus.compression.integer import Integer, State, fewest_bits
-from hvdplus.compression.ops import Array, Ops
+from hvdplus.compression.ops import Array, Ops, magnitude
 
 FINEST = 5
 """Values that round to zero on a grid this many octaves finer than the scale are sent as zero."""
@@ -34,8 +34,8 @@ class SignSGD(Integer):
         """Magnitude that a sign stands for, as a multiple of the root mean square."""
         return 0.5
 
-    def rounding(self, ops: Ops, state: State) -> Array:
+    def rounding(self, ops: Ops[Array], state: State[Array]) -> Array:
         """On a grid so fine that nearly everything is beyond the one level, and becomes its sign."""
         # max(exponent - FINEST, -126) in integers; below, a step has no reciprocal.
         above = state.exponent - FINEST + 126
-        return (above + abs(above)) // 2 - 126
+        return (above + magnitude(above)) // 2 - 126

@@ -31,7 +31,7 @@ class TopK(BlockSelection):
     needs_warmup = True
     memory_passes = 5.0
 
-    def init(self, ops: Ops, spec: Spec) -> Context:
+    def init(self, ops: Ops[Array], spec: Spec) -> Context[Array]:
         """Blocks at equal distances."""
         cut = self.cut(spec)
         places = np.arange(cut.chosen) * cut.blocks // max(1, cut.chosen)
@@ -41,11 +41,11 @@ class TopK(BlockSelection):
         """One for every block."""
         return blocks
 
-    def chosen(self, ops: Ops, ctx: Context) -> Array:
+    def chosen(self, ops: Ops[Array], ctx: Context[Array]) -> Array:
         """As the last sum said."""
         return ctx.state[0]
 
-    def measure(self, ops: Ops, ctx: Context, grad: Array, residual: Array | None) -> Array:
+    def measure(self, ops: Ops[Array], ctx: Context[Array], grad: Array, residual: Array | None) -> Array:
         """Every block's expected root mean square in the next step."""
         cut = self.cut(ctx.spec)
         chosen, blocks = ctx.state[0], self._matrix(ops, cut, grad)
@@ -56,14 +56,14 @@ class TopK(BlockSelection):
         fresh = ops.row_rms(ops.take_rows(blocks, chosen), before, -1.0) * 0.5
         return ops.put_values(expected, chosen, fresh)
 
-    def advance(self, ops: Ops, ctx: Context, total: Array) -> Context:
+    def advance(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
         """The blocks of most energy."""
         cut = self.cut(ctx.spec)
         if not cut.blocks:
             return ctx
         return self._choose(ops, ctx, total[-cut.blocks :], total[-cut.blocks :])
 
-    def warm_up(self, ops: Ops, ctx: Context, total: Array) -> Context:
+    def warm_up(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
         """The blocks of the reduced gradient's most energy."""
         cut = self.cut(ctx.spec)
         if not cut.blocks:
@@ -71,13 +71,13 @@ class TopK(BlockSelection):
         # The largest element is no less than that of any block, and the same on every CPU, bit for bit.
         return self._choose(ops, ctx, ops.row_rms(self._matrix(ops, cut, total)), total[: cut.end])
 
-    def overflows(self, ops: Ops, ctx: Context, grad: Array, payload: Array) -> Array:
+    def overflows(self, ops: Ops[Array], ctx: Context[Array], grad: Array, payload: Array) -> Array:
         """A block that stays behind, or was sent, far beyond the largest of the last steps."""
         cut = self.cut(ctx.spec)
         if not cut.blocks:
             return super().overflows(ops, ctx, grad, payload)
         return beyond(ops, ctx.state[1], payload[-cut.blocks :])
 
-    def _choose(self, ops: Ops, ctx: Context, energies: Array, values: Array) -> Context:
+    def _choose(self, ops: Ops[Array], ctx: Context[Array], energies: Array, values: Array) -> Context[Array]:
         chosen = ops.top(energies, self.cut(ctx.spec).chosen)
         return ctx._replace(state=(chosen, follow(ops, ctx.state[1], values)))
