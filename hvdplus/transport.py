@@ -9,8 +9,6 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from hvdplus.compression import Array
-
 OBJECTS = "objects"
 """Purpose of a gather whose caller names none."""
 PART_BYTES = 1 << 28
@@ -26,7 +24,10 @@ class NeedsHorovod(TransportError, AttributeError):
 
 
 class Transport(Protocol):
-    """Every rank makes the same calls in the same order; only Horovod, which negotiates, forgives another order."""
+    """Every rank makes the same calls in the same order; only Horovod, which negotiates, forgives another order.
+
+    It carries any framework's arrays, which handles do not tell apart: what ``wait`` returns has no type.
+    """
 
     name: str
     """For people: ``horovod-mpi``, ``horovod-gloo``, ``mpi4py``, ``local``."""
@@ -42,7 +43,7 @@ class Transport(Protocol):
     def summable(self) -> Sequence[str]:
         """Types of arrays that it can add up, such as ``float16``."""
 
-    def start(self, array: Array, name: str, scale: float = 1.0) -> Any:
+    def start(self, array: Any, name: str, scale: float = 1.0) -> Any:
         """Begin to sum ``array`` over all ranks, in place where the framework allows; returns a handle at once.
 
         The sum is multiplied by ``scale``, in the array's precision.
@@ -53,7 +54,7 @@ class Transport(Protocol):
     def done(self, handle: Any) -> bool:
         """Whether the sum that ``start`` began, and nobody has waited for yet, is there. At once."""
 
-    def wait(self, handle: Any) -> Array:
+    def wait(self, handle: Any) -> Any:
         """The sum that ``start`` began, bit-identical on every rank."""
 
     def gather_objects(self, value: Any, what: str = OBJECTS) -> list[Any]:
@@ -76,7 +77,7 @@ class Transport(Protocol):
 class Grouping(Transport, Protocol):
     """One that takes several arrays at once; Horovod in PyTorch."""
 
-    def start_all(self, arrays: Sequence[Array], name: str, scale: float = 1.0) -> Any:
+    def start_all(self, arrays: Sequence[Any], name: str, scale: float = 1.0) -> Any:
         """As ``start``, for arrays of one type; ``wait`` returns all sums."""
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from types import ModuleType, TracebackType
 from typing import Any
 
-from hvdplus.compression import Array
 from hvdplus.transport import OBJECTS, TransportError, gather_in_parts
 
 SECONDS_TO_END = 20
@@ -55,11 +54,11 @@ class Horovod:
 class HorovodTorch(Horovod):
     """PyTorch: sums in place, asynchronously."""
 
-    def start(self, array: Array, name: str, scale: float = 1.0) -> Any:
+    def start(self, array: Any, name: str, scale: float = 1.0) -> Any:
         self._check_size()
         return self.binding.allreduce_async_(array, op=self.binding.Sum, name=name, postscale_factor=scale)
 
-    def start_all(self, arrays: Sequence[Array], name: str, scale: float = 1.0) -> Any:
+    def start_all(self, arrays: Sequence[Any], name: str, scale: float = 1.0) -> Any:
         """As ``start``, for several arrays of one type at once; ``wait`` returns all sums."""
         self._check_size()
         return self.binding.grouped_allreduce_async_(arrays, op=self.binding.Sum, name=name, postscale_factor=scale)
@@ -74,14 +73,14 @@ class HorovodTorch(Horovod):
     def done(self, handle: Any) -> bool:
         return bool(self.binding.poll(handle))
 
-    def wait(self, handle: Any) -> Array:
+    def wait(self, handle: Any) -> Any:
         return self.binding.synchronize(handle)
 
 
 class HorovodTensorFlow(Horovod):
     """TensorFlow: the sum is an op, the graph waits where it needs it."""
 
-    def start(self, array: Array, name: str, scale: float = 1.0) -> Any:
+    def start(self, array: Any, name: str, scale: float = 1.0) -> Any:
         return self.binding.allreduce(
             array, op=self.binding.Sum, name=name, postscale_factor=scale, ignore_name_scope=True
         )
@@ -89,7 +88,7 @@ class HorovodTensorFlow(Horovod):
     def done(self, handle: Any) -> bool:
         return True
 
-    def wait(self, handle: Any) -> Array:
+    def wait(self, handle: Any) -> Any:
         return handle
 
 

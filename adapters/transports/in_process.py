@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hvdplus.compression import Array
 from hvdplus.transport import OBJECTS, TransportError
 
 Result = TypeVar("Result")
@@ -101,14 +100,14 @@ class InProcess:
         self.sent: list[tuple[str, int]] = []
         """(name, bytes) of every sum that this rank began."""
 
-    def start(self, array: Array, name: str, scale: float = 1.0) -> Any:
+    def start(self, array: Any, name: str, scale: float = 1.0) -> Any:
         self.sent.append((name, array.nbytes))
         return self._hub.bring(self.rank, name, np.array(array)), name, scale
 
     def done(self, handle: Any) -> bool:
         return self._hub.there(handle[0])
 
-    def wait(self, handle: Any) -> Array:
+    def wait(self, handle: Any) -> Any:
         key, name, scale = handle
         parts = self._hub.take(key)
         kinds = [(part.shape, part.dtype) for part in parts]
@@ -137,7 +136,7 @@ class InProcessNegotiating(InProcess):
 
     negotiates = True
 
-    def start_all(self, arrays: Sequence[Array], name: str, scale: float = 1.0) -> Any:
+    def start_all(self, arrays: Sequence[Any], name: str, scale: float = 1.0) -> Any:
         """As ``start``, for several arrays; ``wait`` returns all sums."""
         return [(array, self.start(array, f"{name}.{i}", scale)) for i, array in enumerate(arrays)]
 
@@ -148,7 +147,7 @@ class InProcessNegotiating(InProcess):
             else (super().done(handle))
         )
 
-    def wait(self, handle: Any) -> Array:
+    def wait(self, handle: Any) -> Any:
         if not isinstance(handle, list):
             return super().wait(handle)
         for array, each in handle:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdplus.compression import Array
 from hvdplus.transport import OBJECTS
 
 
@@ -19,16 +18,16 @@ class Local:
     local_rank = 0
     local_size = 1
 
-    def start(self, array: Array, name: str, scale: float = 1.0) -> Any:
+    def start(self, array: Any, name: str, scale: float = 1.0) -> Any:
         return array if scale == 1.0 else array * scale
 
     def done(self, handle: Any) -> bool:
         return True
 
-    def wait(self, handle: Any) -> Array:
+    def wait(self, handle: Any) -> Any:
         return handle
 
-    def sum_now(self, array: Array, what: str = "sum") -> Array:
+    def sum_now(self, array: Any, what: str = "sum") -> Any:
         return array
 
     def gather_objects(self, value: Any, what: str = OBJECTS) -> list[Any]:

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from hvdplus.compression import Array
 from hvdplus.transport import OBJECTS, TransportError, check_same_call, gather_in_parts
 
 LOOK_SECONDS, LOOKS = 5.0, 12
@@ -84,7 +83,7 @@ class Mpi4py:
         on_this_host.Free()
         atexit.register(self._leave)
 
-    def start(self, array: Array, name: str, scale: float = 1.0) -> _Call:
+    def start(self, array: Any, name: str, scale: float = 1.0) -> _Call:
         words = _words("sum", array, name, scale)
         return _Call(self._thread.submit(self._sum, array, self._sums, words, scale), words)
 
@@ -122,7 +121,7 @@ class Mpi4py:
         told: list[Any] = self.wait(_Call(self._calls.submit(gather), words))
         return told
 
-    def sum_now(self, array: Array, what: str = "sum") -> Array:
+    def sum_now(self, array: Any, what: str = "sum") -> Any:
         """Sum over ranks in place, apart from the sums that ``start`` began: for the script's own calls.
 
         Args:
@@ -158,7 +157,7 @@ class Mpi4py:
             hint += "Use Horovod, or call synchronize() on one optimizer before the next one's backward()."
             check_same_call(comm.allgather(words), hint if comm is self._sums else "")
 
-    def _sum(self, array: Array, comm: MPI.Comm, words: str, scale: float = 1.0) -> Array:
+    def _sum(self, array: Any, comm: MPI.Comm, words: str, scale: float = 1.0) -> Any:
         self._agree(comm, words)
         buffer = np.asarray(array)
         if buffer.dtype == np.float16:  # MPI knows no half precision: sum raw pairs of bytes with our own operation
@@ -170,7 +169,7 @@ class Mpi4py:
         return array
 
 
-def _words(what: str, array: Array, name: str = "", scale: float = 1.0) -> str:
+def _words(what: str, array: Any, name: str = "", scale: float = 1.0) -> str:
     """A call as ranks compare it, and as it stands in messages: ``sum 'hvdplus0.b1' of float32 (3,)``."""
     view = np.asarray(array)
     named = f" {name!r}" if name else ""
