@@ -37,7 +37,7 @@ class Compression:
     fp16 = type("FP16Compressor", (), {})
 
 
-def choose_ladder(compression: Any, settings: Settings, world: World, ops: Ops) -> tuple[Ladder, bool]:
+def choose_ladder(compression: Any, settings: Settings, world: World, ops: Ops[Any]) -> tuple[Ladder, bool]:
     """The ladder to run, and whether a controller chooses from it.
 
     Args:
@@ -231,7 +231,7 @@ def open_log(settings: Settings, world: World, instance: int, rejoined: int = 0)
     return RunLog(path + ending if path else None, keep=world.transport.rank == 0)
 
 
-def _one(compression: Any, ops: Ops) -> Compressor:
+def _one(compression: Any, ops: Ops[Any]) -> Compressor:
     """The compressor that a script asked for."""
     if isinstance(compression, str):
         return parse(compression)

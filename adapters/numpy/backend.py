@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdplus.adapters.numpy.ops import NumpyOps
-from hvdplus.compression import Array
 from hvdplus.exchange.bucket import Bucket
 from hvdplus.exchange.eager import EagerExchange
 from hvdplus.exchange.plan import Ladder
@@ -58,62 +57,63 @@ class NumpyBackend:
     def may_share_rows(self, i: int) -> bool:
         return len(self.shapes[i]) > 1
 
-    def empty(self, count: int, dtype: str) -> Array:
+    def empty(self, count: int, dtype: str) -> np.ndarray:
         return np.empty(count, dtype)
 
-    def zeros(self, count: int, dtype: str = "float32") -> Array:
+    def zeros(self, count: int, dtype: str = "float32") -> np.ndarray:
         return np.zeros(count, dtype)
 
-    def fill(self, i: int, target: Array, residual: Array | None, fraction: float, divisor: float) -> None:
+    def fill(self, i: int, target: np.ndarray, residual: np.ndarray | None, fraction: float, divisor: float) -> None:
         target[:] = self._flat(i).astype(target.dtype) / target.dtype.type(divisor)
         if residual is not None:
             target += residual * target.dtype.type(fraction)
 
-    def parts(self, bucket: Bucket) -> list[Array]:
+    def parts(self, bucket: Bucket) -> list[np.ndarray]:
         return [self._flat(i) for i in bucket.parameters]
 
-    def join(self, parts: Sequence[Array], out: Array, divisor: float) -> None:
+    def join(self, parts: Sequence[np.ndarray], out: np.ndarray, divisor: float) -> None:
         out[:] = np.concatenate(parts) / out.dtype.type(divisor)
 
-    def summable(self, bucket: Bucket, dtype: str) -> list[Array]:
+    def summable(self, bucket: Bucket, dtype: str) -> list[np.ndarray]:
         return [self._flat(i).astype(dtype).reshape(self.shapes[i]) for i in bucket.parameters]
 
-    def norm(self, array: Array) -> Array:
+    def norm(self, array: np.ndarray) -> np.ndarray:
         with np.errstate(over="ignore"):  # then it is infinite, and counts for nothing
-            return np.linalg.norm(np.ravel(array).astype(np.float64))
+            norm: Any = np.linalg.norm(np.ravel(array).astype(np.float64))
+        return norm
 
-    def flat(self, i: int) -> Array:
+    def flat(self, i: int) -> np.ndarray:
         return self._flat(i)
 
-    def norm_of_all(self, norms: Sequence[Array]) -> float:
+    def norm_of_all(self, norms: Sequence[np.ndarray]) -> float:
         with np.errstate(over="ignore"):
             return float(np.linalg.norm(norms)) if norms else 0.0
 
-    def rows(self, i: int) -> tuple[Array, Array]:
+    def rows(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         table = self._flat(i).reshape(self.shapes[i][0], -1)
         grad = self.gradients[i]
         used = np.unique(grad.rows) if isinstance(grad, Rows) else np.flatnonzero((table != 0).any(axis=1))
         return used, table[used]
 
-    def mask(self, rows: Array, height: int) -> Array:
+    def mask(self, rows: np.ndarray, height: int) -> np.ndarray:
         mask = np.zeros(height, np.float32)
         mask[rows] = 1.0
         return mask
 
-    def rows_in_use(self, counts: Array) -> Array:
+    def rows_in_use(self, counts: np.ndarray) -> np.ndarray:
         return np.flatnonzero(counts > 0)
 
-    def place(self, union: Array, rows: Array, values: Array, length: int, dtype: str) -> Array:
+    def place(self, union: np.ndarray, rows: np.ndarray, values: np.ndarray, length: int, dtype: str) -> np.ndarray:
         placed = np.zeros((length, values.shape[1]), dtype)
         placed[np.searchsorted(union, rows)] = values
         return placed.reshape(-1)
 
-    def spread(self, union: Array, values: Array, height: int) -> Array:
+    def spread(self, union: np.ndarray, values: np.ndarray, height: int) -> np.ndarray:
         whole = np.zeros((height, values.size // max(1, len(union))), values.dtype)
         whole[union] = values.reshape(len(union), -1)
         return whole.reshape(-1)
 
-    def deliver(self, i: int, mean: Array, *, adopt: bool, sparse: bool) -> None:
+    def deliver(self, i: int, mean: np.ndarray, *, adopt: bool, sparse: bool) -> None:
         whole = np.array(mean, self.dtypes[i]).reshape(self.shapes[i])
         if sparse:
             used = np.flatnonzero((whole.reshape(len(whole), -1) != 0).any(axis=1))
@@ -121,35 +121,35 @@ class NumpyBackend:
         else:
             self.means[i] = whole
 
-    def deliver_rows(self, i: int, union: Array, values: Array) -> None:
+    def deliver_rows(self, i: int, union: np.ndarray, values: np.ndarray) -> None:
         shape = (len(union), *self.shapes[i][1:])
         self.means[i] = Rows(union, values.astype(self.dtypes[i]).reshape(shape))
 
-    def deliver_summed(self, i: int, mean: Array, *, sparse: bool) -> None:
+    def deliver_summed(self, i: int, mean: np.ndarray, *, sparse: bool) -> None:
         self.deliver(i, mean, adopt=True, sparse=sparse)
 
-    def all_true(self, flags: Sequence[Array]) -> bool:
+    def all_true(self, flags: Sequence[np.ndarray]) -> bool:
         return all(bool(flag) for flag in flags)
 
-    def any_true(self, flags: Sequence[Array]) -> bool:
+    def any_true(self, flags: Sequence[np.ndarray]) -> bool:
         return any(bool(flag) for flag in flags)
 
-    def clone(self, array: Array) -> Array:
+    def clone(self, array: np.ndarray) -> np.ndarray:
         return np.array(array)
 
-    def filled_like(self, array: Array, value: float) -> Array:
+    def filled_like(self, array: np.ndarray, value: float) -> np.ndarray:
         return np.full_like(array, value)
 
-    def restore(self, values: Any) -> Array:
+    def restore(self, values: Any) -> np.ndarray:
         return np.array(values)
 
-    def metadata_array(self, values: np.ndarray) -> Array:
+    def metadata_array(self, values: np.ndarray) -> np.ndarray:
         return values
 
-    def to_host(self, array: Array) -> np.ndarray:
+    def to_host(self, array: np.ndarray) -> np.ndarray:
         return np.asarray(array)
 
-    def shares_memory(self, one: Array, other: Array) -> bool:
+    def shares_memory(self, one: np.ndarray | None, other: np.ndarray | None) -> bool:
         return one is not None and other is not None and np.may_share_memory(one, other)
 
     def wait_for_device(self) -> None:
@@ -177,7 +177,7 @@ def _places(count: int) -> np.ndarray:
     return np.arange(1, count + 1, dtype=np.int64)
 
 
-class NumpyExchange(EagerExchange):
+class NumpyExchange(EagerExchange[np.ndarray]):
     """The reference exchange: one call a step."""
 
     backend: NumpyBackend

@@ -78,7 +78,7 @@ def _branch(
     name = x.ladder.tensor_name(x.prefix, bucket.number, used)
     yes, no, nothing = tf.constant(True), tf.constant(False), tf.zeros(0)
 
-    def context(level: int) -> Context:
+    def context(level: int) -> Context[tf.Tensor]:
         known = state.contexts.get(level)
         return Context(bucket.spec, used.side, ()) if known is None else known.context(used.side, values[level])
 

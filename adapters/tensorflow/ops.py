@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvdplus.compression.hashing import SCRAMBLE, WEYL
 from hvdplus.compression.ops import HALF_LIMIT, Halves, Packed, Packing, Piece, Product, Rows, sign_bits
-
-Array = Any
 
 BYTES = {8: tf.int8, 16: tf.int16}
 """Lanes that are a type of their own."""
@@ -20,28 +17,28 @@ BYTES = {8: tf.int8, 16: tf.int16}
 class TensorFlowOps:
     """See ``hvdplus.compression.ops.Ops`` for what each method promises."""
 
-    def from_numpy(self, values: np.ndarray) -> Array:
+    def from_numpy(self, values: np.ndarray) -> tf.Tensor:
         return tf.constant(values)
 
-    def constant(self, key: Hashable, make: Callable[[], np.ndarray]) -> Array:
+    def constant(self, key: Hashable, make: Callable[[], np.ndarray]) -> tf.Tensor:
         return self.from_numpy(make())  # it belongs to the graph that is being traced, where it is stored once
 
-    def to_numpy(self, values: Array) -> np.ndarray:
+    def to_numpy(self, values: tf.Tensor) -> np.ndarray:
         return np.array(values)
 
-    def reshape(self, values: Array, shape: tuple[int, ...]) -> Array:
+    def reshape(self, values: tf.Tensor, shape: tuple[int, ...]) -> tf.Tensor:
         return tf.reshape(values, shape)
 
-    def concat(self, parts: Sequence[Array]) -> Array:
+    def concat(self, parts: Sequence[tf.Tensor]) -> tf.Tensor:
         if len(parts) == 1:
             return tf.identity(parts[0])
         return tf.concat(list(parts), axis=0) if parts else tf.zeros(0)
 
-    def assemble(self, pieces: Sequence[Piece], scale: float = 1.0) -> Array:
+    def assemble(self, pieces: Sequence[Piece[tf.Tensor]], scale: float = 1.0) -> tf.Tensor:
         whole = self.concat([self._dense(piece) for piece in pieces])
         return whole if scale == 1 else whole * scale
 
-    def subtract(self, values: Array, pieces: Sequence[Piece]) -> Array:
+    def subtract(self, values: tf.Tensor, pieces: Sequence[Piece[tf.Tensor]]) -> tf.Tensor:
         if not any(isinstance(piece, Rows) for piece in pieces):
             return values - self.assemble(pieces)
         # What is sent as it is leaves nothing behind: rows are cleared where they stand.
@@ -57,60 +54,60 @@ class TensorFlowOps:
             start += int(left[-1].shape[0])
         return self.concat(left)
 
-    def matmul(self, a: Array, b: Array, transpose_a: bool = False) -> Array:
+    def matmul(self, a: tf.Tensor, b: tf.Tensor, transpose_a: bool = False) -> tf.Tensor:
         return tf.matmul(a, b, transpose_a=transpose_a)
 
-    def orthonormal(self, columns: Array) -> Array:
+    def orthonormal(self, columns: tf.Tensor) -> tf.Tensor:
         q, r = tf.linalg.qr(columns)
         return q * tf.where(tf.linalg.diag_part(r) < 0, -1.0, 1.0)[..., None, :]
 
-    def largest(self, batch: Array) -> Array:
+    def largest(self, batch: tf.Tensor) -> tf.Tensor:
         return tf.reduce_max(tf.abs(batch), axis=(1, 2), keepdims=True)
 
-    def half(self, parts: Sequence[Array], factor: float, saturate: bool = False) -> Array:
+    def half(self, parts: Sequence[tf.Tensor], factor: float, saturate: bool = False) -> tf.Tensor:
         values = self.concat(parts)
         if saturate:
             values = tf.clip_by_value(values, -HALF_LIMIT, HALF_LIMIT) + values * 0.0
         return tf.cast(values, tf.float16) * tf.constant(factor, tf.float16)
 
-    def rms(self, values: Array) -> Array:
+    def rms(self, values: tf.Tensor) -> tf.Tensor:
         return self._rms(values, self._largest(values))
 
-    def _largest(self, values: Array) -> Array:
+    def _largest(self, values: tf.Tensor) -> tf.Tensor:
         return tf.maximum(tf.reduce_max(tf.abs(values)), 0)  # the maximum of nothing is minus infinity
 
-    def _rms(self, values: Array, largest: Array) -> Array:
+    def _rms(self, values: tf.Tensor, largest: tf.Tensor) -> tf.Tensor:
         # In units of the largest, so that no square leaves float32.
         unit = tf.maximum(largest, 2.0**-126)
         mean = tf.reduce_sum(tf.square(values / unit)) / max(1, int(values.shape[0]))
         return tf.sqrt(mean) * unit
 
-    def row_rms(self, matrix: Array, other: Array | None = None, factor: float = 1.0) -> Array:
+    def row_rms(self, matrix: tf.Tensor, other: tf.Tensor | None = None, factor: float = 1.0) -> tf.Tensor:
         whole = matrix if other is None else matrix + other * factor
         largest = tf.reduce_max(tf.abs(whole), axis=1, keepdims=True)
         unit = tf.maximum(largest, 2.0**-126)
         return tf.sqrt(tf.reduce_mean(tf.square(whole / unit), axis=1)) * unit[:, 0]
 
-    def top(self, values: Array, count: int) -> Array:
+    def top(self, values: tf.Tensor, count: int) -> tf.Tensor:
         return tf.sort(tf.math.top_k(values, count, sorted=False).indices)
 
-    def take_rows(self, matrix: Array, rows: Array) -> Array:
+    def take_rows(self, matrix: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
         return tf.gather(matrix, rows)
 
-    def put_values(self, values: Array, places: Array, new: Array) -> Array:
+    def put_values(self, values: tf.Tensor, places: tf.Tensor, new: tf.Tensor) -> tf.Tensor:
         return tf.tensor_scatter_nd_update(values, places[:, None], new)
 
-    def log2(self, values: Array) -> Array:
+    def log2(self, values: tf.Tensor) -> tf.Tensor:
         return tf.math.log(values) / float(np.log(2.0))
 
-    def power_of_two(self, exponent: Array) -> Array:
+    def power_of_two(self, exponent: tf.Tensor) -> tf.Tensor:
         return tf.bitcast(tf.bitwise.left_shift(tf.maximum(exponent, -127) + 127, 23), tf.float32)
 
-    def integers(self, values: Array, bits: int = 32) -> Array:
+    def integers(self, values: tf.Tensor, bits: int = 32) -> tf.Tensor:
         values = tf.round(values) if values.dtype.is_floating else values
         return tf.cast(values, tf.int32 if bits == 32 else tf.int64)
 
-    def scramble(self, values: Array) -> Array:
+    def scramble(self, values: tf.Tensor) -> tf.Tensor:
         values = tf.bitcast(values, tf.uint32)
         for shift, factor in SCRAMBLE:
             values = tf.bitwise.bitwise_xor(values, tf.bitwise.right_shift(values, tf.constant(shift, tf.uint32)))
@@ -119,14 +116,14 @@ class TensorFlowOps:
 
     def pack(
         self,
-        values: Array,
-        exponent: Array,
+        values: tf.Tensor,
+        exponent: tf.Tensor,
         levels: int,
         bits: int,
         word: int,
-        noise: Array | None = None,
-        left_exponent: Array | None = None,
-    ) -> Packing:
+        noise: tf.Tensor | None = None,
+        left_exponent: tf.Tensor | None = None,
+    ) -> Packing[tf.Tensor]:
         dtype, lanes, count = tf.int32 if word == 32 else tf.int64, word // bits, int(values.shape[0])
         largest = self._largest(values)
         rms = self._rms(values, largest)
@@ -149,13 +146,13 @@ class TensorFlowOps:
         shifts = tf.constant(bits * np.arange(lanes)[:, None], dtype)
         return Packing(tf.reduce_sum(tf.bitwise.left_shift(numbers, shifts), axis=0), clipped, rms, left, largest)
 
-    def all_finite(self, values: Array) -> Array:
+    def all_finite(self, values: tf.Tensor) -> tf.Tensor:
         return tf.reduce_all(tf.math.is_finite(values)) if values.dtype.is_floating else tf.constant(True)
 
-    def checksum(self, values: Array) -> Array:
+    def checksum(self, values: tf.Tensor) -> tf.Tensor:
         return tf.reduce_sum(tf.cast(tf.bitcast(values, tf.int32), tf.int64))
 
-    def _dense(self, piece: Piece) -> Array:
+    def _dense(self, piece: Piece[tf.Tensor]) -> tf.Tensor:
         """The piece as a 1-D float32 array."""
         if isinstance(piece, Product):
             return tf.reshape(tf.matmul(piece.left, piece.right, transpose_b=True), [-1])
@@ -168,7 +165,7 @@ class TensorFlowOps:
             return tf.cast(piece.values, tf.float32) * piece.factor
         return piece
 
-    def _unpacked(self, piece: Packed) -> Array:
+    def _unpacked(self, piece: Packed[tf.Tensor]) -> tf.Tensor:
         dtype, bits = piece.words.dtype, piece.bits
         word = 8 * dtype.size
         if bits in BYTES:

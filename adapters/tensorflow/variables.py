@@ -42,12 +42,12 @@ class Coming(NamedTuple):
 class ContextVariable:
     """All arrays of one context, end to end; integers as the floats of the same bits."""
 
-    def __init__(self, ctx: Context, name: str) -> None:
+    def __init__(self, ctx: Context[tf.Tensor], name: str) -> None:
         self._spec = ctx.spec
         self._kinds = [(tuple(array.shape), array.dtype) for array in ctx.state]
         self.variable = tf.Variable(flat(ctx.state), trainable=False, name=name)
 
-    def context(self, side: int, values: tf.Tensor) -> Context:
+    def context(self, side: int, values: tf.Tensor) -> Context[tf.Tensor]:
         """The context whose arrays ``values`` are."""
         ends = itertools.accumulate(math.prod(shape) for shape, _ in self._kinds)
         arrays = (
@@ -60,7 +60,7 @@ class ContextVariable:
 class GraphState:
     """One bucket on this rank; what belongs to a single step is in the graph."""
 
-    def __init__(self, bucket: Bucket, ladder: Ladder, ops: Ops, *, table: bool, loses: bool) -> None:
+    def __init__(self, bucket: Bucket, ladder: Ladder, ops: Ops[tf.Tensor], *, table: bool, loses: bool) -> None:
         """``loses``: whether any level of the ladder keeps a residual."""
         self.bucket = bucket
         self.places = BucketState(bucket).places
@@ -102,7 +102,7 @@ class GraphState:
             self.outstanding = True
 
 
-class VariablesExchange(Exchange):
+class VariablesExchange(Exchange[tf.Tensor]):
     """The part of the exchange that keeps, saves and loads."""
 
     framework = "tensorflow"

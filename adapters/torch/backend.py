@@ -16,7 +16,6 @@ import torch
 
 from hvdplus.adapters.torch.memory import alone_in_memory
 from hvdplus.adapters.torch.ops import make_ops
-from hvdplus.compression import Array
 from hvdplus.exchange.bucket import DENSE_ONLY, Bucket
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -53,7 +52,9 @@ class TorchBackend:
     def may_share_rows(self, i: int) -> bool:
         return not self.parameters[i].is_complex()  # rows are added up as real numbers
 
-    def fill(self, i: int, target: Array, residual: Array | None, fraction: float, divisor: float) -> None:
+    def fill(
+        self, i: int, target: torch.Tensor, residual: torch.Tensor | None, fraction: float, divisor: float
+    ) -> None:
         grad, shape = self._dense(i), self.shapes[i]
         with torch.no_grad():
             if grad is None:
@@ -68,19 +69,19 @@ class TorchBackend:
             if residual is not None:
                 target.add_(residual, alpha=fraction)
 
-    def parts(self, bucket: Bucket) -> list[Array]:
+    def parts(self, bucket: Bucket) -> list[torch.Tensor]:
         parts = []
         for i, shape in zip(bucket.parameters, bucket.shapes, strict=True):
             grad = self._dense(i)
             parts.append(self.zeros(math.prod(shape), bucket.dtype) if grad is None else grad.detach().reshape(-1))
         return parts
 
-    def join(self, parts: Sequence[Array], out: Array, divisor: float) -> None:
+    def join(self, parts: Sequence[torch.Tensor], out: torch.Tensor, divisor: float) -> None:
         torch.cat(list(parts), out=out)
         if divisor != 1:
             out.mul_(1 / divisor)
 
-    def summable(self, bucket: Bucket, dtype: str) -> list[Array]:
+    def summable(self, bucket: Bucket, dtype: str) -> list[torch.Tensor]:
         arrays = []
         for i, shape in zip(bucket.parameters, bucket.shapes, strict=True):
             grad = self._dense(i)
@@ -91,7 +92,7 @@ class TorchBackend:
             arrays.append(own.to(getattr(torch, dtype)).contiguous())
         return arrays
 
-    def rows(self, i: int) -> tuple[Array, Array]:
+    def rows(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         parameter, grad = self.parameters[i], self.parameters[i].grad
         if grad is None:
             nothing = parameter.detach()[:0]
@@ -109,7 +110,7 @@ class TorchBackend:
 
     # -- means
 
-    def deliver(self, i: int, mean: Array, *, adopt: bool, sparse: bool) -> None:
+    def deliver(self, i: int, mean: torch.Tensor, *, adopt: bool, sparse: bool) -> None:
         parameter, mean = self.parameters[i], mean.view(self.shapes[i])
         grad = parameter.grad
         with torch.no_grad():
@@ -120,77 +121,79 @@ class TorchBackend:
             elif grad.data_ptr() == mean.data_ptr():
                 pass  # was summed where it is
             elif adopt and takes(grad, mean):
-                grad.set_(mean)
+                grad.set_(mean)  # type: ignore[call-overload]
             else:
                 grad.copy_(mean)
 
-    def deliver_rows(self, i: int, union: Array, values: Array) -> None:
+    def deliver_rows(self, i: int, union: torch.Tensor, values: torch.Tensor) -> None:
         parameter = self.parameters[i]
         shape = (len(union), *parameter.shape[1:])
         parameter.grad = as_sparse(union, values.to(parameter.dtype).view(shape), parameter.shape)
 
-    def deliver_summed(self, i: int, mean: Array, *, sparse: bool) -> None:
+    def deliver_summed(self, i: int, mean: torch.Tensor, *, sparse: bool) -> None:
         if mean is not self.parameters[i].grad:
             self.deliver(i, mean, adopt=False, sparse=sparse)
 
     # -- arrays
 
-    def empty(self, count: int, dtype: str) -> Array:
+    def empty(self, count: int, dtype: str) -> torch.Tensor:
         return torch.empty(count, dtype=getattr(torch, dtype), device=self.device)
 
-    def zeros(self, count: int, dtype: str = "float32") -> Array:
+    def zeros(self, count: int, dtype: str = "float32") -> torch.Tensor:
         return torch.zeros(count, dtype=getattr(torch, dtype), device=self.device)
 
-    def norm(self, array: Array) -> Array:
+    def norm(self, array: torch.Tensor) -> torch.Tensor:
         return norm(array)
 
-    def flat(self, i: int) -> Array:
+    def flat(self, i: int) -> torch.Tensor:
         grad = self._dense(i)
         return self.zeros(0) if grad is None else grad.detach().reshape(-1)
 
-    def norm_of_all(self, norms: Sequence[Array]) -> float:
+    def norm_of_all(self, norms: Sequence[torch.Tensor]) -> float:
         return float(torch.linalg.vector_norm(torch.stack(list(norms)))) if norms else 0.0
 
-    def mask(self, rows: Array, height: int) -> Array:
+    def mask(self, rows: torch.Tensor, height: int) -> torch.Tensor:
         mask = self.zeros(height)
         mask[rows] = 1.0
         return mask
 
-    def rows_in_use(self, counts: Array) -> Array:
+    def rows_in_use(self, counts: torch.Tensor) -> torch.Tensor:
         return counts.nonzero()[:, 0]
 
-    def place(self, union: Array, rows: Array, values: Array, length: int, dtype: str) -> Array:
+    def place(
+        self, union: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, length: int, dtype: str
+    ) -> torch.Tensor:
         placed = self.zeros(length * values.shape[1], dtype).view(length, values.shape[1])
         placed[torch.searchsorted(union, rows)] = values.to(placed.dtype)
         return placed.view(-1)
 
-    def spread(self, union: Array, values: Array, height: int) -> Array:
+    def spread(self, union: torch.Tensor, values: torch.Tensor, height: int) -> torch.Tensor:
         whole = values.new_zeros(height, values.numel() // max(1, len(union)))
         whole[union] = values.view(len(union), -1)
         return whole.view(-1)
 
-    def all_true(self, flags: Sequence[Array]) -> bool:
+    def all_true(self, flags: Sequence[torch.Tensor]) -> bool:
         return not flags or bool(torch.stack([torch.as_tensor(flag) for flag in flags]).all())
 
-    def any_true(self, flags: Sequence[Array]) -> bool:
+    def any_true(self, flags: Sequence[torch.Tensor]) -> bool:
         return bool(flags) and bool(torch.stack([torch.as_tensor(flag) for flag in flags]).any())
 
-    def clone(self, array: Array) -> Array:
+    def clone(self, array: torch.Tensor) -> torch.Tensor:
         return array.detach().clone()
 
-    def filled_like(self, array: Array, value: float) -> Array:
+    def filled_like(self, array: torch.Tensor, value: float) -> torch.Tensor:
         return torch.full_like(array, value)
 
-    def restore(self, values: Any) -> Array:
+    def restore(self, values: Any) -> torch.Tensor:
         return torch.as_tensor(values).to(self.device, copy=True)
 
-    def metadata_array(self, values: np.ndarray) -> Array:
+    def metadata_array(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values)
 
-    def to_host(self, array: Array) -> np.ndarray:
-        return array.detach().cpu().numpy()  # type: ignore[no-any-return]
+    def to_host(self, array: torch.Tensor) -> np.ndarray:
+        return array.detach().cpu().numpy()
 
-    def shares_memory(self, one: Array, other: Array) -> bool:
+    def shares_memory(self, one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
         return one is not None and other is not None and one.data_ptr() == other.data_ptr()
 
     def wait_for_device(self) -> None:

@@ -17,7 +17,7 @@ from hvdplus.settings import Settings
 from hvdplus.transport import Transport
 
 
-class HookedExchange(EagerExchange):
+class HookedExchange(EagerExchange[torch.Tensor]):
     """Exchanges the gradients of ``parameters`` once a step."""
 
     backend: TorchBackend

@@ -19,8 +19,6 @@ from hvdplus.adapters.torch.memory import Pool
 from hvdplus.adapters.torch.packing import CHUNK, SAFE, DeviceRounding, PackingOps
 from hvdplus.compression.ops import HALF_LIMIT, Halves, Packed, Piece, Product, Rows
 
-Array = Any
-
 FAINT = 1e-15
 """Norms above this, and below its reciprocal, are made of squares that have not left float32."""
 
@@ -33,21 +31,21 @@ class TorchOps(PackingOps):
         self._pool = Pool()
         self._constants: dict[Hashable, torch.Tensor] = {}
 
-    def from_numpy(self, values: np.ndarray) -> Array:
+    def from_numpy(self, values: np.ndarray) -> torch.Tensor:
         return torch.tensor(values, device=self._device)
 
-    def constant(self, key: Hashable, make: Callable[[], np.ndarray]) -> Array:
+    def constant(self, key: Hashable, make: Callable[[], np.ndarray]) -> torch.Tensor:
         if key not in self._constants:
             self._constants[key] = self.from_numpy(make())
         return self._constants[key]
 
-    def to_numpy(self, values: Array) -> np.ndarray:
+    def to_numpy(self, values: torch.Tensor) -> np.ndarray:
         return np.array(values.detach().cpu().numpy())
 
-    def reshape(self, values: Array, shape: tuple[int, ...]) -> Array:
+    def reshape(self, values: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         return values.reshape(shape)
 
-    def concat(self, parts: Sequence[Array]) -> Array:
+    def concat(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         parts = [part for part in parts if part.numel()] or list(parts[:1])
         if len(parts) == 1:
             return parts[0]
@@ -58,7 +56,7 @@ class TorchOps(PackingOps):
         out = self._empty(sum(part.numel() for part in parts), parts[0].dtype)
         return torch.cat(parts, out=out)
 
-    def assemble(self, pieces: Sequence[Piece], scale: float = 1.0) -> Array:
+    def assemble(self, pieces: Sequence[Piece[torch.Tensor]], scale: float = 1.0) -> torch.Tensor:
         if scale == 1 and len(pieces) == 1 and isinstance(pieces[0], torch.Tensor):
             return pieces[0]
         types = [piece.dtype for piece in pieces if isinstance(piece, torch.Tensor)]
@@ -86,7 +84,7 @@ class TorchOps(PackingOps):
                 torch.mul(piece, scale, out=part)
         return out
 
-    def subtract(self, values: Array, pieces: Sequence[Piece]) -> Array:
+    def subtract(self, values: torch.Tensor, pieces: Sequence[Piece[torch.Tensor]]) -> torch.Tensor:
         if any(_shares(part, values) for piece in pieces for part in _tensors(piece)):
             return values - self.assemble(pieces)
         for part, piece in zip(_split(values, pieces), pieces, strict=True):
@@ -107,23 +105,24 @@ class TorchOps(PackingOps):
                 part.sub_(piece)
         return values
 
-    def matmul(self, a: Array, b: Array, transpose_a: bool = False) -> Array:
+    def matmul(self, a: torch.Tensor, b: torch.Tensor, transpose_a: bool = False) -> torch.Tensor:
         with torch.autocast(self._device.type, enabled=False):  # a script may take its step inside of one
             if transpose_a:  # this way round both are read along their rows
                 return torch.matmul(b.mT, a).mT
             return torch.matmul(a, b)
 
-    def orthonormal(self, columns: Array) -> Array:
+    def orthonormal(self, columns: torch.Tensor) -> torch.Tensor:
         q, r = torch.linalg.qr(columns)
-        return q * (1.0 - 2.0 * (r.diagonal(dim1=-2, dim2=-1) < 0).to(q.dtype)).unsqueeze(-2)
+        basis: torch.Tensor = q * (1.0 - 2.0 * (r.diagonal(dim1=-2, dim2=-1) < 0).to(q.dtype)).unsqueeze(-2)
+        return basis
 
-    def largest(self, batch: Array) -> Array:
+    def largest(self, batch: torch.Tensor) -> torch.Tensor:
         if len(batch) == 1:  # no copy of it
             low, high = torch.aminmax(batch)
             return torch.maximum(high, -low).reshape(1, 1, 1)
         return batch.abs().amax(dim=(1, 2), keepdim=True)
 
-    def half(self, parts: Sequence[Array], factor: float, saturate: bool = False) -> Array:
+    def half(self, parts: Sequence[torch.Tensor], factor: float, saturate: bool = False) -> torch.Tensor:
         out = self._empty(sum(map(len, parts)), torch.float16)
         scratch = self._scratch(max(map(len, parts), default=0)) if saturate else None
         for values, halves in zip(parts, torch.split(out, [len(values) for values in parts]), strict=True):
@@ -135,7 +134,7 @@ class TorchOps(PackingOps):
                 halves[a:b].copy_(stopped.add_(values[a:b], alpha=0.0))
         return out if factor == 1 else out.mul_(factor)
 
-    def rms(self, values: Array) -> Array:
+    def rms(self, values: torch.Tensor) -> torch.Tensor:
         if not values.numel():
             return values.new_zeros(())
         square = torch.dot(values, values)
@@ -143,15 +142,15 @@ class TorchOps(PackingOps):
             square = torch.linalg.vector_norm(values, dtype=torch.float64).square()
         return (square / values.numel()).sqrt().float()
 
-    def row_rms(self, matrix: Array, other: Array | None = None, factor: float = 1.0) -> Array:
+    def row_rms(self, matrix: torch.Tensor, other: torch.Tensor | None = None, factor: float = 1.0) -> torch.Tensor:
         if other is not None and self._device.type == "cpu" and matrix.numel() > CHUNK:
             rows = max(1, CHUNK // matrix.shape[1])
-            pairs = zip(matrix.split(rows), other.split(rows), strict=True)
+            pairs = zip(torch.split(matrix, rows), torch.split(other, rows), strict=True)
             scratch = matrix.new_empty(rows, matrix.shape[1])
             return torch.cat([self._row_rms(torch.add(m, o, alpha=factor, out=scratch[: len(m)])) for m, o in pairs])
         return self._row_rms(matrix if other is None else torch.add(matrix, other, alpha=factor))
 
-    def top(self, values: Array, count: int) -> Array:
+    def top(self, values: torch.Tensor, count: int) -> torch.Tensor:
         if not count:
             return torch.zeros(0, dtype=torch.int32, device=self._device)
         values = torch.nan_to_num(values, nan=torch.inf, posinf=torch.inf)  # NaN compares with nothing
@@ -161,21 +160,21 @@ class TorchOps(PackingOps):
         chosen = above | (equal & (equal.cumsum(0) <= count - above.sum()))
         return self._places(chosen, count)
 
-    def take_rows(self, matrix: Array, rows: Array) -> Array:
+    def take_rows(self, matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         out = self._empty(len(rows) * matrix.shape[1], matrix.dtype).view(len(rows), matrix.shape[1])
         return torch.index_select(matrix, 0, rows, out=out)
 
-    def put_values(self, values: Array, places: Array, new: Array) -> Array:
+    def put_values(self, values: torch.Tensor, places: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         return values.index_copy(0, places.long(), new)
 
-    def log2(self, values: Array) -> Array:
+    def log2(self, values: torch.Tensor) -> torch.Tensor:
         return torch.log2(values)
 
-    def integers(self, values: Array, bits: int = 32) -> Array:
+    def integers(self, values: torch.Tensor, bits: int = 32) -> torch.Tensor:
         values = values.round() if values.is_floating_point() else values
         return values.to(torch.int32 if bits == 32 else torch.int64)
 
-    def all_finite(self, values: Array) -> Array:
+    def all_finite(self, values: torch.Tensor) -> torch.Tensor:
         if not values.is_floating_point():
             return torch.ones((), dtype=torch.bool, device=values.device)
         # One pass and no temporary of the gradient's size. A sum is finite unless an element is not or it overflows;
@@ -189,7 +188,7 @@ class TorchOps(PackingOps):
             return torch.ones((), dtype=torch.bool, device=values.device)
         return torch.isfinite(values).all()
 
-    def checksum(self, values: Array) -> Array:
+    def checksum(self, values: torch.Tensor) -> torch.Tensor:
         return values.view(torch.int32).sum(dtype=torch.int64)
 
     def _places(self, chosen: torch.Tensor, count: int) -> torch.Tensor:
@@ -210,17 +209,17 @@ class DeviceOps(TorchOps):
     _chunk_length = CHUNK << 8
     _rounding = DeviceRounding
 
-    def from_numpy(self, values: np.ndarray) -> Array:
+    def from_numpy(self, values: np.ndarray) -> torch.Tensor:
         here = torch.tensor(values)
         if self._device.type != "cuda":
             return here.to(self._device)
         return here.pin_memory().to(self._device, non_blocking=True)  # any other copy would wait
 
-    def rms(self, values: Array) -> Array:
-        square = torch.linalg.vector_norm(values, dtype=torch.float64).square()
+    def rms(self, values: torch.Tensor) -> torch.Tensor:
+        square: torch.Tensor = torch.linalg.vector_norm(values, dtype=torch.float64).square()
         return (square / max(values.numel(), 1)).sqrt().float()
 
-    def all_finite(self, values: Array) -> Array:
+    def all_finite(self, values: torch.Tensor) -> torch.Tensor:
         if not values.is_floating_point():
             return torch.ones((), dtype=torch.bool, device=self._device)
         return torch.isfinite(values).all()
@@ -247,7 +246,7 @@ def make_ops(device: torch.device | str) -> TorchOps:
     return DeviceOps(device) if device.type == "cuda" else TorchOps(device)
 
 
-def _tensors(piece: Piece) -> list[torch.Tensor]:
+def _tensors(piece: Piece[torch.Tensor]) -> list[torch.Tensor]:
     fields = [piece] if isinstance(piece, torch.Tensor) else piece
     return [part for part in fields if isinstance(part, torch.Tensor)]
 
@@ -267,7 +266,7 @@ def _adjoin(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def _length(piece: Piece) -> int:
+def _length(piece: Piece[torch.Tensor]) -> int:
     if isinstance(piece, Product):
         return len(piece.left) * len(piece.right)
     if isinstance(piece, Rows):
@@ -275,5 +274,5 @@ def _length(piece: Piece) -> int:
     return piece.length if isinstance(piece, Packed) else len(piece.values if isinstance(piece, Halves) else piece)
 
 
-def _split(values: torch.Tensor, pieces: Sequence[Piece]) -> Sequence[torch.Tensor]:
+def _split(values: torch.Tensor, pieces: Sequence[Piece[torch.Tensor]]) -> Sequence[torch.Tensor]:
     return torch.split(values, [_length(piece) for piece in pieces])

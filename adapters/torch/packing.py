@@ -14,8 +14,6 @@ from hvdplus.adapters.torch.memory import Pool
 from hvdplus.compression.hashing import SCRAMBLE, WEYL
 from hvdplus.compression.ops import Packed, Packing, sign_bits
 
-Array = Any
-
 CHUNK = 1 << 17
 """Elements that are worked on at a time on the CPU; 512 kB fit into a core's second-level cache."""
 SAFE = 1e-30
@@ -31,17 +29,17 @@ class Rounding:
         self,
         ops: PackingOps,
         count: int,
-        exponent: Array,
+        exponent: torch.Tensor,
         levels: int,
-        noise: Array | None,
-        left_exponent: Array | None,
+        noise: torch.Tensor | None,
+        left_exponent: torch.Tensor | None,
     ) -> None:
         self._ops, self._count, self._levels, self._noise = ops, count, levels, noise
         self._leaves = left_exponent is not None
         self._scratch = ops._scratch(count)
         self._prepare(exponent, exponent if left_exponent is None else left_exponent)
 
-    def _prepare(self, exponent: Array, left_exponent: Array) -> None:
+    def _prepare(self, exponent: torch.Tensor, left_exponent: torch.Tensor) -> None:
         known, stands = int(exponent), int(left_exponent)
         self._inverse: Any = 2.0**-known if known > -127 else 0.0
         self._level: Any = 2.0**stands if stands > -127 else 0.0
@@ -82,13 +80,13 @@ class Rounding:
             self._clipped += beyond.sum().item()  # comparing and counting takes longer
             scaled.clamp_(-float(levels), float(levels))
 
-    def rms(self) -> Array:
+    def rms(self) -> torch.Tensor:
         return torch.tensor((self._square / self._count) ** 0.5, dtype=torch.float32, device=self._ops._device)
 
-    def largest(self) -> Array:
+    def largest(self) -> torch.Tensor:
         return torch.tensor(self._largest, dtype=torch.float32, device=self._ops._device)
 
-    def clipped(self) -> Array:
+    def clipped(self) -> torch.Tensor:
         clipped = int(self._clipped) if self._clipped == self._clipped else 0
         return torch.tensor(clipped, dtype=torch.int32, device=self._ops._device)
 
@@ -96,7 +94,11 @@ class Rounding:
 class DeviceRounding(Rounding):
     """The same without a look at any value."""
 
-    def _prepare(self, exponent: Array, left_exponent: Array) -> None:
+    _square: torch.Tensor
+    _largest: torch.Tensor
+    _clipped: torch.Tensor
+
+    def _prepare(self, exponent: torch.Tensor, left_exponent: torch.Tensor) -> None:
         ops = self._ops
         self._inverse = torch.where(exponent > -127, ops.power_of_two(-exponent), 0.0)
         self._level = ops.power_of_two(left_exponent)
@@ -114,13 +116,13 @@ class DeviceRounding(Rounding):
         self._clipped = self._clipped + (scaled.abs() > levels).sum(dtype=torch.int32)
         scaled.clamp_(-levels, levels)
 
-    def rms(self) -> Array:
+    def rms(self) -> torch.Tensor:
         return (self._square / self._count).sqrt().float()
 
-    def largest(self) -> Array:
+    def largest(self) -> torch.Tensor:
         return self._largest
 
-    def clipped(self) -> Array:
+    def clipped(self) -> torch.Tensor:
         return self._clipped
 
 
@@ -132,19 +134,19 @@ class PackingOps:
     _device: torch.device
     _pool: Pool
 
-    def scramble(self, values: Array) -> Array:
+    def scramble(self, values: torch.Tensor) -> torch.Tensor:
         return self._scrambled(values.clone())
 
     def pack(
         self,
-        values: Array,
-        exponent: Array,
+        values: torch.Tensor,
+        exponent: torch.Tensor,
         levels: int,
         bits: int,
         word: int,
-        noise: Array | None = None,
-        left_exponent: Array | None = None,
-    ) -> Packing:
+        noise: torch.Tensor | None = None,
+        left_exponent: torch.Tensor | None = None,
+    ) -> Packing[torch.Tensor]:
         dtype, lanes = torch.int32 if word == 32 else torch.int64, word // bits
         zero = torch.zeros((), dtype=torch.float32, device=self._device)
         if not len(values):
@@ -180,7 +182,7 @@ class PackingOps:
             words, rounded.clipped(), rounded.rms(), None if left_exponent is None else values, rounded.largest()
         )
 
-    def power_of_two(self, exponent: Array) -> Array:
+    def power_of_two(self, exponent: torch.Tensor) -> torch.Tensor:
         return ((exponent.clamp(min=-127) + 127) << 23).view(torch.float32)
 
     def _empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -220,7 +222,9 @@ class PackingOps:
                 values.mul_(factor - 2**32)
         return values
 
-    def _unpacked(self, piece: Packed, out: torch.Tensor | None = None) -> Iterator[tuple[int, int, torch.Tensor]]:
+    def _unpacked(
+        self, piece: Packed[torch.Tensor], out: torch.Tensor | None = None
+    ) -> Iterator[tuple[int, int, torch.Tensor]]:
         """(from, to, integers as floats), stretch by stretch: in ``out``, or until the next is asked for."""
         word = 8 * piece.words.element_size()
         scratch = self._scratch(piece.length)
@@ -232,7 +236,7 @@ class PackingOps:
         if bits in BYTES:
             signs, step = sign_bits(bits, word), self._chunk(lanes)
             spare = self._empty(step // lanes, piece.words.dtype)
-            for i, words in enumerate(piece.words.split(step // lanes)):
+            for i, words in enumerate(torch.split(piece.words, step // lanes)):
                 a, b = i * step, min((i + 1) * step, length)
                 numbers = torch.add(words, signs, out=spare[: len(words)]).bitwise_xor_(signs).view(BYTES[bits])
                 yield a, b, room(a, b).copy_(numbers[: b - a])

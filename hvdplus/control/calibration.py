@@ -30,17 +30,19 @@ SECONDS = 0.5
 """Time for a level's runs. Once it is spent, two runs are enough."""
 
 State = tuple[Array, ...]
-Round = Callable[[Sequence[Array], Sequence[Array], Sequence[State]], tuple[list[Array], list[State], list[Array]]]
+Round = Callable[
+    [Sequence[Array], Sequence[Array], Sequence[State[Array]]], tuple[list[Array], list[State[Array]], list[Array]]
+]
 """(gradients, residuals, contexts' arrays) of some buckets -> (flags of finite payloads, the next contexts' arrays, all
 other results of an exchange)."""
 
 
 def codec_seconds(
-    ops: Ops,
+    ops: Ops[Array],
     specs: Sequence[Spec],
     compressors: Sequence[Compressor],
     transport: Transport,
-    compiled: Callable[[Round], Any] = lambda a_round: a_round,
+    compiled: Callable[[Round[Array]], Any] = lambda a_round: a_round,
 ) -> tuple[float, ...]:
     """Seconds that encoding and decoding all buckets takes in a step at each level, on the slowest rank.
 
@@ -79,11 +81,11 @@ def _shortened(spec: Spec) -> Spec:
 
 
 def _seconds(
-    ops: Ops,
+    ops: Ops[Array],
     specs: Sequence[Spec],
     grads: Sequence[np.ndarray],
     compressor: Compressor,
-    compiled: Callable[[Round], Any],
+    compiled: Callable[[Round[Array]], Any],
 ) -> float:
     """Seconds that a level takes for these buckets, less the time of a call that does nothing."""
     residuals = [ops.from_numpy(grad) for grad in grads]
@@ -92,7 +94,7 @@ def _seconds(
         for spec, residual in zip(specs, residuals, strict=True)
     ]
 
-    def work(grads: Sequence[Array], residuals: Sequence[Array], states: Sequence[State]) -> Any:
+    def work(grads: Sequence[Array], residuals: Sequence[Array], states: Sequence[State[Array]]) -> Any:
         sound, after, results = [], [], []
         for spec, grad, residual, state in zip(specs, grads, residuals, states, strict=True):
             ctx = Context(spec, 0, tuple(state))
@@ -107,7 +109,7 @@ def _seconds(
             after.append(compressor.advance(ops, ctx, payload).state)
         return sound, after, results
 
-    def idle(grads: Sequence[Array], residuals: Sequence[Array], states: Sequence[State]) -> Any:
+    def idle(grads: Sequence[Array], residuals: Sequence[Array], states: Sequence[State[Array]]) -> Any:
         return [ops.all_finite(grad[:1]) for grad in grads], [tuple(state) for state in states], []
 
     busy, nothing = (_least(ops, compiled(a_round), grads, residuals, states) for a_round in (work, idle))
@@ -115,7 +117,11 @@ def _seconds(
 
 
 def _least(
-    ops: Ops, a_round: Round, grads: Sequence[np.ndarray], residuals: Sequence[Array], states: Sequence[State]
+    ops: Ops[Array],
+    a_round: Round[Array],
+    grads: Sequence[np.ndarray],
+    residuals: Sequence[Array],
+    states: Sequence[State[Array]],
 ) -> float:
     """Seconds of the fastest run."""
     seconds: list[float] = []

@@ -7,15 +7,31 @@ framework that compiles its steps (TensorFlow) uses the engine's pure functions 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 
-from hvdplus.compression import Array, Ops
+from hvdplus.compression import Ops
+from hvdplus.compression.ops import Arithmetic
 from hvdplus.exchange.bucket import Bucket
 
 
-class Backend(Protocol):
+class Memory(Arithmetic, Protocol):
+    """What arrays can do besides where the framework computes at once: they have values, and can be written to."""
+
+    @property
+    def nbytes(self) -> int: ...
+    def __int__(self) -> int: ...
+    def __len__(self) -> int: ...
+    def __setitem__(self, places: slice, values: Self, /) -> None: ...
+    def reshape(self, length: int, /) -> Self: ...
+
+
+EagerArray = TypeVar("EagerArray", bound=Memory)
+"""An array of such a framework (``numpy.ndarray``, ``torch.Tensor``)."""
+
+
+class Backend(Protocol[EagerArray]):
     """Gradients are numbered as the parameters are. Complex ones count as pairs of real numbers, of type float64."""
 
     framework: str
@@ -30,7 +46,7 @@ class Backend(Protocol):
     """Of all parameters, for messages."""
 
     @property
-    def ops(self) -> Ops:
+    def ops(self) -> Ops[EagerArray]:
         """The operations of the gradients' device."""
 
     def gradient(self, i: int) -> Any:
@@ -42,80 +58,80 @@ class Backend(Protocol):
     def may_share_rows(self, i: int) -> bool:
         """Whether rows of this parameter's sparse gradients can be exchanged by themselves."""
 
-    def empty(self, count: int, dtype: str) -> Array:
+    def empty(self, count: int, dtype: str) -> EagerArray:
         """An uninitialised 1-D array."""
 
-    def zeros(self, count: int, dtype: str = "float32") -> Array:
+    def zeros(self, count: int, dtype: str = "float32") -> EagerArray:
         """1-D zeros."""
 
-    def flat(self, i: int) -> Array:
+    def flat(self, i: int) -> EagerArray:
         """This rank's gradient, dense and 1-D, in its own type, not copied where that can be avoided."""
 
-    def fill(self, i: int, target: Array, residual: Array | None, fraction: float, divisor: float) -> None:
+    def fill(self, i: int, target: EagerArray, residual: EagerArray | None, fraction: float, divisor: float) -> None:
         """``target = gradient / divisor + fraction * residual``; 1-D parts of a bucket. No gradient counts as zeros."""
 
-    def parts(self, bucket: Bucket) -> list[Array]:
+    def parts(self, bucket: Bucket) -> list[EagerArray]:
         """This rank's gradients in the bucket's order, 1-D, in their own type, not copied where that can be avoided."""
 
-    def join(self, parts: Sequence[Array], out: Array, divisor: float) -> None:
+    def join(self, parts: Sequence[EagerArray], out: EagerArray, divisor: float) -> None:
         """``parts``, end to end, converted to the type of ``out`` and divided."""
 
-    def summable(self, bucket: Bucket, dtype: str) -> list[Array]:
+    def summable(self, bucket: Bucket, dtype: str) -> list[EagerArray]:
         """This rank's gradients for sums in place: contiguous arrays of ``dtype`` whose memory nobody else reads."""
 
-    def norm(self, array: Array) -> Array:
+    def norm(self, array: EagerArray) -> EagerArray:
         """Euclidean norm, 0-d, in float32 or wider."""
 
-    def rows(self, i: int) -> tuple[Array, Array]:
+    def rows(self, i: int) -> tuple[EagerArray, EagerArray]:
         """The gradient's rows that are not zero: (int64 (k,) ascending, values (k, width))."""
 
-    def mask(self, rows: Array, height: int) -> Array:
+    def mask(self, rows: EagerArray, height: int) -> EagerArray:
         """float32 (height,): 1 in ``rows``, else 0."""
 
-    def rows_in_use(self, counts: Array) -> Array:
+    def rows_in_use(self, counts: EagerArray) -> EagerArray:
         """Rows with a count above 0, int64 ascending."""
 
-    def place(self, union: Array, rows: Array, values: Array, length: int, dtype: str) -> Array:
+    def place(self, union: EagerArray, rows: EagerArray, values: EagerArray, length: int, dtype: str) -> EagerArray:
         """1-D: ``length`` rows, the first of which are those of ``union``; ``values`` stand where ``rows`` are."""
 
-    def spread(self, union: Array, values: Array, height: int) -> Array:
+    def spread(self, union: EagerArray, values: EagerArray, height: int) -> EagerArray:
         """The whole table, 1-D: ``values`` (1-D) in the rows of ``union``, else zeros."""
 
-    def deliver(self, i: int, mean: Array, *, adopt: bool, sparse: bool) -> None:
+    def deliver(self, i: int, mean: EagerArray, *, adopt: bool, sparse: bool) -> None:
         """Write the mean (1-D) to the gradient. ``adopt``: its memory may become the gradient's. ``sparse``: the
         gradient has to be sparse on all ranks."""
 
-    def deliver_rows(self, i: int, union: Array, values: Array) -> None:
+    def deliver_rows(self, i: int, union: EagerArray, values: EagerArray) -> None:
         """Write a mean that is zero but in some rows; ``values``: 1-D, one row after the other."""
 
-    def deliver_summed(self, i: int, mean: Array, *, sparse: bool) -> None:
+    def deliver_summed(self, i: int, mean: EagerArray, *, sparse: bool) -> None:
         """Take over a sum made in place, where it is not the gradient itself."""
 
-    def all_true(self, flags: Sequence[Array]) -> bool:
+    def all_true(self, flags: Sequence[EagerArray]) -> bool:
         """Of 0-d booleans, looked at once: every look waits for the device."""
 
-    def any_true(self, flags: Sequence[Array]) -> bool:
+    def any_true(self, flags: Sequence[EagerArray]) -> bool:
         """The same, for any of them."""
 
-    def norm_of_all(self, norms: Sequence[Array]) -> float:
+    def norm_of_all(self, norms: Sequence[EagerArray]) -> float:
         """Norm of all elements of arrays with these ``norms``."""
 
-    def clone(self, array: Array) -> Array:
+    def clone(self, array: EagerArray) -> EagerArray:
         """A copy, for a checkpoint or an array that will be overwritten."""
 
-    def filled_like(self, array: Array, value: float) -> Array:
+    def filled_like(self, array: EagerArray, value: float) -> EagerArray:
         """A new array of the same length and type."""
 
-    def restore(self, values: Any) -> Array:
+    def restore(self, values: Any) -> EagerArray:
         """An array of a checkpoint on the parameters' device."""
 
-    def metadata_array(self, values: np.ndarray) -> Array:
+    def metadata_array(self, values: np.ndarray) -> EagerArray:
         """The metadata as the transport sums them, on the host."""
 
-    def to_host(self, array: Array) -> np.ndarray:
+    def to_host(self, array: EagerArray) -> np.ndarray:
         """An array in NumPy, not copied where that can be avoided."""
 
-    def shares_memory(self, one: Array | None, other: Array | None) -> bool:
+    def shares_memory(self, one: EagerArray | None, other: EagerArray | None) -> bool:
         """Whether two 1-D arrays begin in the same place."""
 
     def wait_for_device(self) -> None:

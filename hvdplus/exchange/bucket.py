@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple
 
 from hvdplus.compression import Array, Compressor, Context, NoCompression, Ops, Spec
 
@@ -135,39 +135,45 @@ def bytes_per_step(buckets: Sequence[Bucket], compressor: Compressor, narrow_sum
     return total
 
 
+NOT_YET: Any = None
+"""In place of an array that comes later in the step."""
+
+
 @dataclass
-class BucketState:
+class BucketState(Generic[Array]):
     """One bucket on this rank."""
 
     is_table: ClassVar[bool] = False
     """Whether its only parameter's gradients are sparse."""
     bucket: Bucket
-    contexts: dict[int, Context] = field(default_factory=dict)
+    contexts: dict[int, Context[Array]] = field(default_factory=dict)
     """Level -> context, made when the level is first used."""
     residual: Array | None = None
     """What encoding lost so far; None where nothing is outstanding."""
     pending: Array | None = None
     """The next residual, until the optimizer has taken the step."""
-    flat: Any = None
+    flat: Array | None = None
     """The vector that is encoded: gradients plus a fraction of the residual. Kept, as fresh memory is dear."""
     flat_type: str = ""
     missing: set[int] = field(default_factory=set)
     """Parameters whose gradient of this step is not here yet."""
-    payload: Any = None
-    """An array; where gradients are summed in place, a list of them."""
+    payload: Array = NOT_YET
+    """The vector, encoded."""
+    summed: list[Array] = field(default_factory=list)
+    """Where gradients are summed in place: those, then what came back of them; the metadata may stand behind them."""
     handle: Any = None
     """Of the all-reduce under way."""
-    total: Any = None
+    total: Array = NOT_YET
     """Sum of all ranks' payloads."""
-    mean: Any = None
+    mean: Array = NOT_YET
     """Mean of all ranks' gradients (or their sum, if that was asked for), decoded."""
-    next_context: Context | None = None
+    next_context: Context[Array] | None = None
     """What the level learned from ``total``, until all ranks know that the step was finite."""
-    finite: Any = None
+    finite: Array | None = None
     """0-d boolean: all values that this rank sent are finite; None: not looked at."""
-    overflow: Any = None
+    overflow: Array | None = None
     """0-d boolean: the residual would need many steps to send what is left; None: not looked at."""
-    sum_finite: Any = None
+    sum_finite: Array | None = None
     """0-d boolean: the sum is finite; None: not looked at."""
 
     def __post_init__(self) -> None:
@@ -179,7 +185,7 @@ class BucketState:
         }
         """Parameter -> where it stands in the flat vector, and its shape."""
 
-    def context(self, ops: Ops, level: int, compressor: Compressor, side: int = 0) -> Context:
+    def context(self, ops: Ops[Array], level: int, compressor: Compressor, side: int = 0) -> Context[Array]:
         """The context of a level, made if it is used for the first time."""
         if level not in self.contexts:
             self.contexts[level] = compressor.init(ops, self.bucket.spec)
@@ -188,20 +194,21 @@ class BucketState:
     def forget_step(self) -> None:
         """Give up all that belongs to one step: the next forward pass can have the memory."""
         self.missing = set(self.bucket.parameters)
-        self.payload = self.handle = self.total = self.mean = None
+        self.payload = self.handle = self.total = self.mean = NOT_YET
+        self.summed = []
         self.next_context = self.finite = self.overflow = self.sum_finite = None
 
 
 @dataclass
-class BucketSet:
+class BucketSet(Generic[Array]):
     """All gradients, cut into buckets in one way."""
 
-    states: list[BucketState]
+    states: list[BucketState[Array]]
     prefix: str
     """Of the sums' names."""
     in_place: bool = False
     """Whether gradients are summed where they are, if they can be, and come back as means."""
-    carrier: BucketState | None = None
+    carrier: BucketState[Array] | None = None
     """The bucket that waits for the end of the backward pass, and then takes the metadata along: without a sum of its
     own for them, dense steps on fast links take no longer than stock Horovod's."""
 

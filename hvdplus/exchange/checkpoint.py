@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hvdplus.compression import Context
+from hvdplus.compression import Array, Context
 from hvdplus.exchange.form import are_different, are_shapes, damaged, is_count, is_finite, require, require_fields
 from hvdplus.transport import Transport
 
@@ -70,7 +70,7 @@ class Ownership(NamedTuple):
     """Factor on loaded residuals that keeps their total effect on the weights unchanged when the world size changes."""
 
 
-def save(x: Exchange) -> dict[str, Any]:
+def save(x: Exchange[Array]) -> dict[str, Any]:
     """All that coming steps depend on, besides weights and the optimizer's own state; between two steps.
 
     Arrays (the framework's, copied), numbers, text, and lists and dictionaries of them.
@@ -97,7 +97,7 @@ def save(x: Exchange) -> dict[str, Any]:
     }
 
 
-def residuals(x: Exchange) -> dict[int, Any]:
+def residuals(x: Exchange[Array]) -> dict[int, Any]:
     """Parameter -> what is held back of it, in its shape."""
     return {
         i: x.copied(state.residual[part]).reshape(shape)
@@ -107,7 +107,7 @@ def residuals(x: Exchange) -> dict[int, Any]:
     }
 
 
-def load(x: Exchange, state: Mapping[str, Any]) -> str:
+def load(x: Exchange[Array], state: Mapping[str, Any]) -> str:
     """Go on where the exchange was that gave ``state``; returns a digest that has to be the same on all ranks.
 
     Raises:
@@ -145,7 +145,7 @@ def load(x: Exchange, state: Mapping[str, Any]) -> str:
     return digest(*plain, arrays=[np.asarray(x.on_host(array)) for array in arrays])
 
 
-def consolidate(x: Exchange) -> None:
+def consolidate(x: Exchange[Array]) -> None:
     """Give every rank the mean of all ranks' residuals, which changes nothing in what they come to."""
     states = [state for state in x.states if state.residual is not None]
     names = [f"{x.prefix}.mean.{state.bucket.number}" for state in states]
@@ -213,7 +213,7 @@ def _check_residuals(residuals: Any, shapes: Sequence[Sequence[int]]) -> None:
             )
 
 
-def checked_contexts(x: Exchange, state: Mapping[str, Any]) -> dict[tuple[int, ...], dict[int, Any]]:
+def checked_contexts(x: Exchange[Array], state: Mapping[str, Any]) -> dict[tuple[int, ...], dict[int, Any]]:
     """Parameters of a bucket -> level -> the arrays of its context, of the buckets that there will be."""
     order = list(reversed(range(len(x.shapes)))) if state["order"] is None else state["order"]
     buckets = {bucket.parameters: bucket for bucket in x.make_buckets(order=order, tables=state["tables"] or [])}
@@ -237,7 +237,7 @@ def checked_contexts(x: Exchange, state: Mapping[str, Any]) -> dict[tuple[int, .
     return found
 
 
-def check_context(x: Exchange, name: str, arrays: Any, fresh: Context) -> None:
+def check_context(x: Exchange[Array], name: str, arrays: Any, fresh: Context[Array]) -> None:
     """Raise ValueError if a loaded context does not have the form that the level makes."""
     wanted = [_form(x.ops.to_numpy(array)) for array in fresh.state]
     try:

@@ -7,13 +7,13 @@ for compiled graphs.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 from hvdplus.compression import Array, Compressor, Context, Ops
 from hvdplus.exchange.residual import left_after_flush
 
 
-class Outgoing(NamedTuple):
+class Outgoing(NamedTuple, Generic[Array]):
     """What a rank makes of one bucket before the sum."""
 
     payload: Array
@@ -25,25 +25,25 @@ class Outgoing(NamedTuple):
     """0-d boolean: the residual would need many steps to send what is left; None: it would not."""
 
 
-class Incoming(NamedTuple):
+class Incoming(NamedTuple, Generic[Array]):
     """What a rank makes of one bucket's sum."""
 
     mean: Array
-    next_context: Context | None
+    next_context: Context[Array] | None
     """None: nothing was learned."""
     sum_finite: Array | None
     """0-d boolean, the same on every rank; None: not looked at."""
 
 
 def send_bucket(
-    ops: Ops,
+    ops: Ops[Array],
     compressor: Compressor,
-    ctx: Context,
+    ctx: Context[Array],
     vector: Array,
     residual: Array | None,
     fraction: Array | float,
     check: bool,
-) -> Outgoing:
+) -> Outgoing[Array]:
     """Encode a bucket.
 
     Args:
@@ -60,7 +60,9 @@ def send_bucket(
     return Outgoing(payload, left, finite, None)
 
 
-def receive_bucket(ops: Ops, compressor: Compressor, ctx: Context, total: Array, scale: float, check: bool) -> Incoming:
+def receive_bucket(
+    ops: Ops[Array], compressor: Compressor, ctx: Context[Array], total: Array, scale: float, check: bool
+) -> Incoming[Array]:
     """Decode the sum of all ranks' payloads, and learn from it. ``scale``: 1/N for means."""
     mean = compressor.mean(ops, ctx, total, scale)
     if not check:

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from hvdplus.compression import Array, Context
+from hvdplus.compression import Context
 from hvdplus.control.meter import StepMeter
-from hvdplus.exchange.backend import Backend
+from hvdplus.exchange.backend import Backend, EagerArray
 from hvdplus.exchange.bucket import BucketSet, BucketState, wide
 from hvdplus.exchange.engine import Exchange
 from hvdplus.exchange.plan import Ladder, Plan
@@ -23,12 +23,12 @@ from hvdplus.settings import Settings
 from hvdplus.transport import Transport
 
 
-class EagerExchange(Exchange):
+class EagerExchange(Exchange[EagerArray]):
     """Exchanges the gradients that a backend finds."""
 
     def __init__(
         self,
-        backend: Backend,
+        backend: Backend[EagerArray],
         transport: Transport,
         settings: Settings,
         *,
@@ -56,7 +56,7 @@ class EagerExchange(Exchange):
             tries_codecs=auto,
         )
         self.meter = StepMeter()
-        self.reporter = Reporter(len(self.shapes))
+        self.reporter: Reporter[EagerArray] = Reporter(len(self.shapes))
         self.get_loss_scale: Callable[[], float] | None = None
         """Tells by how much the script scales its losses, and so its gradients; None: not at all."""
         self.loss_scale = 1.0
@@ -85,12 +85,13 @@ class EagerExchange(Exchange):
     def make_sets(self) -> None:
         """The states of all buckets, anew."""
         dense = len(self.buckets) - len(self.tables)
-        self._tables = [Table(bucket) for bucket in self.buckets[dense:]]
+        self._tables: list[Table[EagerArray]] = [Table(bucket) for bucket in self.buckets[dense:]]
+        self.joined: BucketSet[EagerArray]
         self.joined = BucketSet([] if self.idle else [BucketState(b) for b in self.buckets[:dense]], self.prefix)
-        self._plain: BucketSet | None = None
+        self._plain: BucketSet[EagerArray] | None = None
         """Buckets of plain dense steps, where nothing has to be joined or encoded."""
         if self.sums_in_place and not self.idle:
-            states = [BucketState(bucket) for bucket in self.make_buckets(plain=True)]
+            states: list[BucketState[EagerArray]] = [BucketState(bucket) for bucket in self.make_buckets(plain=True)]
             carries = bool(states) and states[-1].bucket.dtype == "float32" and self.backend.on_host
             self._plain = BucketSet(states, f"{self.prefix}.plain", True, states[-1] if carries else None)
 
@@ -101,12 +102,12 @@ class EagerExchange(Exchange):
         self.make_sets()
 
     @property
-    def states(self) -> list[BucketState]:
+    def states(self) -> list[BucketState[EagerArray]]:
         """All buckets that keep residuals and contexts."""
         return [*self.joined.states, *self.tables_now]
 
     @property
-    def tables_now(self) -> list[Table]:
+    def tables_now(self) -> list[Table[EagerArray]]:
         """Tables, if anything is exchanged at all."""
         return [] if self.idle else self._tables
 
@@ -118,12 +119,12 @@ class EagerExchange(Exchange):
         """Whether a bucket's gradients, as nothing is added to them, are taken at once when the last one is ready."""
         self.checks = self.ladder.needs_finite_check(plan) and not self.idle
 
-    def context(self, state: BucketState, level: int | None = None) -> Context:
+    def context(self, state: BucketState[EagerArray], level: int | None = None) -> Context[EagerArray]:
         """Of a bucket, at the level of the step unless another is given."""
         level = self.plan.level if level is None else level
         return state.context(self.ops, level, self.compressor(state.bucket, level), self.plan.side)
 
-    def tensor_name(self, state: BucketState) -> str:
+    def tensor_name(self, state: BucketState[EagerArray]) -> str:
         """Of a bucket's all-reduce."""
         return self.ladder.tensor_name(self.now.prefix, state.bucket.number, self.plan)
 
@@ -249,15 +250,15 @@ class EagerExchange(Exchange):
             part, _ = state.places[i]
             state.residual[part] = self.backend.restore(residual).reshape(-1) * share
 
-    def arrays(self, ctx: Context) -> list[Array]:
+    def arrays(self, ctx: Context[EagerArray]) -> list[EagerArray]:
         """Copies of a context's arrays."""
         return [self.backend.clone(array) for array in ctx.state]
 
-    def put_context(self, state: BucketState, level: int, arrays: Sequence[Any]) -> None:
+    def put_context(self, state: BucketState[EagerArray], level: int, arrays: Sequence[Any]) -> None:
         """Take over a context."""
         state.contexts[level] = Context(state.bucket.spec, 0, tuple(self.backend.restore(array) for array in arrays))
 
-    def copied(self, array: Array) -> Array:
+    def copied(self, array: EagerArray) -> EagerArray:
         """A copy."""
         return self.backend.clone(array)
 

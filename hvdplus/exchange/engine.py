@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 
@@ -26,7 +26,7 @@ PLAIN_BUCKET_BYTES = 2 << 20
 """Of gradients that are handed to Horovod together. A sum costs some 0.15 ms of processor wherever the link is fast."""
 
 
-class Exchange(ABC):
+class Exchange(ABC, Generic[Array]):
     """Exchanges gradients of given shapes and types once a step; equal on every rank."""
 
     framework: str
@@ -34,7 +34,7 @@ class Exchange(ABC):
 
     def __init__(
         self,
-        ops: Ops,
+        ops: Ops[Array],
         shapes: Sequence[tuple[int, ...]],
         dtypes: Sequence[str],
         transport: Transport,
@@ -167,11 +167,11 @@ class Exchange(ABC):
         to be the same on all ranks."""
 
     @abstractmethod
-    def arrays(self, ctx: Context) -> list[Any]:
+    def arrays(self, ctx: Context[Array]) -> list[Any]:
         """Copies of a context's arrays."""
 
     @abstractmethod
-    def put_context(self, state: BucketState, level: int, arrays: Sequence[Any]) -> None:
+    def put_context(self, state: BucketState[Array], level: int, arrays: Sequence[Any]) -> None:
         """Take over a context."""
 
     @abstractmethod

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from hvdplus.exchange.backend import EagerArray
 from hvdplus.exchange.bucket import BucketState
 from hvdplus.exchange.transfer import vector
 
@@ -13,11 +14,11 @@ if TYPE_CHECKING:
     from hvdplus.exchange.eager import EagerExchange
 
 
-def send_overflowed_again(x: EagerExchange, states: Sequence[BucketState]) -> None:
+def send_overflowed_again(x: EagerExchange[EagerArray], states: Sequence[BucketState[EagerArray]]) -> None:
     """Payloads of float16 may have an infinite sum. Every rank holds the same sums, so every rank sends the same
     buckets again, in full width."""
     narrow = [s for s in states if s.sum_finite is not None and x.compressor(s.bucket, x.plan.level).may_overflow]
-    if x.backend.all_true([state.sum_finite for state in narrow]):
+    if x.backend.all_true(_looked_at(narrow)):
         return
     for state in (state for state in narrow if not state.sum_finite):
         if x.together:
@@ -27,29 +28,36 @@ def send_overflowed_again(x: EagerExchange, states: Sequence[BucketState]) -> No
         state.sum_finite = x.ops.all_finite(state.mean)
 
 
-def sums_are_finite(x: EagerExchange) -> bool:
+def sums_are_finite(x: EagerExchange[EagerArray]) -> bool:
     """Of all buckets that may be compressed; the same on every rank."""
-    return x.backend.all_true([state.sum_finite for state in x.states if state.sum_finite is not None])
+    return x.backend.all_true(_looked_at(x.states))
 
 
-def send_left(x: EagerExchange) -> bool:
+def _looked_at(states: Sequence[BucketState[EagerArray]]) -> list[EagerArray]:
+    """Whether sums are finite, of all that were looked at."""
+    return [state.sum_finite for state in states if state.sum_finite is not None]
+
+
+def send_left(x: EagerExchange[EagerArray]) -> bool:
     """Some rank's values lie far beyond its level's scale: all ranks send what is left in full width, nothing stays.
     So the whole gradient arrives in its own step, and no later one has to bring the rest.
 
     Returns whether the sums are finite; the same on every rank.
     """
-    states = [state for state in x.states if state.pending is not None and state.finite is not None]
-    handles = [
-        x.transport.start(x.backend.clone(state.pending), f"{x.tensor_name(state)}.left", x.scale * x.sent_scale)
-        for state in states
+    scale = x.scale * x.sent_scale
+    sums = [
+        (state, x.transport.start(x.backend.clone(state.pending), f"{x.tensor_name(state)}.left", scale))
+        for state in x.states
+        if state.pending is not None and state.finite is not None
     ]
-    for state, handle in zip(states, handles, strict=True):
-        state.mean = state.mean + x.transport.wait(handle)
-        state.pending = x.backend.filled_like(state.pending, 0.0)
-    return x.backend.all_true([x.ops.all_finite(state.mean) for state in states])
+    for state, handle in sums:
+        left = x.transport.wait(handle)
+        state.mean = state.mean + left
+        state.pending = x.backend.filled_like(left, 0.0)
+    return x.backend.all_true([x.ops.all_finite(state.mean) for state, _ in sums])
 
 
-def settle(x: EagerExchange, state: BucketState, healthy: bool, learns: bool) -> None:
+def settle(x: EagerExchange[EagerArray], state: BucketState[EagerArray], healthy: bool, learns: bool) -> None:
     """Keep what a bucket learned (if the step is one to learn from), or undo the step where it was not finite."""
     if not state.bucket.compressible:
         return
@@ -64,7 +72,7 @@ def settle(x: EagerExchange, state: BucketState, healthy: bool, learns: bool) ->
         state.mean = x.backend.filled_like(state.mean, math.nan)
 
 
-def deliver(x: EagerExchange, used: Sequence[bool]) -> None:
+def deliver(x: EagerExchange[EagerArray], used: Sequence[bool]) -> None:
     """Write means to the gradients; a parameter that no rank used keeps none.
 
     ``used``: which parameters have a gradient on this rank.
@@ -72,7 +80,7 @@ def deliver(x: EagerExchange, used: Sequence[bool]) -> None:
     users = (x.reporter.metadata.read().used > 0).tolist() if x.reporter.read_in_step else used
     for state in x.now.states:
         if x.now.in_place:
-            for i, mean in zip(state.bucket.parameters, state.mean, strict=False):  # the metadata come last
+            for i, mean in zip(state.bucket.parameters, state.summed, strict=False):  # the metadata come last
                 if users[i]:
                     x.backend.deliver_summed(i, mean, sparse=i in x.sparse)
         else:
@@ -84,7 +92,7 @@ def deliver(x: EagerExchange, used: Sequence[bool]) -> None:
             x.backend.deliver_rows(table.parameter, table.union, table.mean)
 
 
-def _deliver_bucket(x: EagerExchange, state: BucketState, users: Sequence[bool]) -> None:
+def _deliver_bucket(x: EagerExchange[EagerArray], state: BucketState[EagerArray], users: Sequence[bool]) -> None:
     sent = [array for array in (state.flat, state.payload) if array is not None]
     adopt = not any(x.backend.shares_memory(state.mean, array) for array in sent)
     for i, (part, _) in state.places.items():
@@ -94,7 +102,7 @@ def _deliver_bucket(x: EagerExchange, state: BucketState, users: Sequence[bool])
             state.pending[part] = state.residual[part]
 
 
-def turned_sparse(x: EagerExchange) -> None:
+def turned_sparse(x: EagerExchange[EagerArray]) -> None:
     """Where all ranks read the metadata in the step, a gradient that turned sparse on one of them does so on all."""
     if x.reporter.observed_in_step:
         turned = x.reporter.metadata.read().turned

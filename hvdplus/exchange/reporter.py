@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Generic, cast
 
 import numpy as np
 
-from hvdplus.compression import Array
+from hvdplus.exchange.backend import EagerArray
 from hvdplus.exchange.metadata import (
     Metadata,
     Report,
@@ -50,7 +50,7 @@ class MetadataInFlight:
         return self._read
 
 
-class Reporter:
+class Reporter(Generic[EagerArray]):
     """Reports this rank's part of a step, and observes all ranks'.
 
     Holds no exchange, which holds it: an exchange that is dropped has to be gone at once.
@@ -64,7 +64,7 @@ class Reporter:
         self.observed_in_step = self.read_in_step = False
         """Whether every rank reads the current step's metadata before its end; whether this rank does."""
         self._late: tuple[Plan, MetadataInFlight] | None = None
-        self._norms: list[Array] = []
+        self._norms: list[EagerArray] = []
         self._steps = self._sums = 0
         self._unseen = set(range(parameters))
         """Parameters that no rank has had a gradient of: until then all ranks read in the step, so that they agree
@@ -75,12 +75,14 @@ class Reporter:
         fresh = set(range(parameters)) - set(moved.values())
         self._unseen = fresh | {moved[i] for i in self._unseen if i in moved}
 
-    def note_norms(self, x: EagerExchange, arrays: Sequence[Array]) -> None:
+    def note_norms(self, x: EagerExchange[EagerArray], arrays: Sequence[EagerArray]) -> None:
         """Keep the norms of gradients, in steps that measure them."""
         if x.plan.measure_norms:
             self._norms += [x.backend.norm(array) for array in arrays]
 
-    def start(self, x: EagerExchange, used: Sequence[bool], learning_rate: float, added: int, missing: float) -> None:
+    def start(
+        self, x: EagerExchange[EagerArray], used: Sequence[bool], learning_rate: float, added: int, missing: float
+    ) -> None:
         """Send this rank's metadata. Arguments as in ``step.finish``; ``used``: which parameters have a gradient."""
         ranks = x.transport.size
         numbers = () if x.idle else range(len(x.shapes))
@@ -94,13 +96,13 @@ class Reporter:
         # Whether others use a parameter only matters to a rank that does not.
         self.read_in_step = self.observed_in_step or added > 0 or not all(used)
 
-    def observe_last(self, x: EagerExchange) -> None:
+    def observe_last(self, x: EagerExchange[EagerArray]) -> None:
         """Read the last step's metadata, if that was not done in the step."""
         if self._late:
             (plan, metadata), self._late = self._late, None
             self._observe(x, plan, metadata, healthy=True)
 
-    def end_step(self, x: EagerExchange, healthy: bool) -> None:
+    def end_step(self, x: EagerExchange[EagerArray], healthy: bool) -> None:
         """Observe the step, or leave its metadata to the next one."""
         if self.observed_in_step:
             self._observe(x, x.plan, self.metadata, healthy)
@@ -120,7 +122,7 @@ class Reporter:
             self._late[1].read()
         self.forget()
 
-    def _observe(self, x: EagerExchange, plan: Plan, in_flight: MetadataInFlight, healthy: bool) -> None:
+    def _observe(self, x: EagerExchange[EagerArray], plan: Plan, in_flight: MetadataInFlight, healthy: bool) -> None:
         metadata = in_flight.read()
         if "weights" in metadata.odd:
             everyone = x.transport.gather_objects(list(in_flight.checksums), f"weights of {x.prefix}")
@@ -130,13 +132,13 @@ class Reporter:
             self._unseen -= set(np.flatnonzero(metadata.used > 0).tolist())
         x.sparse.update(np.flatnonzero(metadata.turned).tolist())
 
-    def _start_sum(self, x: EagerExchange, array: Array) -> Callable[[], np.ndarray]:
+    def _start_sum(self, x: EagerExchange[EagerArray], array: EagerArray) -> Callable[[], np.ndarray]:
         # What waits does not hold the exchange either.
         carrier, scale, transport, to_host = x.now.carrier, x.scale, x.transport, x.backend.to_host
         if carrier is not None:
             with x.meter.codec():
                 name = x.ladder.tensor_name(x.now.prefix, carrier.bucket.number, x.plan)
-                carrier.handle = cast(Grouping, transport).start_all([*carrier.payload, array], name, scale)
+                carrier.handle = cast(Grouping, transport).start_all([*carrier.summed, array], name, scale)
                 x.meter.sum_begins(carrier.bucket.number, functools.partial(transport.done, carrier.handle))
             return lambda: to_host(array) / np.float32(scale)  # in place: here when the carrier's sums are
         # Two names alternate: the last sum may still be in flight where it was not awaited.
@@ -145,9 +147,9 @@ class Reporter:
         return lambda: to_host(transport.wait(handle))
 
     def _report(
-        self, x: EagerExchange, learning_rate: float, added: int, missing: float, checksums: Sequence[int]
+        self, x: EagerExchange[EagerArray], learning_rate: float, added: int, missing: float, checksums: Sequence[int]
     ) -> Report:
-        states: list[BucketState] = [] if x.idle or x.now.in_place else list(x.now.states)
+        states: list[BucketState[EagerArray]] = [] if x.idle or x.now.in_place else list(x.now.states)
         states += x.tables_now if x.checks else ()
         finite = [state.finite for state in states if state.finite is not None]
         overflow = [state.overflow for state in states if state.overflow is not None]
@@ -176,7 +178,7 @@ class Reporter:
         )
         return Report(sums, slot)
 
-    def _contexts(self, x: EagerExchange, states: Sequence[BucketState]) -> float:
+    def _contexts(self, x: EagerExchange[EagerArray], states: Sequence[BucketState[EagerArray]]) -> float:
         """Checksum of all contexts that the step uses, those that it warms_up up among them."""
         total = 0
         levels = {x.plan.level, x.plan.warms_up or x.plan.level}
@@ -185,7 +187,7 @@ class Reporter:
                 total += sum(int(x.ops.checksum(array)) for array in x.context(state, level).state)
         return fold24(total)
 
-    def _measured_norms(self, x: EagerExchange) -> tuple[float, float]:
+    def _measured_norms(self, x: EagerExchange[EagerArray]) -> tuple[float, float]:
         """Norms of this rank's own gradients, taken when they were packed, and of its next residual."""
         if not x.plan.measure_norms or x.idle:
             return 0.0, 0.0
@@ -195,7 +197,7 @@ class Reporter:
             residual = x.backend.norm_of_all(left if x.ladder.keeps_residual(x.plan) else [])
             return gradient / x.loss_scale, residual
 
-    def _checks_weights(self, x: EagerExchange) -> bool:
+    def _checks_weights(self, x: EagerExchange[EagerArray]) -> bool:
         """After the first step, and every so often: ranks that train apart would not notice otherwise."""
         every = x.settings.weights_check_steps
         if not every or x.idle or x.transport.size == 1:

@@ -19,7 +19,8 @@ import numpy as np
 from hvdplus.compression import Array, Ops, fewest_bits
 from hvdplus.compression.ops import Packed
 from hvdplus.exchange import transfer
-from hvdplus.exchange.bucket import BucketState, wide
+from hvdplus.exchange.backend import EagerArray
+from hvdplus.exchange.bucket import NOT_YET, BucketState, wide
 
 if TYPE_CHECKING:
     from hvdplus.exchange.eager import EagerExchange
@@ -31,17 +32,17 @@ WORD = 32
 
 
 @dataclass
-class Table(BucketState):
+class Table(BucketState[EagerArray]):
     """The bucket of a parameter whose gradients are sparse, from step to step."""
 
     is_table: ClassVar[bool] = True
     mask: Any = None
     """Handle of the mask's all-reduce."""
-    rows: Any = None
+    rows: EagerArray = NOT_YET
     """Rows that this rank used, int64 ascending."""
-    values: Any = None
+    values: EagerArray = NOT_YET
     """(rows, width)"""
-    union: Any = None
+    union: EagerArray | None = None
     """Rows that any rank used; None: the table travels as a bucket in this step."""
     sent_bytes: int = 0
     """Of the last step: mask, and rows or payload."""
@@ -59,10 +60,11 @@ class Table(BucketState):
     def forget_step(self) -> None:
         """As a bucket's."""
         super().forget_step()
-        self.mask = self.rows = self.values = self.union = None
+        self.mask = self.rows = self.values = NOT_YET
+        self.union = None
 
 
-def start_mask(x: EagerExchange, table: Table) -> None:
+def start_mask(x: EagerExchange[EagerArray], table: Table[EagerArray]) -> None:
     """Tell the other ranks which rows this rank used."""
     table.pending = None  # of a step that was never taken
     table.rows, table.values = x.backend.rows(table.parameter)
@@ -70,7 +72,7 @@ def start_mask(x: EagerExchange, table: Table) -> None:
     table.mask = x.transport.start(words, f"{x.prefix}.{table.bucket.number}.mask")
 
 
-def send_table(x: EagerExchange, table: Table) -> None:
+def send_table(x: EagerExchange[EagerArray], table: Table[EagerArray]) -> None:
     """Hear which rows any rank used, and send them, or the whole table as a bucket."""
     with x.meter.exposed_comm():
         words = x.transport.wait(table.mask)
@@ -93,8 +95,9 @@ def send_table(x: EagerExchange, table: Table) -> None:
             table.handle = x.transport.start(values, f"{x.prefix}.{table.bucket.number}.rows.{length}")
 
 
-def receive_rows(x: EagerExchange, table: Table) -> None:
+def receive_rows(x: EagerExchange[EagerArray], table: Table[EagerArray]) -> None:
     """The mean of the union's rows, 1-D."""
+    assert table.union is not None
     if table.handle is None:
         table.mean = x.backend.zeros(0, wide(table.bucket.dtype))
         return
@@ -107,12 +110,12 @@ def receive_rows(x: EagerExchange, table: Table) -> None:
     table.mean = total * x.scale
 
 
-def mask_words(ops: Ops, mask: Array, ranks: int) -> Array:
+def mask_words(ops: Ops[Array], mask: Array, ranks: int) -> Array:
     """A mask (float32, zeros and ones) packed so that sums over ``ranks`` ranks fit."""
     return ops.pack(mask, _one(ops), 1, fewest_bits(ranks), WORD).words
 
 
-def mask_counts(ops: Ops, words: Array, height: int, ranks: int) -> Array:
+def mask_counts(ops: Ops[Array], words: Array, height: int, ranks: int) -> Array:
     """Sum of masks -> how many ranks used each row, float32 (height,)."""
     return ops.assemble([Packed(words, _one(ops), fewest_bits(ranks), height)])
 
@@ -134,6 +137,6 @@ def padded(count: int) -> int:
     return -(-count // step) * step
 
 
-def _one(ops: Ops) -> Array:
+def _one(ops: Ops[Array]) -> Array:
     """Exponent of a step of 1."""
     return ops.from_numpy(np.zeros(1, np.int32))

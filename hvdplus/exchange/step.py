@@ -15,13 +15,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hvdplus.exchange import checkpoint, outcome, sparse, transfer
+from hvdplus.exchange.backend import EagerArray
 from hvdplus.exchange.metadata import check_agreement
 
 if TYPE_CHECKING:
     from hvdplus.exchange.eager import EagerExchange
 
 
-def gradient_ready(x: EagerExchange, i: int) -> None:
+def gradient_ready(x: EagerExchange[EagerArray], i: int) -> None:
     """The backward pass has delivered a gradient: pack it, and send its bucket if nothing is missing from it."""
     x.begin()
     if not x.agreed:
@@ -38,7 +39,7 @@ def gradient_ready(x: EagerExchange, i: int) -> None:
             transfer.send_full(x, state)
 
 
-def finish(x: EagerExchange, learning_rate: float = 0.0, added: int = 0, missing: float = 0.0) -> None:
+def finish(x: EagerExchange[EagerArray], learning_rate: float = 0.0, added: int = 0, missing: float = 0.0) -> None:
     """The backward pass is over: exchange the rest, and deliver the means. All ranks call it once a step.
 
     Args:
@@ -63,7 +64,7 @@ def finish(x: EagerExchange, learning_rate: float = 0.0, added: int = 0, missing
     x.end_exchange(healthy)
 
 
-def agree_on_first_step(x: EagerExchange) -> None:
+def agree_on_first_step(x: EagerExchange[EagerArray]) -> None:
     """In the first step, before anything is sent: in which order do gradients become ready, and which are sparse?
 
     Raises:
@@ -92,7 +93,7 @@ def agree_on_first_step(x: EagerExchange) -> None:
         x.follow(x.plan)
 
 
-def send_rest(x: EagerExchange) -> list[bool]:
+def send_rest(x: EagerExchange[EagerArray]) -> list[bool]:
     """Send all that has not left during the backward pass; returns which parameters have a gradient here."""
     if x.idle:
         return [True] * len(x.shapes)
@@ -108,12 +109,12 @@ def send_rest(x: EagerExchange) -> list[bool]:
     return used
 
 
-def receive(x: EagerExchange) -> None:
+def receive(x: EagerExchange[EagerArray]) -> None:
     """Wait for every sum, and decode it."""
     if x.now.in_place:
         with x.meter.awaited(*(state.bucket.number for state in x.now.states)):
             for state in x.now.states:
-                state.mean = x.transport.wait(state.handle)
+                state.summed = x.transport.wait(state.handle)
     for state in (*(() if x.now.in_place else x.now.states), *x.tables_now):
         if state.handle is not None:
             with x.meter.awaited(state.bucket.number):
@@ -127,7 +128,7 @@ def receive(x: EagerExchange) -> None:
         outcome.send_overflowed_again(x, x.states)
 
 
-def agree(x: EagerExchange) -> bool:
+def agree(x: EagerExchange[EagerArray]) -> bool:
     """Let residuals and contexts of the step count, if every rank says that its values were finite; returns whether.
 
     Where nothing depends on it, ranks read each other's metadata one step later.
@@ -149,7 +150,7 @@ def agree(x: EagerExchange) -> bool:
     return healthy
 
 
-def probe(x: EagerExchange) -> None:
+def probe(x: EagerExchange[EagerArray]) -> None:
     """Where the plan says so, see how long a sum takes that nothing else goes along with; its values do not matter."""
     if x.plan.probe_bytes:
         zeros = x.backend.zeros(x.plan.probe_bytes // 4)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, cast
 
-from hvdplus.compression import Array, Context
+from hvdplus.compression import Context
+from hvdplus.exchange.backend import EagerArray
 from hvdplus.exchange.bucket import BucketState, wide
 from hvdplus.exchange.codec import receive_bucket, send_bucket
 from hvdplus.transport import Grouping
@@ -14,13 +15,13 @@ if TYPE_CHECKING:
     from hvdplus.exchange.eager import EagerExchange
 
 
-def mark_ready(state: BucketState, i: int) -> None:
+def mark_ready(state: BucketState[EagerArray], i: int) -> None:
     """A gradient of this step is there."""
     state.pending = None  # of a step that was never taken
     state.missing.discard(i)
 
 
-def fill(x: EagerExchange, state: BucketState, i: int) -> None:
+def fill(x: EagerExchange[EagerArray], state: BucketState[EagerArray], i: int) -> None:
     """Pack one gradient into its bucket, together with its share of the residual."""
     part, _ = state.places[i]
     fraction = x.plan.flush_fraction
@@ -31,19 +32,19 @@ def fill(x: EagerExchange, state: BucketState, i: int) -> None:
         x.reporter.note_norms(x, [x.backend.flat(i)])
 
 
-def complete(x: EagerExchange, state: BucketState) -> None:
+def complete(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
     """The backward pass is over: fill in gradients that it did not deliver, and send the bucket."""
     for i in tuple(state.missing):
         mark_ready(state, i)
         if not x.together:
             fill(x, state, i)
     if state is x.now.carrier:  # it leaves with the metadata
-        state.payload = _in_place(x, state)
+        state.summed = _in_place(x, state)
     else:
         send(x, state)
 
 
-def send_full(x: EagerExchange, state: BucketState) -> None:
+def send_full(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
     """Send a bucket that nothing is missing from. Without negotiation their order is the same on every rank."""
     if x.transport.negotiates:
         if not state.missing:
@@ -55,19 +56,19 @@ def send_full(x: EagerExchange, state: BucketState) -> None:
         send(x, states[x.next_bucket - 1])
 
 
-def send(x: EagerExchange, state: BucketState) -> None:
+def send(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
     """Encode a full bucket, and begin its all-reduce."""
     name = x.tensor_name(state)
     if x.now.in_place and not state.is_table:
-        state.payload = _in_place(x, state)
-        state.handle = cast(Grouping, x.transport).start_all(state.payload, name, x.scale)
+        state.summed = _in_place(x, state)
+        state.handle = cast(Grouping, x.transport).start_all(state.summed, name, x.scale)
     else:
         _encode(x, state)
         state.handle = x.transport.start(state.payload, name)
     x.meter.sum_begins(state.bucket.number, functools.partial(x.transport.done, state.handle))
 
 
-def decode(x: EagerExchange, state: BucketState) -> None:
+def decode(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
     """Sum of payloads -> mean of gradients, and what the level learns from it."""
     compressor, check = x.compressor(state.bucket, x.plan.level), x.checks and state.bucket.compressible
     got = receive_bucket(x.ops, compressor, x.context(state), state.total, x.scale * x.sent_scale, check)
@@ -76,20 +77,20 @@ def decode(x: EagerExchange, state: BucketState) -> None:
         state.next_context = learned(x, state, state.total)
 
 
-def learned(x: EagerExchange, state: BucketState, total: Array) -> Context:
+def learned(x: EagerExchange[EagerArray], state: BucketState[EagerArray], total: EagerArray) -> Context[EagerArray]:
     """The context of the level that this dense step warms_up up, from the sum of the gradients."""
     learner = x.ladder.compressors[x.plan.warms_up]
     total = total if x.loss_scale == 1 else total / x.loss_scale
     return learner.warm_up(x.ops, x.context(state, x.plan.warms_up), total)
 
 
-def wire_type(x: EagerExchange, state: BucketState) -> str:
+def wire_type(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> str:
     """Type of a bucket's vector: the gradients' own in plain dense steps, if the transport can add it up."""
     own = state.bucket.dtype
     return own if x.ladder.plain(x.plan) and x.sums(own) else wide(own)
 
 
-def vector(x: EagerExchange, state: BucketState) -> Array:
+def vector(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> EagerArray:
     """Memory for the bucket, kept from step to step."""
     dtype = wire_type(x, state)
     if state.flat is None or state.flat_type != dtype:
@@ -97,20 +98,21 @@ def vector(x: EagerExchange, state: BucketState) -> Array:
     return state.flat
 
 
-def _in_place(x: EagerExchange, state: BucketState) -> list[Array]:
+def _in_place(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> list[EagerArray]:
     """The gradients themselves."""
     arrays = x.backend.summable(state.bucket, wire_type(x, state))
     x.reporter.note_norms(x, arrays)
     return arrays
 
 
-def _encode(x: EagerExchange, state: BucketState) -> None:
+def _encode(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
     compressor, ctx = x.compressor(state.bucket, x.plan.level), x.context(state)
     if x.together:  # joined only where encoding asks for it
         parts = x.backend.parts(state.bucket)
         x.reporter.note_norms(x, parts)
-        state.payload = compressor.encode_parts(x.ops, ctx, parts)
-        if state.payload is not None:
+        payload = compressor.encode_parts(x.ops, ctx, parts)
+        if payload is not None:
+            state.payload = payload
             return
         x.backend.join(parts, vector(x, state), x.sent_scale)
     check = x.checks and state.bucket.compressible
