@@ -142,7 +142,7 @@ class Exchange(ABC, Generic[Array]):
         """Of a bucket at a level."""
         return compressor_for(bucket, self.ladder.compressors[level])
 
-    # -- where residuals and contexts are, for checkpoints
+    # -- where residuals and contexts are, for checkpoints. Those hold arrays of the framework or of NumPy: Any.
 
     @property
     @abstractmethod
