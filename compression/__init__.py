@@ -1,6 +1,6 @@
-"""Compressors whose payloads ring all-reduce can add up: one algorithm, one file, one table row.
+"""Compressors whose payloads an all-reduce can add up: one algorithm, one file, one row of the registry.
 
-What each of them does, sends and learns is in its file's docstring; ``hvdplus compressors`` lists them.
+A file's docstring says what its compressor does, sends and learns; ``hvdplus compressors`` lists them all.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What ``randomk`` and ``topk`` share: some blocks of a bucket are sent, the rest stays behind.
+"""The base of ``randomk`` and ``topk``: a step sends some blocks of a bucket, the rest stays in the residual.
 
-A bucket's compressible part is cut into blocks of equal length. The chosen blocks travel as they are, and so does what
-does not fill a block, and the tail. Ranks choose alike, so sums of payloads are payloads of sums, and no index crosses
-the network.
+A bucket's body is cut into blocks of equal length. The chosen blocks travel dense, and so do the tail and the elements
+that do not fill a block. All ranks choose the same blocks, so payloads add up and no index crosses the network.
 """
 
 from __future__ import annotations
@@ -23,25 +22,25 @@ class Cut(NamedTuple):
     """How a bucket is cut."""
 
     blocks: int
-    """0 where sending some of them would save nothing, and all travels dense."""
+    """Number of blocks; 0: choosing would save nothing, so the bucket travels dense."""
     chosen: int
-    """Blocks that are sent in a step."""
+    """Number of blocks that a step sends."""
     block: int
 
     @property
     def end(self) -> int:
-        """Where the blocks end; what is behind them travels dense."""
+        """Element at which the blocks end; the elements behind them travel dense."""
         return self.blocks * self.block
 
 
 @dataclass(frozen=True)
 class BlockSelection(Projection):
-    """A share of the blocks a step."""
+    """Sends a share of the blocks in every step."""
 
     share: float = 0.01
     """Share of the blocks that is sent, above 0 and below 1; smaller compresses more."""
     block: int = BLOCK
-    """Elements of a block, 1 or more; smaller picks more exactly and costs more."""
+    """Elements of a block, 1 or more; smaller chooses more exactly and costs more."""
 
     memory_passes = 3.0
 
@@ -60,11 +59,11 @@ class BlockSelection(Projection):
 
     @abstractmethod
     def measured(self, blocks: int) -> int:
-        """Floats that ride along for a bucket of that many blocks."""
+        """Number of measurements (float32) at the payload's end, for a bucket of that many blocks."""
 
     @abstractmethod
     def chosen(self, ops: Ops[Array], ctx: Context[Array]) -> Array:
-        """The blocks of this step (int32, ascending)."""
+        """Indices of this step's blocks (int32, ascending)."""
 
     def cut(self, spec: Spec) -> Cut:
         """How ``spec``'s bucket is cut."""
@@ -76,10 +75,10 @@ class BlockSelection(Projection):
 
     @abstractmethod
     def measure(self, ops: Ops[Array], ctx: Context[Array], grad: Array, residual: Array | None) -> Array:
-        """The floats that ride along."""
+        """The measurements (float32) at the payload's end."""
 
     def encode(self, ops: Ops[Array], ctx: Context[Array], grad: Array, residual: Array | None = None) -> Array:
-        """Chosen blocks, what travels dense, and measurements."""
+        """Chosen blocks, dense elements, measurements."""
         cut = self.cut(ctx.spec)
         if not cut.blocks:
             return grad
@@ -88,7 +87,7 @@ class BlockSelection(Projection):
         return ops.concat([ops.reshape(rows, (cut.chosen * cut.block,)), grad[cut.end :], measured])
 
     def pieces(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Sequence[Piece[Array]]:
-        """The chosen blocks among zeros, then what travelled dense."""
+        """The chosen blocks among zeros, then the dense elements."""
         cut = self.cut(ctx.spec)
         if not cut.blocks:
             return [total]
@@ -97,7 +96,7 @@ class BlockSelection(Projection):
         return [Rows(rows, self.chosen(ops, ctx), cut.blocks), total[sent : sent + ctx.spec.size - cut.end]]
 
     def layout(self, spec: Spec, side: int) -> Layout:
-        """Blocks in front; what travels dense, and measurements, behind."""
+        """Blocks in front; dense elements and measurements behind."""
         cut = self.cut(spec)
         return Layout(cut.chosen * cut.block, spec.size - cut.end + (self.measured(cut.blocks) if cut.blocks else 0))
 

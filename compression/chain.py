@@ -1,8 +1,8 @@
-"""Chains such as ``topk:0.05+int8`` or ``lowrank:4+fp16``: what a projection leaves is rounded once more.
+"""Chains such as ``topk:0.05+int8`` or ``lowrank:4+fp16``: the second part rounds the payload of the first.
 
-The first part (``randomk``, ``topk``, ``lowrank``) makes a float32 payload, the second (``fp16``, ``intB``) encodes
-that as if it were a bucket: its values in full compression, and what the first part wants precise (dense tensors, block
-energies) as the second part treats a tail. Both are linear in the sum, so the chain is. One context holds both.
+The first part (``randomk``, ``topk``, ``lowrank``) makes a float32 payload. The second (``fp16``, ``intB``,
+``signsgd``) encodes this payload like a bucket: its values are the body, its precise elements (dense tensors, block
+energies) the tail. Both decode linearly, so the chain does. One context holds both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Chain(Piecewise):
         ):
             raise ValueError(f"{self.second.name} cannot end a chain; fp16, intB and signsgd can")
         if isinstance(self.second, Half):
-            # What does not fit stays in the residual, so nothing has to be sent again.
+            # Values that do not fit stay in the residual, so nothing has to be sent again.
             object.__setattr__(self, "second", Half(saturate=True))
 
     @property
@@ -61,7 +61,7 @@ class Chain(Piecewise):
 
     @property
     def needs_warmup(self) -> bool:
-        """If one of them does."""
+        """If either part does."""
         return self.first.needs_warmup or self.second.needs_warmup
 
     @property
@@ -71,7 +71,7 @@ class Chain(Piecewise):
 
     @property
     def memory_passes(self) -> float:
-        """The second part works on what the first has left."""
+        """The first part's plus one: the second part's array is smaller."""
         return self.first.memory_passes + 1.0
 
     def init(self, ops: Ops[Array], spec: Spec) -> Context[Array]:
@@ -86,7 +86,7 @@ class Chain(Piecewise):
         return self.second.encode(ops, self._inner(ctx), self.first.encode(ops, self._outer(ctx), grad, residual))
 
     def pieces(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Sequence[Piece[Array]]:
-        """What the first part makes of what the second part decodes."""
+        """The first part's pieces of the payload that the second part decodes."""
         return self.first.pieces(ops, self._outer(ctx), self._between(ops, ctx, total))
 
     def advance(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
@@ -96,7 +96,7 @@ class Chain(Piecewise):
         return self._joined(ctx, outer, {ctx.side: inner})
 
     def warm_up(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
-        """The first part, and with it the second on what the first would send."""
+        """Warm up the first part, then the second part on the payload that the first would send."""
         outer = self.first.warm_up(ops, self._outer(ctx), total)
         inners = {}
         for side in range(self.sides):
@@ -105,7 +105,7 @@ class Chain(Piecewise):
         return self._joined(ctx, outer, inners)
 
     def can_reuse(self, other: Compressor) -> bool:
-        """If the first part does, and the second has nothing to learn."""
+        """If the first part does, and both second parts are ``fp16``, which learns nothing."""
         stateless = isinstance(other, Chain) and isinstance(other.second, Half) and isinstance(self.second, Half)
         return stateless and self.first.can_reuse(other.first)  # type: ignore[attr-defined]
 
@@ -114,7 +114,7 @@ class Chain(Piecewise):
         return self.first.reuse_context(ops, ctx, old)
 
     def send(self, ops: Ops[Array], ctx: Context[Array], grad: Array, residual: Array | None = None) -> Sent[Array]:
-        """Each part tells from what it made itself whether it overflows."""
+        """Each part checks its own payload for overflow."""
         outer, inner = self._outer(ctx), self._inner(ctx)
         between = self.first.encode(ops, outer, grad, residual)
         payload = self.second.encode(ops, inner, between)
@@ -127,7 +127,7 @@ class Chain(Piecewise):
         return self.second.is_finite(ops, grad, payload)
 
     def payload_bytes(self, spec: Spec, side: int = 0) -> int:
-        """The second part's, of what the first leaves."""
+        """The second part's, for the first part's payload."""
         return self.second.payload_bytes(self._inner_spec(spec, side))
 
     def _inner_spec(self, spec: Spec, side: int) -> Spec:

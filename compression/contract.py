@@ -1,12 +1,12 @@
-"""The contract that every compressor keeps: four pure functions and what they share.
+"""The contract of every compressor: four pure functions and the types that they share.
 
     init(spec)          -> ctx        the same on every rank
     encode(ctx, grad)   -> payload    adds over ranks
     decode(ctx, total)  -> grad       linear in total: decode(p_1 + ... + p_N) = decode(p_1) + ... + decode(p_N)
     advance(ctx, total) -> ctx        from shared values only
 
-Because payloads add up and every rank holds the same ``ctx``, one ring all-reduce of the payload is all the
-communication there is. ``ops`` (see ``ops.py``) comes first everywhere, so one text serves every framework.
+Payloads add up and every rank holds the same ``ctx``, so one all-reduce of the payload is the only communication.
+Every function takes ``ops`` (see ``ops.py``) first, so the same code serves every framework.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from hvdplus.compression.ops import Array, Ops, Piece, magnitude
 
 
 class Spec(NamedTuple):
-    """What a bucket looks like; equal on every rank.
+    """The layout of a bucket; equal on every rank.
 
-    A bucket is a flat float32 vector: the gradients of ``shapes``, row-major, end to end, and behind them ``tail``
-    elements that no compressor may touch (vectors, norms, tiny tensors).
+    A bucket is a flat float32 vector: the gradients of ``shapes``, row-major, end to end, then ``tail`` elements that
+    every compressor sends whole, rounded at most (vectors, norms, tiny tensors).
     """
 
     shapes: tuple[tuple[int, ...], ...]
-    """Shape of every tensor that may be compressed, in the order in which they stand in the vector."""
+    """Shapes of the tensors that may be compressed, in the vector's order."""
     position: int = 0
     """Index of the bucket among the model's buckets; with ``seed`` it makes randomness differ between buckets."""
     seed: int = 0
@@ -56,41 +56,41 @@ class Spec(NamedTuple):
 
 
 class Context(NamedTuple, Generic[Array]):
-    """What a payload means. Identical on every rank, bit for bit, because only shared values enter it."""
+    """The inputs of encoding and decoding besides the gradient. Identical on every rank, bit for bit, because only
+    shared values enter it."""
 
     spec: Spec
     side: int
-    """Which of the compressor's ``sides`` programs runs in this step. A plain integer, never an array, so that a
-    compiled graph holds each program once and picks one by index. The exchange counts it on."""
+    """Side that this step runs, from 0 to ``sides`` - 1. A plain integer, never an array, so that a compiled graph
+    holds every side once and picks one by index. The exchange sets it."""
     state: tuple[Array, ...]
-    """float32 or int32 arrays of fixed number and shapes, computed from the spec and from what earlier all-reduces
-    returned."""
+    """float32 or int32 arrays of fixed number and shapes, computed from the spec and earlier all-reduces' sums."""
 
 
 class Sent(NamedTuple, Generic[Array]):
-    """What a step with a residual makes of a bucket."""
+    """Results of ``Compressor.send``."""
 
     payload: Array
     left: Array
-    """what the payload does not carry"""
+    """part of the gradient that the payload does not carry: the next residual"""
     finite: Array
-    """whether all was finite, see ``Compressor.is_finite``"""
+    """0-d boolean, see ``Compressor.is_finite``"""
     overflow: Array
-    """whether the residual would need many steps to pay out what is left, see ``Compressor.overflows``"""
+    """0-d boolean, see ``Compressor.overflows``"""
 
 
 class Compressor(ABC):
     """One algorithm with its parameters. Immutable: everything that changes is in the ``Context``.
 
-    Compare two of them by ``name``, which says the parameters too.
+    Compare compressors by ``name``, which includes the parameters.
     """
 
     kind: str = "projection"
-    """``projection``: encoding is linear as well, to rounding; ``quantiser``: every rank rounds for itself."""
+    """``projection``: encoding is linear too, up to rounding; ``quantiser``: every rank rounds on its own."""
     learns: str = "nothing"
     """Where the next context comes from, in a few words."""
     paper: str = ""
-    """Where the method comes from (arXiv id)."""
+    """arXiv ids of the method's papers."""
 
     @property
     @abstractmethod
@@ -99,29 +99,29 @@ class Compressor(ABC):
 
     @property
     def sides(self) -> int:
-        """Number of programs that take turns from step to step."""
+        """Number of sides: ways of encoding that alternate from step to step."""
         return 1
 
     @property
     def keeps_residual(self) -> bool:
-        """Whether what encoding loses is kept and added to the next gradient (error feedback)."""
+        """Whether a residual keeps the part that encoding loses and adds it to the next gradient (error feedback)."""
         return True
 
     @property
     def needs_finite_check(self) -> bool:
-        """Whether a step counts only once all ranks know that every gradient was finite: residuals and contexts would
-        keep what is not, and a payload that hides it would have delivered a number."""
+        """Whether a step counts only once all ranks know that every gradient was finite. Without the check, residuals
+        and contexts would keep a NaN or infinity, and a payload of integers would deliver a number in its place."""
         return True
 
     @property
     def needs_warmup(self) -> bool:
-        """Whether ``warm_up`` does anything; such a level is led up to by some dense steps."""
+        """Whether ``warm_up`` does anything; if so, some dense steps precede the level."""
         return False
 
     @property
     def may_overflow(self) -> bool:
-        """Whether finite gradients can become infinite on the wire. All ranks see it in the sum, and send again. Only
-        for compressors without a residual."""
+        """Whether finite gradients can have an infinite sum of payloads. All ranks see it and send the bucket again in
+        full width. Only for compressors without a residual."""
         return False
 
     @property
@@ -141,7 +141,7 @@ class Compressor(ABC):
         """The first context, from the spec alone.
 
         Raises:
-            ValueError: the compressor cannot serve that many ranks; the message says which could.
+            ValueError: the compressor cannot serve that many ranks; the message says how to change it.
         """
 
     @abstractmethod
@@ -149,25 +149,27 @@ class Compressor(ABC):
         """Payload (1-D) of a bucket.
 
         Args:
-            grad: what is to be sent (1-D, float32, ``ctx.spec.size`` elements), residual included. The payload may be
-                this very array, or a part of it.
-            residual: the part of it that is left over from earlier steps, for those who look ahead; None: nothing.
+            grad: gradient plus residual (1-D, float32, ``ctx.spec.size`` elements). The payload may share its memory.
+            residual: the residual in ``grad``, for compressors that tell it from the fresh gradient; None: there is
+                none.
         """
 
     def encode_parts(self, ops: Ops[Array], ctx: Context[Array], parts: Sequence[Array]) -> Array | None:
-        """``encode`` of the bucket whose tensors ``parts`` are (1-D, in order, float32 or the narrower type that their
-        gradients have), for those who can save joining them.
+        """``encode`` for a bucket whose tensors are not joined, which saves a copy.
 
-        The payload is memory of its own. None: join them first.
+        Returns a payload that shares no memory with ``parts``, or None: join them and call ``encode``.
+
+        Args:
+            parts: the bucket's tensors in order, 1-D, float32 or their gradients' own narrower type.
         """
         return None
 
     @abstractmethod
     def decode(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Array:
-        """Bucket (1-D, float32) that a sum of payloads stands for: the *sum* over ranks, not the mean."""
+        """Bucket (1-D, float32) for a sum of payloads: the *sum* over ranks, not the mean."""
 
     def mean(self, ops: Ops[Array], ctx: Context[Array], total: Array, scale: float) -> Array:
-        """``scale`` times what ``decode`` returns, for those who can save a pass. Never overwrites ``total``."""
+        """``decode`` times ``scale``; overridden where that saves a pass over memory. Never overwrites ``total``."""
         return self.decode(ops, ctx, total) * scale
 
     def advance(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
@@ -175,11 +177,11 @@ class Compressor(ABC):
         return ctx
 
     def remain(self, ops: Ops[Array], ctx: Context[Array], grad: Array, payload: Array) -> Array:
-        """What the payload does not carry of ``grad``. May overwrite ``grad``."""
+        """The part of ``grad`` that the payload does not carry. May overwrite ``grad``."""
         return grad - self.decode(ops, ctx, payload)
 
     def send(self, ops: Ops[Array], ctx: Context[Array], grad: Array, residual: Array | None = None) -> Sent[Array]:
-        """``encode``, ``is_finite`` and ``remain`` in one, for those who can save a pass over memory.
+        """``encode``, ``is_finite``, ``overflows``, ``remain``; overridden where that saves a pass over memory.
 
         May overwrite ``grad``.
         """
@@ -189,12 +191,12 @@ class Compressor(ABC):
         return Sent(payload, self.remain(ops, ctx, grad, payload), finite, overflow)
 
     def overflows(self, ops: Ops[Array], ctx: Context[Array], grad: Array, payload: Array) -> Array:
-        """Whether values of this rank lie so far beyond the level's scale that the residual would need many steps to
-        pay them out, as a 0-d boolean.
+        """Whether this rank's values lie so far beyond the level's scale that the residual would need many steps to
+        send them (0-d boolean).
 
-        If it is so on any rank, all ranks send what is left in full width, in the same step, and nothing stays in the
-        residual. Contexts stay as they are in such a step: they would learn a scale that is gone in the next one. Only
-        where steps overflow again and again do they advance, because the gradients have grown for good.
+        If any rank overflows, all ranks send the rest in full width in the same step, and the residual becomes zero.
+        Contexts do not advance in such a step: they would learn a scale that is gone in the next. They advance only
+        if overflows go on for many steps, because then the gradients have grown for good.
         """
         return ops.constant("no overflow", lambda: np.zeros((), np.bool_))
 
@@ -203,16 +205,16 @@ class Compressor(ABC):
         return ctx
 
     def can_reuse(self, other: Compressor) -> bool:
-        """Whether ``reuse_context`` can take over a context of ``other``."""
+        """Whether ``reuse_context`` accepts a context of ``other``."""
         return False
 
     def reuse_context(self, ops: Ops[Array], ctx: Context[Array], old: Context[Array]) -> Context[Array]:
-        """``ctx`` with all that can be kept of the context of a compressor that this one ``can_reuse``."""
+        """``ctx`` with the reusable parts of ``old``, the context of a compressor that this one ``can_reuse``."""
         return ctx
 
     def is_finite(self, ops: Ops[Array], grad: Array, payload: Array) -> Array:
-        """Whether what is sent is finite, as a 0-d boolean: of one rank, before the sum. Here: what is not finite in a
-        gradient is never finite in its payload."""
+        """Whether this rank's gradient is finite (0-d boolean), before the sum. The default checks the payload, which
+        is not finite where the gradient is not."""
         return ops.all_finite(payload)
 
     @abstractmethod
@@ -221,12 +223,12 @@ class Compressor(ABC):
 
 
 FAR = 32.0
-"""What is this many times as large as all ranks' sum of the last steps is far beyond a level's scale: a rank's own part
-of it was smaller, so that neither tenfold growth nor the largest of heavy-tailed values comes near."""
+"""A rank's value is far beyond a level's scale if it exceeds the largest value in the last steps' sums this many times.
+One rank's share of a sum is smaller, so neither tenfold growth nor the largest of heavy-tailed values comes near."""
 
 
 REMEMBERED = 0.9
-"""Share of a scale that is left of it a step later."""
+"""Decay of a scale per step."""
 
 
 def largest_of(ops: Ops[Array], values: Array) -> Array:
@@ -239,45 +241,44 @@ def largest_of(ops: Ops[Array], values: Array) -> Array:
 
 
 def follow(ops: Ops[Array], scale: Array, values: Array) -> Array:
-    """The largest magnitude of a sum's ``values``, or most of the last ``scale`` where that is more: the scale that
-    values of the next step are held against (one element). It forgets in some ten steps, because rows that are rarely
-    hit are not far beyond it."""
+    """The next step's scale (one element): the largest magnitude of a sum's ``values``, or the decayed last ``scale``
+    if that is larger. It decays over some ten steps, so that rarely used rows do not count as far beyond it."""
     return largest_of(ops, ops.concat([largest_of(ops, values), scale * REMEMBERED]))
 
 
 def beyond(ops: Ops[Array], scale: Array, values: Array) -> Array:
-    """Whether one of a rank's own ``values`` is far beyond ``scale``, as a 0-d boolean; 0 is no scale yet."""
-    # Divided, because the scale times FAR could leave float32.
+    """Whether any of this rank's ``values`` exceeds ``FAR`` times ``scale`` (0-d boolean); no value exceeds scale 0."""
+    # The values are divided, because the scale times FAR could overflow float32.
     return ((largest_of(ops, values) * (1 / FAR) > scale) & (scale > 0))[0]
 
 
 class Piecewise(Compressor):
-    """A compressor whose payload stands for pieces that ``ops`` can put in place, or take away, without a copy."""
+    """A compressor that decodes to pieces, which ``ops`` can assemble or subtract without a copy."""
 
     @abstractmethod
     def pieces(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Sequence[Piece[Array]]:
-        """What ``total`` stands for, in the bucket's order."""
+        """The pieces that ``total`` decodes to, in the bucket's order."""
 
     def decode(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Array:
         """All pieces, end to end."""
         return ops.assemble(self.pieces(ops, ctx, total))
 
     def mean(self, ops: Ops[Array], ctx: Context[Array], total: Array, scale: float) -> Array:
-        """All pieces, scaled as they are put in place."""
+        """All pieces end to end, times ``scale``."""
         return ops.assemble(self.pieces(ops, ctx, total), scale)
 
     def remain(self, ops: Ops[Array], ctx: Context[Array], grad: Array, payload: Array) -> Array:
-        """``grad`` less all pieces."""
+        """``grad`` minus all pieces."""
         return ops.subtract(grad, self.pieces(ops, ctx, payload))
 
 
 class Layout(NamedTuple):
-    """What stands in a projection's payload (all float32), for the second part of a chain."""
+    """Layout of a projection's payload (all float32), for the second part of a chain."""
 
     values: int
-    """Elements at the front that may be rounded once more."""
+    """Number of leading elements, which the second part may round."""
     precise: int
-    """Elements behind them that should not be: tensors that travel whole, measurements."""
+    """Number of elements behind them, to keep precise: tensors that travel whole, measurements."""
 
 
 class Projection(Piecewise):
@@ -285,7 +286,7 @@ class Projection(Piecewise):
 
     @abstractmethod
     def layout(self, spec: Spec, side: int) -> Layout:
-        """What its payload holds."""
+        """The payload's layout."""
 
     def payload_bytes(self, spec: Spec, side: int = 0) -> int:
         """4 bytes a float."""

@@ -1,13 +1,12 @@
 """``fp16``: float16 on the wire (Micikevicius et al., arXiv 1710.03740, use the same format for gradients).
 
-A projection up to rounding: 2 d bytes sent, one pass over memory each way. Every rank divides by the number of
-ranks, or the next power of two, which rounds nothing away, and the sum is multiplied back afterwards, so that a sum of
-N values near the limit does not overflow on the way. Magnitudes above 65504 become infinite; every rank sees that in
-the sum, and the exchange sends the bucket again in float32. Below 6e-8 N values arrive as zero. What rounding loses
-(relative 2^-11) is not kept as a residual.
+A projection up to rounding: 2 d bytes sent, one pass over memory each way. Every rank divides by the smallest power of
+two that is not below N, which is exact, and decoding multiplies the sum back, so that a sum of N values near the limit
+does not overflow. Magnitudes above 65504 become infinite; every rank sees that in the sum, and the exchange sends the
+bucket again in float32. Values below 6e-8 N arrive as zero. No residual keeps the rounding error (relative 2^-11).
 
-As the second part of a chain, which keeps a residual anyway (but for the ring's own rounding of sums, which nobody
-sees), it saturates instead: what is beyond 32768 stays behind.
+As the second part of a chain it saturates instead: the chain's residual keeps the excess over 32768 and the rounding
+error (but not that of the ring's own sums, which no rank sees).
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ class Half(Piecewise):
         return self.encode_parts(ops, ctx, [grad])
 
     def encode_parts(self, ops: Ops[Array], ctx: Context[Array], parts: Sequence[Array]) -> Array:
-        """The same, of tensors that nobody has joined."""
+        """The same, for tensors that are not joined."""
         return ops.half(parts, 1.0 / _divisor(ctx.spec), self.saturate)
 
     def overflows(self, ops: Ops[Array], ctx: Context[Array], grad: Array, payload: Array) -> Array:
-        """Whether a value was stopped, where values are."""
+        """Whether a value saturated."""
         if not self.saturate:
             return super().overflows(ops, ctx, grad, payload)
         return largest_of(ops, payload)[0] >= HALF_LIMIT / _divisor(ctx.spec)
@@ -65,5 +64,5 @@ class Half(Piecewise):
 
 
 def _divisor(spec: Spec) -> int:
-    """The number of ranks, or the next power of two."""
+    """The smallest power of two that is not below the number of ranks."""
     return 1 << (spec.ranks - 1).bit_length()

@@ -1,8 +1,8 @@
 """Randomness from integer hashes, never from a framework's generator.
 
-Equal on every rank, framework and machine, and the user's global generators stay untouched. For what is computed once:
-the finaliser of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014) over a
-counter. For what every framework computes in every step: a 32-bit mixer, the finaliser of MurmurHash3 (Appleby).
+Equal on every rank, framework and machine, and the user's global generators stay untouched. Values that NumPy computes
+once: the finaliser of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014) over
+a counter. Values that every framework computes in every step: the 32-bit finaliser of MurmurHash3 (Appleby).
 """
 
 from __future__ import annotations

@@ -1,22 +1,21 @@
 """``intB``: integers of B bits that add exactly (B from 2 to 16), e.g. ``int8``, ``int4:stochastic``.
 
-Every rank rounds for itself to integers of at most L = floor((2^(B-1) - 1) / N) levels, so that a sum over N ranks
-cannot overflow a lane of B bits, by construction. Lanes are packed into int32 or int64 words and stay signed, so a ring
-adds them exactly: Horovod's PyTorch binding reduces no 8- or 16-bit integers. The step between two levels is a power of
-two, shared by all ranks and one step late: it follows from the root mean squares of the last step, whose logarithms
-ride along as integers; those of the louder ranks count, so that a rank with hardly any gradient does not have the
-others clipped. So encoding, adding and decoding make no rounding error beyond the one rounding to a level, zero is
-exact, and the next context is made of integers alone. Values beyond the levels are clipped and counted; one that is
-also far beyond the largest of the last steps overflows (64 times their geometric mean over the louder ranks).
+Every rank rounds to integers of magnitude L = floor((2^(B-1) - 1) / N) at most, so a sum over N ranks cannot overflow
+a lane of B bits. Lanes are packed into int32 or int64 words (Horovod's PyTorch binding reduces no 8- or 16-bit
+integers) and stay signed, so a ring adds them exactly. The step size, the distance of two levels, is a power of two,
+equal on all ranks. It follows from the root mean squares (RMS) of the last step, whose logarithms travel in the payload
+as integers. Only the louder ranks' count, so that a rank with hardly any gradient does not have the others clipped.
+Rounding to a level is the only rounding error: zero is exact, and contexts are integers alone. Values beyond the levels
+are clipped and counted. A clipped value overflows if it is also above 64 times the largest value of the last steps (the
+geometric mean over the louder ranks).
 
-Nearest rounding loses at most half a step of what is not clipped and never sends more than there is, so the residual
-takes the rest (error feedback); stochastic rounding is right on average instead, and its residual stays below one step.
+Nearest rounding is off by at most half a step size where it does not clip, and the residual keeps the difference (error
+feedback). Stochastic rounding is right on average, and its residual stays below one step size.
 
-Sent: d B / 8 bytes (more where B does not divide the word: see ``_word``). Vectors and tiny tensors (the spec's tail)
-travel in lanes of 32 bits whose step is a millionth of their root mean square or less. The shared scale and the levels
-per rank are those of integer all-reduces in the literature (e.g. IntSGD, arXiv 2102.08374). A step whose scale nothing
-has told yet, neither a dense step nor the body for the tail or the tail for the body, sends nothing; the residual keeps
-it, if there is one.
+Sent: d B / 8 bytes (more where B does not divide the word: see ``_word``). The tail (vectors, tiny tensors) travels in
+lanes of 32 bits with a step size of about N millionths of its RMS. The shared scale and the levels per rank follow
+integer all-reduces in the literature (e.g. IntSGD, arXiv 2102.08374). While the step size is unknown (no warm-up, and
+neither body nor tail measured), a step sends nothing; the residual, if the level keeps one, keeps the gradient.
 """
 
 from __future__ import annotations
@@ -34,74 +33,77 @@ from hvdplus.compression.hashing import key
 from hvdplus.compression.ops import Array, Ops, Packed, Packing, Piece, magnitude
 
 UNKNOWN = -127
-"""Exponent of a step that no sum has told yet; ``power_of_two`` makes it 0."""
+"""Exponent of a step size that no sum has told yet; ``power_of_two`` makes it 0."""
 SMALLEST_RMS = 2.0**-100
-"""Root mean squares below this count as silence: nothing is sent, the residual keeps it."""
+"""A body or tail with a smaller RMS counts as silent: the residual keeps it."""
 LOUDEST = 125
-"""Largest exponent of a step."""
+"""Largest exponent of a step size."""
 PER_OCTAVE = 256
-"""Logarithms travel in this many parts of a factor of two."""
+"""Logarithms are integers, with this many units per factor of two."""
 MOST_BITS = 16
 LOW = 2 * PER_OCTAVE
-"""A rank this far below what the step is made for does not count while there are louder ones."""
+"""A rank is low if its log RMS is this far below the one that the step size is made for. Low ranks do not count while
+there are louder ones."""
 LOW_ONE = 1 << 16
+"""Count of a low rank in ``Measured.contributors``."""
 TAIL_BITS = 32
 TAIL_LEVELS = 2**30
 TAIL_RANGE = 2.0**10
-"""Multiple of the tail's root mean square that fits into its lanes."""
+"""Multiple of the tail's RMS that fits into its lanes."""
 FAR = 6 * PER_OCTAVE
-"""A value this far above the largest of the last steps overflows, if it is beyond the levels, too."""
+"""A clipped value whose logarithm is this far above the largest of the last steps overflows."""
 FORGET = PER_OCTAVE // 8
-"""How much of the largest is forgotten in a step that had smaller ones."""
+"""Decay of the largest value's logarithm in a step with smaller values."""
 UNSEEN = 1 << 16
-"""Logarithm of the largest value where no sum has told it yet: nothing is above it."""
+"""Logarithm of a largest value that no sum has told yet: nothing is above it."""
 
 Entry = TypeVar("Entry")
 """An integer, or an array of one."""
 
 
 class State(NamedTuple, Generic[Entry]):
-    """What stands in the context's one int32 array."""
+    """Elements of the context's one int32 array."""
 
     exponent: Entry
-    """log2 of the step between two levels"""
+    """log2 of the body's step size"""
     tail_exponent: Entry
     clipped: Entry
-    """Values beyond the levels in the last step, all ranks together"""
+    """Values clipped in the last step, on all ranks together"""
     step: Entry
+    """Number of training steps so far"""
     largest: Entry
-    """PER_OCTAVE * log2(largest magnitude that a rank had in the last steps)"""
+    """PER_OCTAVE * log2(largest magnitude in the last steps), the louder ranks' mean"""
     tail_largest: Entry
 
 
 class Measured(NamedTuple, Generic[Entry]):
-    """Integers that ride behind the lanes; they add over ranks."""
+    """Integers behind the payload's lanes; they add over ranks."""
 
     low_rms: Entry
-    """PER_OCTAVE * log2(root mean square of the body), over ranks far below what the present step is made for"""
+    """PER_OCTAVE * log2(RMS of the body) on a low rank, else 0"""
     tail_low_rms: Entry
     log_rms: Entry
-    """the same over all others that are not silent"""
+    """the same on a rank that is neither low nor silent"""
     tail_log_rms: Entry
     contributors: Entry
-    """number of those others, and LOW_ONE for every rank with a low one"""
+    """1 on a rank that is neither low nor silent, ``LOW_ONE`` on a low rank"""
     tail_contributors: Entry
     clipped: Entry
     infinite: Entry
-    """Ranks whose values were not finite"""
+    """1 on a rank whose values are not finite"""
     largest: Entry
-    """PER_OCTAVE * log2(largest magnitude of the body), over the ranks of ``log_rms``"""
+    """PER_OCTAVE * log2(largest magnitude of the body) on a rank that is neither low nor silent"""
     tail_largest: Entry
     overflow: Entry
-    """What is above 0 on ranks whose values lie far beyond the levels"""
+    """Above 0 on a rank whose values lie far beyond the levels"""
 
 
 INFINITE, OVERFLOW = (Measured._fields.index(name) - len(Measured._fields) for name in ("infinite", "overflow"))
-"""Where they stand in a payload, from its end."""
+"""Their indices in a payload, from its end."""
 
 
 class Integer(Piecewise):
-    """Rounding to integers with a shared step: what the summable quantisers have in common."""
+    """Base of the summable quantisers: rounding to integers with a shared step size."""
 
     kind = "quantiser"
     learns = "the step: last step's root mean square"
@@ -109,12 +111,12 @@ class Integer(Piecewise):
 
     @property
     def memory_passes(self) -> float:
-        """Drawing noise takes a few more."""
+        """Two more for the noise of stochastic rounding."""
         return 8.0 if self.stochastic else 6.0
 
     @property
     def stochastic(self) -> bool:
-        """Whether a hash rounds, instead of to the nearest."""
+        """Whether rounding is stochastic (by a hash) instead of to nearest."""
         return False
 
     @abstractmethod
@@ -122,28 +124,28 @@ class Integer(Piecewise):
         """B, bits of a lane."""
 
     def levels(self, ranks: int) -> int:
-        """L, the largest integer that a rank sends. Raises ValueError where none is left."""
+        """L, the largest integer that a rank sends. Raises ValueError if L would be 0."""
         bits = self.bits(ranks)
         levels = ((1 << (bits - 1)) - 1) // ranks
         if not levels:
             fewest = fewest_bits(ranks)
-            instead = f"; the fewest that do are {fewest}" if fewest <= MOST_BITS else ", and so do all others"
+            instead = f"{fewest} bits are enough" if fewest <= MOST_BITS else f"{MOST_BITS} bits are too few as well"
             raise ValueError(
                 f"{self.name} leaves no level for a sum over {ranks} ranks: {bits} bits hold sums up to "
-                f"{2 ** (bits - 1) - 1}{instead}"
+                f"{2 ** (bits - 1) - 1}; {instead}"
             )
         return levels
 
     def clip_multiple(self, levels: int) -> float:
-        """Largest value sent, as a multiple of the root mean square.
+        """Largest value sent, as a multiple of the RMS.
 
-        Wider than a single round trip would like it: one step serves layers of different magnitude, and what is clipped
-        step after step weighs more than coarser rounding, which the residual makes good.
+        Larger than the best for a single round trip: one step size serves layers of different magnitude, and clipping
+        in step after step costs more than coarser rounding, which the residual corrects.
         """
         return float(1.5 * levels ** (2 / 3))
 
     def init(self, ops: Ops[Array], spec: Spec) -> Context[Array]:
-        """No step known."""
+        """A context without known step sizes."""
         self.levels(spec.ranks)
         return Context(spec, 0, (ops.from_numpy(np.array(State(UNKNOWN, UNKNOWN, 0, 0, UNSEEN, UNSEEN), np.int32)),))
 
@@ -152,7 +154,7 @@ class Integer(Piecewise):
         return self._payload(ops, ctx, *self._pack(ops, ctx, grad, leave=False))
 
     def send(self, ops: Ops[Array], ctx: Context[Array], grad: Array, residual: Array | None = None) -> Sent[Array]:
-        """While values are in hand, what is left of them is too."""
+        """Packs and computes what is left in one pass."""
         body, tail = self._pack(ops, ctx, grad, leave=True)
         payload = self._payload(ops, ctx, body, tail)
         assert body.left is not None and tail.left is not None  # as asked for
@@ -179,7 +181,7 @@ class Integer(Piecewise):
         return ops.concat([body.words, tail.words, measured])
 
     def pieces(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Sequence[Piece[Array]]:
-        """Integers times the step."""
+        """Body and tail: integers times their step size."""
         spec, state = ctx.spec, self._state(ctx)
         split = _words(spec.body, self.bits(spec.ranks), self._word(spec.ranks))
         return [
@@ -188,7 +190,7 @@ class Integer(Piecewise):
         ]
 
     def advance(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
-        """The next steps, from the geometric mean of the louder ranks' root mean squares."""
+        """The next step sizes, from the geometric mean of the louder ranks' RMS."""
         if not ctx.spec.size:
             return ctx
         numbers, state = ops.integers(total[-len(Measured._fields) :]), ctx.state[0]
@@ -199,7 +201,7 @@ class Integer(Piecewise):
         count = contributors % LOW_ONE * louder + contributors // LOW_ONE * (1 - louder)
         offsets = self._offsets(ops, ctx.spec.ranks)
         exponents = _follow(ops, log_rms, count, offsets, state[:2])
-        # What was silent so far takes its step from the other part, to be corrected when a rank has some of it.
+        # A body or tail that was silent so far takes the other's step size, until a rank measures its own.
         known = ops.integers(exponents > UNKNOWN)
         apart = (offsets - ops.concat([offsets[1:], offsets[:1]])) // PER_OCTAVE
         other = ops.concat([exponents[1:], exponents[:1]]) + apart
@@ -207,7 +209,7 @@ class Integer(Piecewise):
         return ctx._replace(state=(ops.concat([exponents, numbers[6:7], state[3:4] + 1, largest]),))
 
     def warm_up(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
-        """Steps for gradients of which ``total`` is the sum, taken for independent ones."""
+        """Step sizes for gradients whose sum is ``total``, on the assumption that ranks' gradients are independent."""
         if not ctx.spec.size:
             return ctx
         parts, share = (total[: ctx.spec.body], total[ctx.spec.body :]), ctx.spec.ranks**-0.5
@@ -219,7 +221,7 @@ class Integer(Piecewise):
         return self.advance(ops, ctx, self._measure(ops, ctx, body, tail))
 
     def _offsets(self, ops: Ops[Array], ranks: int) -> Array:
-        """PER_OCTAVE * log2(step / root mean square) for body and tail (int32)."""
+        """PER_OCTAVE * log2(step size / RMS) for body and tail (int32)."""
 
         def make() -> np.ndarray:
             levels = self.levels(ranks)
@@ -246,23 +248,23 @@ class Integer(Piecewise):
         return ops.concat([log_rms * low_rms, log_rms * loud, count, clips, infinite, largest * loud, overflow])
 
     def _follow_largest(self, ops: Ops[Array], ctx: Context[Array], numbers: Array) -> Array:
-        """The mean of what the louder ranks had, or what is remembered of the steps before, for body and tail."""
+        """The next ``largest`` of body and tail: the louder ranks' mean, or the decayed last one if that is larger."""
         before, count = ctx.state[0][4:], numbers[4:6] % LOW_ONE
         known = ops.integers(count > 0)
         now = numbers[8:10] // (count + 1 - known)
-        # A first measurement replaces what stands for none.
+        # A first measurement replaces UNSEEN.
         faded = before - FORGET - 2 * UNSEEN * ops.integers(before >= UNSEEN)
         largest = _larger(now, faded) * known + before * (1 - known)
-        # A tail may be rarely hit: it is held against the body's values, too, where those are larger.
+        # A tail's gradients may be rare, so the body's largest value counts for it, too, if that is larger.
         body = largest[:1]
         return ops.concat([body, _larger(largest[1:], body - 2 * UNSEEN * ops.integers(body >= UNSEEN))])
 
     def is_finite(self, ops: Ops[Array], grad: Array, payload: Array) -> Array:
-        """As measured, because integers are always finite."""
+        """As measured before rounding, because integers are always finite."""
         return payload[INFINITE] < 1 if payload.shape[0] else ops.all_finite(grad)
 
     def overflows(self, ops: Ops[Array], ctx: Context[Array], grad: Array, payload: Array) -> Array:
-        """A value beyond the levels that is far above what was the largest, in the body or in the tail."""
+        """Whether a clipped value in body or tail is far above the largest of the last steps."""
         return payload[OVERFLOW] > 0 if payload.shape[0] else super().overflows(ops, ctx, grad, payload)
 
     def payload_bytes(self, spec: Spec, side: int = 0) -> int:
@@ -275,14 +277,14 @@ class Integer(Piecewise):
         return word // 8 * (words + len(Measured._fields))
 
     def rounding(self, ops: Ops[Array], state: State[Array]) -> Array:
-        """Exponent of the step that values are rounded to."""
+        """Exponent of the step size that the body is rounded with."""
         return state.exponent
 
     def _state(self, ctx: Context[Array]) -> State[Array]:
         return State(*(ctx.state[0][i : i + 1] for i in range(len(State._fields))))
 
     def _word(self, ranks: int) -> int:
-        """32, or 64 where that wastes fewer bits: 3-bit lanes fit 10 times into the one and 21 times into the other."""
+        """Bits of a word: 32, or 64 where that wastes fewer: 21 lanes of 3 bits fit into 64 bits, but 10 into 32."""
         bits = self.bits(ranks)
         return 64 if 64 // bits > 2 * (32 // bits) else 32
 
@@ -294,7 +296,7 @@ class IntB(Integer):
     width: int = 8
     """B, bits of a lane: 2 to 16."""
     stochastic: bool = False
-    """Whether a hash rounds, instead of to the nearest."""
+    """Whether rounding is stochastic (by a hash) instead of to nearest."""
 
     paper = "2102.08374"
 
@@ -308,12 +310,12 @@ class IntB(Integer):
         return f"int{self.width}" + ":stochastic" * self.stochastic
 
     def bits(self, ranks: int) -> int:
-        """As asked for."""
+        """``width``, for any number of ranks."""
         return self.width
 
 
 def fewest_bits(ranks: int) -> int:
-    """Bits of the narrowest lane whose sums over ``ranks`` ranks leave a level."""
+    """Bits of the narrowest lane that holds a sum of ``ranks`` signs."""
     return ranks.bit_length() + 1
 
 
@@ -328,10 +330,10 @@ def _larger(one: Array, other: Array) -> Array:
 
 
 def _follow(ops: Ops[Array], log_rms: Array, count: Array, offsets: Array, before: Array) -> Array:
-    """Exponents of the powers of two nearest to the steps for the mean logarithm; in integers alone."""
+    """Exponents of the step sizes for the mean log RMS, to the nearest power of two, in integers alone."""
     known = ops.integers(count > 0)
     following = (log_rms + count * (offsets + PER_OCTAVE // 2)) // (PER_OCTAVE * (count + 1 - known))
-    # Beyond, a step and its reciprocal would not both be numbers. (following + LOUDEST - |following - LOUDEST|) / 2 is
-    # the lesser of two integers, in operations that all frameworks share.
+    # A step size and its reciprocal have to be normal float32. (following + LOUDEST - |following - LOUDEST|) / 2 is the
+    # lesser of two integers, in operations that all frameworks share.
     following = (following + LOUDEST - magnitude(following - LOUDEST)) // 2
     return following * known + before * (1 - known)

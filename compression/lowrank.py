@@ -1,10 +1,10 @@
 """``lowrank:r``: rank-r projections of every matrix, one side a step, alternating.
 
-After PowerSGD (Vogels et al., arXiv 1905.13727), made one-round as in ACP-SGD (Zhang et al., arXiv 2306.08881):
-a gradient matrix G (n x m) meets the orthonormal basis that the *previous* all-reduce produced. In side 0 the
-basis is Q (m x r), ``P = G Q`` is sent, and ``P Q^T`` is what arrives; the orthonormalised sum of P is the basis
-of side 1, in which ``S = G^T P`` is sent and ``P S^T`` arrives. Both are linear in G and in the payload. So two
-steps together make one power iteration, and neither of them needs a second round.
+After PowerSGD (Vogels et al., arXiv 1905.13727), with one all-reduce a step as in ACP-SGD (Zhang et al., arXiv
+2306.08881): a gradient matrix G (n x m) is projected on the orthonormal basis that the *previous* all-reduce produced.
+In side 0 the basis is Q (m x r): ``P = G Q`` is sent, ``P Q^T`` is decoded. The orthonormalised sum of P is the basis
+of side 1: ``S = G^T P`` is sent, ``P S^T`` is decoded. Both are linear in G and in the payload. Two steps make one
+power iteration.
 
 Sent: r n floats in side 0, r m in side 1. Work: 2 n m r flops to encode, as many to decode, and a QR of one thin
 matrix. A tensor of two or more dimensions is viewed as the most nearly square matrix that keeps its memory order.
@@ -15,8 +15,8 @@ Different from the papers: orthonormalisation by Householder QR with fixed signs
 at scale), after dividing the matrix by its own largest magnitude, so that zero gradients are safe and tiny ones are
 not swamped by an absolute epsilon. Only the basis is orthonormal, never the payload, which keeps ``decode`` linear.
 
-A rank whose factors are far beyond the sum of the last steps overflows, and scales them down to where that begins: they
-would swamp the other ranks' bases and the rest of the gradient.
+A rank whose factors are far beyond the sums of the last steps overflows. It scales its factors down to that limit, or
+they would swamp the other ranks' bases and the rest of the gradient.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from hvdplus.compression.ops import Array, Ops, Piece, Product
 
 LARGEST_RANK = 1024
 HEADROOM = 2.0**6
-"""Products are made this much smaller, so that finite gradients have finite ones: 1e38 in 40,000 columns."""
+"""Products are computed this much smaller, so that finite gradients (1e38 in 40,000 columns) have finite products."""
 SMALLEST_NORMAL = 2.0**-126
-"""Smallest normal float32: added to a divisor it changes no bit of any scale above 1e-30, and saves zeros from 0/0."""
+"""Smallest normal float32: added to a divisor, it changes no bit of a divisor above 1e-30, and prevents 0/0."""
 
 
 class Group(NamedTuple):
@@ -119,7 +119,7 @@ class LowRank(Projection):
         return [*(found[tensor] for tensor in range(len(ctx.spec.shapes))), total[start:]]
 
     def advance(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
-        """The orthonormalised sum becomes the other side's basis, and the other side's turn comes."""
+        """The orthonormalised sum becomes the other side's basis, and that side is next."""
         state = list(ctx.state)
         for number, factor in enumerate(self._factors(ops, ctx, total)):
             state[2 * number + 1 - ctx.side] = _orthonormal(ops, factor)
@@ -142,15 +142,15 @@ class LowRank(Projection):
         return ctx._replace(state=tuple(state))
 
     def can_reuse(self, other: Compressor) -> bool:
-        """A basis of another rank is a start."""
+        """Any ``lowrank``: bases with more or fewer columns are a start."""
         return isinstance(other, LowRank)
 
     def reuse_context(self, ops: Ops[Array], ctx: Context[Array], old: Context[Array]) -> Context[Array]:
-        """The old bases' first columns, and new random ones orthogonal to them where there were fewer."""
+        """The old bases' first columns; if those are too few, also new random columns orthogonal to them."""
         spec, state = ctx.spec, list(ctx.state)
         if state and old.state:
             state[-1] = old.state[-1]
-        if not old.state:  # all was too small for bases at the old rank
+        if not old.state:  # all tensors were too small for bases of the old r
             return ctx._replace(side=old.side)
         rank = int(old.state[0].shape[-1])
         before = LowRank(rank)._groups(spec)
@@ -169,7 +169,7 @@ class LowRank(Projection):
         """Whether factors were scaled down."""
         if not ctx.state:
             return super().overflows(ops, ctx, grad, payload)
-        # They are rounded, so they may be a little below where "far" begins.
+        # Rounding may leave scaled factors slightly below the limit.
         return beyond(ops, ctx.state[-1] * 0.99, payload[: self.layout(ctx.spec, ctx.side).values])
 
     def layout(self, spec: Spec, side: int) -> Layout:
@@ -197,7 +197,7 @@ class LowRank(Projection):
 
 @functools.lru_cache(maxsize=1024)  # asked several times a step
 def _split(shapes: tuple[tuple[int, ...], ...], rank: int) -> tuple[tuple[Group, ...], tuple[int, ...]]:
-    """Tensors that have ``rank`` columns to spare, by the size of their matrix, and those that travel as they are."""
+    """Tensors to project, grouped by the shape of their matrix, and tensors that travel dense."""
     found: dict[tuple[int, int], list[int]] = {}
     dense = []
     for tensor, shape in enumerate(shapes):
@@ -230,8 +230,8 @@ def _matrix(ops: Ops[Array], bucket: Array, group: Group, start: int) -> Array:
 
 
 def _limited(ops: Ops[Array], scale: Array, values: Array) -> Array:
-    """Products times ``HEADROOM``, or less where the largest would be far beyond ``scale``; what is not finite stays
-    so."""
+    """Products times ``HEADROOM``, scaled down to ``FAR * scale`` if the largest would exceed it; values that are not
+    finite stay so."""
     largest, limit = largest_of(ops, values), scale * (FAR / HEADROOM)
     # 1 or 0, as a float.
     far = ops.power_of_two(127 * ops.integers((largest > limit) & (scale > 0)) - 127)

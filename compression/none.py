@@ -1,7 +1,7 @@
 """``none``: the gradient itself, in float32.
 
-Linear in everything; d floats (4 d bytes) sent, no arithmetic, no pass over memory. The level that all others are
-measured against, and the one that training starts on.
+Linear in everything; d floats (4 d bytes) sent, no arithmetic, no pass over memory. Training starts at this level, and
+all other levels are measured against it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The array operations that compressors are written in.
+"""The array operations that compressors use.
 
-A compressor never imports a framework; it is handed an ``Ops``. NumPy (``hvdplus.adapters.numpy``) is the
-reference, torch and TensorFlow are held against it. Keep this surface tiny: every method here is written once
-per framework. Plain arithmetic, comparison and slicing of arrays (``a + b``, ``a * 2.0``, ``a // b``, ``a[i:j]``) is
-common to all of them and needs no method.
+A compressor never imports a framework; it receives an ``Ops``. NumPy (``hvdplus.adapters.numpy``) is the reference
+that tests compare torch and TensorFlow with. Keep this surface tiny: every framework implements every method. Plain
+arithmetic, comparison and slicing of arrays (``a + b``, ``a * 2.0``, ``a // b``, ``a[i:j]``) is common to all
+frameworks and needs no method.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ Array = TypeVar("Array", bound=Arithmetic)
 
 
 def magnitude(values: Array) -> Array:
-    """Of every element; ``abs``, of which type checkers do not see that it returns the same type of array."""
+    """``abs`` of every element; type checkers do not see that plain ``abs`` returns the same type of array."""
     return values.__abs__()
 
 
 HALF_LIMIT = 2.0**15
-"""Magnitude at which saturating float16 values stop, times the factor: N of them add up within 65504 however the Nth
-part of it is rounded."""
+"""Saturating float16 values stop at this magnitude times their factor (1/N or less), so that the sum of N of them stays
+below 65504 despite rounding."""
 
 
 class Product(NamedTuple, Generic[Array]):
@@ -60,12 +60,12 @@ class Product(NamedTuple, Generic[Array]):
 
 
 class Rows(NamedTuple, Generic[Array]):
-    """A matrix with few rows that are not zero, row-major."""
+    """A matrix with few non-zero rows, row-major."""
 
     values: Array
     """(k, width)"""
     rows: Array
-    """int32 (k,): where they stand, ascending"""
+    """int32 (k,): their indices, ascending"""
     height: int
     """number of rows of the matrix"""
 
@@ -74,8 +74,8 @@ class Packed(NamedTuple, Generic[Array]):
     """Signed integers in lanes of ``bits`` bits, times a power of two: ``q 2^exponent``."""
 
     words: Array
-    """int32 or int64, W of them. Lanes of 8 and 16 bits are bytes in the elements' order: element i stands in word
-    i // lanes, lane i % lanes, lowest bits first. Lanes of other widths hold a stretch each: word i % W, lane i // W.
+    """int32 or int64 (W,). With 8 or 16 bits, element i is in word i // lanes, lane i % lanes, lowest bits first (plain
+    bytes in order). With other widths, each lane holds a stretch: element i is in word i % W, lane i // W.
     """
     exponent: Array
     """int32, one element; see ``Ops.power_of_two``"""
@@ -85,28 +85,27 @@ class Packed(NamedTuple, Generic[Array]):
 
 
 def sign_bits(bits: int, word: int) -> int:
-    """The highest bit of every lane of a word, as a signed integer of that word.
+    """S, the highest bit of every lane of a word, as a signed integer of that word.
 
-    Bytes whose signs are flipped with it are unsigned, and so do not borrow from each other: flipping them and taking
-    it away turns bytes in two's complement into the sum of ``q 2^(lane bits)``, and adding it and flipping back undoes
-    that.
+    ``(word ^ S) - S`` turns lanes in two's complement into the sum of ``q 2^(lane bits)``; ``(word + S) ^ S`` undoes
+    that. Flipped lanes are unsigned and do not borrow from each other.
     """
     value = sum(1 << (lane * bits + bits - 1) for lane in range(word // bits))
     return value - (1 << word)
 
 
 class Packing(NamedTuple, Generic[Array]):
-    """What ``Ops.pack`` returns."""
+    """Results of ``Ops.pack``."""
 
     words: Array
     clipped: Array
-    """int32, 0-d: how many values were beyond the levels"""
+    """int32, 0-d: number of values beyond the levels"""
     rms: Array
-    """``Ops.rms`` of the values, which it had in hand"""
+    """``Ops.rms`` of the values"""
     left: Array | None
-    """``values - q 2^left_exponent``, if asked for"""
+    """``values - q 2^left_exponent``; None without ``left_exponent``"""
     largest: Array
-    """0-d: the largest magnitude of the values; of values that are not all finite, anything"""
+    """0-d: the largest magnitude of the values; undefined unless all are finite"""
 
 
 class Halves(NamedTuple, Generic[Array]):
@@ -117,7 +116,7 @@ class Halves(NamedTuple, Generic[Array]):
 
 
 Piece: TypeAlias = Array | Product[Array] | Rows[Array] | Packed[Array] | Halves[Array]
-"""A stretch of a bucket: a plain 1-D float32 array, or something that stands for one."""
+"""A stretch of a bucket: a plain 1-D float32 array, or a compact form of one."""
 
 
 class Ops(Protocol[Array]):
@@ -127,13 +126,10 @@ class Ops(Protocol[Array]):
         """Copy a NumPy array to the framework, bit for bit, same shape and dtype."""
 
     def constant(self, key: Hashable, make: Callable[[], np.ndarray]) -> Array:
-        """What ``from_numpy`` makes of ``make()``. It is kept under ``key`` where arrays can be kept, so that a device
-        is sent it once.
+        """``from_numpy(make())``, cached where the framework can, so that it is copied to a device once. Read-only.
 
         Args:
-            key: tells it from all other constants.
-
-        Nobody may write to it.
+            key: unique to this constant.
         """
 
     def to_numpy(self, values: Array) -> np.ndarray:
@@ -146,7 +142,7 @@ class Ops(Protocol[Array]):
         """Join 1-D arrays of one dtype end to end."""
 
     def assemble(self, pieces: Sequence[Piece[Array]], scale: float = 1.0) -> Array:
-        """All pieces end to end, as one 1-D array, times ``scale``. At 1 a single plain piece comes back itself."""
+        """All pieces end to end, as one 1-D array, times ``scale``. At 1 a single plain piece is returned uncopied."""
 
     def subtract(self, values: Array, pieces: Sequence[Piece[Array]]) -> Array:
         """``values - assemble(pieces)``; may overwrite ``values``."""
@@ -169,9 +165,9 @@ class Ops(Protocol[Array]):
         """All ``parts`` (float32 or narrower), end to end, rounded to float16 (to nearest even), times ``factor``, a
         power of two.
 
-        Values beyond 65504 become infinite; with ``saturate``, finite ones beyond ``HALF_LIMIT`` stop there, and
-        infinite ones become NaN. Products below 6e-5 are rounded again. A cast and then a product in place is much
-        faster than a product that needs memory between.
+        Values beyond 65504 become infinite; with ``saturate``, finite values beyond ``HALF_LIMIT`` stop there, and
+        infinite values become NaN. The product follows the cast, in place, which is much faster than a product in fresh
+        memory; products below 6e-5 are rounded again.
         """
 
     def rms(self, values: Array) -> Array:
@@ -182,7 +178,7 @@ class Ops(Protocol[Array]):
         way, and finite where the row is."""
 
     def top(self, values: Array, count: int) -> Array:
-        """Indices (int32, ascending) of the ``count`` largest of a 1-D array; of equal ones, those in front."""
+        """Indices (int32, ascending) of the ``count`` largest of a 1-D array; of equal elements, the first."""
 
     def take_rows(self, matrix: Array, rows: Array) -> Array:
         """``matrix[rows]``; ``rows`` is int32."""
@@ -197,7 +193,7 @@ class Ops(Protocol[Array]):
         """``2^exponent`` as exact float32, of int32 from -126 to 127; 0 for -127 and below."""
 
     def integers(self, values: Array, bits: int = 32) -> Array:
-        """Nearest int32 (or int64) of floats, booleans or integers; of what is not finite, anything."""
+        """Nearest int32 (or int64) of floats, booleans or integers; undefined for NaN and infinity."""
 
     def scramble(self, values: Array) -> Array:
         """Hash int32 values one by one; see ``hashing.scramble``."""
@@ -219,9 +215,8 @@ class Ops(Protocol[Array]):
             word: 32 or 64, bits of a word.
             noise: None rounds to nearest, ties to even; an int32 (one element) rounds stochastically:
                 ``floor(x + u)`` with ``u`` in [0, 1) from a hash of that key, the element's place, and its own bits,
-                so that ranks with different values draw independently without knowing who they are.
-            left_exponent: int32, one element: a level stands for ``2^left_exponent``, and what is left of the values is
-                wanted too; then ``values`` may be overwritten.
+                so that ranks with different values draw independently with the same key.
+            left_exponent: int32, one element: return ``Packing.left``, too, and perhaps overwrite ``values``.
 
         """
 

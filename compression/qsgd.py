@@ -1,10 +1,10 @@
 """``qsgd:B``: stochastic rounding to integers of B bits, without a residual.
 
-QSGD (Alistarh et al., arXiv 1610.02132), summable: a random but on average exact rounding to levels that all ranks
-share. Different from the paper: the scale is not each rank's own norm but the last step's root mean square over all
-ranks, times sqrt(512), which is what the norm of the paper's buckets of 512 elements comes to; what is beyond it is
-clipped (and counted), which the paper's norms never need; and integers of fixed width instead of Elias coding, which
-does not add up. B counts the sum's bits, so the levels per rank shrink with the number of ranks.
+QSGD (Alistarh et al., arXiv 1610.02132), made summable: unbiased stochastic rounding to levels that all ranks share.
+Different from the paper: the scale is not each rank's own norm but the last step's root mean square over all ranks,
+times sqrt(512), about the norm of the paper's buckets of 512 elements; larger values are clipped (and counted), which
+the paper never has to do; integers have a fixed width, because Elias codes do not add up. B counts the sum's bits, so
+the levels per rank shrink with the number of ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class QSGD(Integer):
         return f"qsgd:{self.width}"
 
     def bits(self, ranks: int) -> int:
-        """As asked for."""
+        """``width``, for any number of ranks."""
         return self.width
 
     def clip_multiple(self, levels: int) -> float:

@@ -1,15 +1,14 @@
-"""``randomk:share``: blocks that a hash of seed, bucket and step picks.
+"""``randomk:share``: blocks chosen by a hash of seed, bucket and step.
 
-Random sparsification with a shared seed (Stich et al.: Sparsified SGD with memory, arXiv 1809.07599), in blocks. The
-bucket's blocks are cut into as many groups as blocks are sent, and every group sends one of its blocks in turn,
-starting from a place that the hash draws anew whenever the group has been round. So every block is sent once a round,
-and none waits for more than two: with independent draws some would wait for many rounds and arrive many times too
-large.
+Random sparsification with a shared seed (Stich et al.: Sparsified SGD with memory, arXiv 1809.07599), in blocks. A
+bucket's blocks form as many groups as a step sends blocks. In every step each group sends one block, in cyclic order;
+for each round the hash draws a new first block. So every block is sent once a round and none waits for more than two
+rounds. With independent draws some would wait for many rounds and arrive many times too large.
 
-A spike in a block that is not sent would arrive many steps late. So the root mean square of all there is rides along,
-and a rank whose own is far beyond the sum of the last steps overflows.
+A spike in a block that is not sent would arrive many steps late. So the payload ends with the root mean square of the
+whole bucket, and a rank overflows if its own is far beyond the sums of the last steps.
 
-Sent: 4 k bytes for k elements, and 4 bytes. Work: all is read once, what is sent is copied.
+Sent: 4 k bytes for k elements, and 4 bytes. Work: the bucket is read once, the sent blocks are copied.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class RandomK(BlockSelection):
         return self._context(ops, spec, ops.from_numpy(np.zeros(1, np.int32)), ops.from_numpy(np.zeros(1, np.float32)))
 
     def measured(self, blocks: int) -> int:
-        """One."""
+        """One, the root mean square."""
         return 1
 
     def chosen(self, ops: Ops[Array], ctx: Context[Array]) -> Array:
@@ -49,11 +48,11 @@ class RandomK(BlockSelection):
         return self._context(ops, ctx.spec, ctx.state[0] + 1, scale)
 
     def measure(self, ops: Ops[Array], ctx: Context[Array], grad: Array, residual: Array | None) -> Array:
-        """The root mean square of all, which shows what is not finite in a block that stays behind."""
+        """The bucket's root mean square: it is not finite if any element is, also in a block that is not sent."""
         return ops.reshape(ops.rms(grad), (1,))
 
     def overflows(self, ops: Ops[Array], ctx: Context[Array], grad: Array, payload: Array) -> Array:
-        """Far beyond the root mean square of the last steps."""
+        """Whether this rank's root mean square is far beyond those of the last steps."""
         if not self.cut(ctx.spec).blocks:
             return super().overflows(ops, ctx, grad, payload)
         return beyond(ops, ctx.state[2], payload[-1:])
@@ -68,5 +67,5 @@ class RandomK(BlockSelection):
 
 
 def _bounds(cut: Cut) -> np.ndarray:
-    """Where every group of blocks begins, and the last one ends (int32)."""
+    """First block of every group, and the end of the last group (int32)."""
     return (np.arange(cut.chosen + 1, dtype=np.int64) * cut.blocks // max(1, cut.chosen)).astype(np.int32)

@@ -1,9 +1,9 @@
-"""From a user's words to a compressor: the table of names, and the grammar.
+"""From a level's name to its compressor: the table of names and the grammar.
 
     compression = part ["+" part]          a chain of two, such as topk:0.05+int8
     part        = name [":" parameter] ...
 
-A name's parameters follow behind colons; ``int8`` is the name ``int`` with its first parameter joined to it.
+Parameters follow the name after colons; ``int8`` is the name ``int`` with its first parameter joined to it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ ENTRY_POINTS = "hvdplus.compressors"
 
 
 class Row(NamedTuple):
-    """What a name stands for."""
+    """How to build the compressor of a name."""
 
     build: Callable[..., Compressor]
-    """Takes the parameters behind the name as strings; raises ValueError for wrong ones."""
+    """Takes the parameters as strings; raises ValueError for wrong ones."""
     usual: str
     """A usual spelling, with its parameters."""
 
@@ -43,7 +43,7 @@ def builder(make: Callable[..., Compressor], *wants: tuple[Callable[[str], Any],
     """``make`` for parameters given as text.
 
     Args:
-        wants: for every parameter, what converts it and what it is; those that are not given keep their defaults.
+        wants: each parameter's converter, and its description for errors. Omitted parameters keep their defaults.
     """
 
     def build(*texts: str) -> Compressor:
@@ -93,7 +93,7 @@ def register(name: str, build: Callable[..., Compressor], usual: str = "") -> No
         usual: a spelling to list, with its parameters.
 
     Raises:
-        ValueError: the name is taken, or the grammar could not read it.
+        ValueError: the name is taken, or the grammar cannot read it.
     """
     if not re.fullmatch(r"[a-z_]+\d*", name):
         raise ValueError(f"A compressor's name has lower-case letters, and digits only at its end. Received: {name!r}")
@@ -112,14 +112,14 @@ def _loading(entry: EntryPoint) -> Callable[..., Compressor]:
     def build(*texts: str) -> Compressor:
         made = entry.load()(*texts)
         if not isinstance(made, Compressor):
-            raise ValueError(f"{entry.value} makes no Compressor. Received: {made!r}")
+            raise ValueError(f"{entry.value} must return a Compressor. Received: {made!r}")
         return made
 
     return build
 
 
 def known() -> Mapping[str, Row]:
-    """All names: ours, and those that other packages bring along as entry points where they do not take one of ours."""
+    """All names: those of ``TABLE``, and other packages' entry points whose names are not in it."""
     return {**_from_entry_points(), **TABLE}
 
 

@@ -1,10 +1,9 @@
-"""``terngrad``: -1, 0 or 1 times a shared scale, by chance, without a residual.
+"""``terngrad``: stochastic rounding to -1, 0 or 1 times a shared scale, without a residual.
 
-TernGrad (Wen et al., arXiv 1705.07878): an element becomes its sign with probability |x| / scale. The paper shares the
-scale (its section on scaler sharing) and clips gradients at 2.5 standard deviations; so does this. Different from the
-paper: that clip is also the scale, where the paper takes the largest magnitude that is left after clipping; it is one
-step late and covers a bucket, not a layer; and a lane has as many bits as a sum of N signs needs, 3 bits on 2 or 3
-ranks.
+TernGrad (Wen et al., arXiv 1705.07878): an element becomes its sign with probability |x| / scale. As in the paper,
+ranks share the scale (its section on scaler sharing), and gradients are clipped at 2.5 standard deviations. Different
+from the paper: the clip is also the scale, while the paper takes the largest magnitude after clipping; the scale is one
+step late and covers a bucket, not a layer; a lane has as many bits as a sum of N signs needs, 3 bits on 2 or 3 ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class TernGrad(Integer):
     stochastic = True
 
     def bits(self, ranks: int) -> int:
-        """What a sum of signs needs."""
+        """As many as a sum of ``ranks`` signs needs."""
         return fewest_bits(ranks)
 
     def clip_multiple(self, levels: int) -> float:

@@ -1,14 +1,14 @@
 """``topk:share``: the blocks with most energy.
 
-Top-k sparsification with memory (Lin et al.: Deep Gradient Compression, arXiv 1712.01887; Stich et al., arXiv
-1809.07599) made fit for a ring: all ranks send the same blocks, chosen by the sum of their energies, which rode along
-with the payload of the step before. What rides is the norm of *what stays behind after sending + the fresh gradient*,
-the best guess of what the next step will have to send: energies from before sending would pick half of the same blocks
-again. A block that is far beyond the largest of the last steps on any rank overflows: it would arrive a step late.
+Top-k sparsification with error feedback (Lin et al.: Deep Gradient Compression, arXiv 1712.01887; Stich et al., arXiv
+1809.07599), made summable: all ranks send the same blocks, chosen by the sum of their energies, which travelled in the
+last step's payload. A block's energy is the root mean square of *its residual after sending + its fresh gradient*, the
+best guess of the next step's block: energies from before sending would choose half of the same blocks again. A rank
+overflows if a block's energy is far beyond the largest of the last steps: the block would arrive a step late.
 
-Sent: 4 k bytes for k elements, and 4 bytes a block. Work: two arrays are read to measure the blocks, what is sent is
-copied. Different from the papers: whole blocks instead of elements, one choice for all ranks, one step late, root mean
-squares (which add without overflow) instead of squares.
+Sent: 4 k bytes for k elements, and 4 bytes a block. Work: two arrays are read to measure the blocks, the sent blocks
+are copied. Different from the papers: whole blocks instead of elements, one choice for all ranks, one step late, root
+mean squares (which add without overflow) instead of squares.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TopK(BlockSelection):
     memory_passes = 5.0
 
     def init(self, ops: Ops[Array], spec: Spec) -> Context[Array]:
-        """Blocks at equal distances."""
+        """Evenly spaced blocks."""
         cut = self.cut(spec)
         places = np.arange(cut.chosen) * cut.blocks // max(1, cut.chosen)
         return Context(spec, 0, (ops.from_numpy(places.astype(np.int32)), ops.from_numpy(np.zeros(1, np.float32))))
@@ -42,14 +42,14 @@ class TopK(BlockSelection):
         return blocks
 
     def chosen(self, ops: Ops[Array], ctx: Context[Array]) -> Array:
-        """As the last sum said."""
+        """The blocks with most energy in the last sum."""
         return ctx.state[0]
 
     def measure(self, ops: Ops[Array], ctx: Context[Array], grad: Array, residual: Array | None) -> Array:
         """Every block's expected root mean square in the next step."""
         cut = self.cut(ctx.spec)
         chosen, blocks = ctx.state[0], self._matrix(ops, cut, grad)
-        # Half of (what stays + fresh), the latter being what is sent less the old residual.
+        # Half of (residual after sending + fresh gradient); the fresh gradient is ``grad`` minus the old residual.
         before = None if residual is None else self._matrix(ops, cut, residual)
         expected = ops.row_rms(blocks, before, -0.5)
         before = None if before is None else ops.take_rows(before, chosen)
@@ -57,22 +57,22 @@ class TopK(BlockSelection):
         return ops.put_values(expected, chosen, fresh)
 
     def advance(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
-        """The blocks of most energy."""
+        """Choose the blocks with most energy in the sum."""
         cut = self.cut(ctx.spec)
         if not cut.blocks:
             return ctx
         return self._choose(ops, ctx, total[-cut.blocks :], total[-cut.blocks :])
 
     def warm_up(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
-        """The blocks of the reduced gradient's most energy."""
+        """Choose the blocks with most energy in the reduced gradient."""
         cut = self.cut(ctx.spec)
         if not cut.blocks:
             return ctx
-        # The largest element is no less than that of any block, and the same on every CPU, bit for bit.
+        # The scale is the largest element: no less than any block's RMS, and the same bits on every CPU.
         return self._choose(ops, ctx, ops.row_rms(self._matrix(ops, cut, total)), total[: cut.end])
 
     def overflows(self, ops: Ops[Array], ctx: Context[Array], grad: Array, payload: Array) -> Array:
-        """A block that stays behind, or was sent, far beyond the largest of the last steps."""
+        """Whether the energy of any block, sent or not, is far beyond the largest of the last steps."""
         cut = self.cut(ctx.spec)
         if not cut.blocks:
             return super().overflows(ops, ctx, grad, payload)

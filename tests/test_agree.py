@@ -243,9 +243,9 @@ def test_a_level_that_four_ranks_leave_no_room_for_is_refused_when_the_exchange_
     def exchange(level: str) -> NumpyExchange:
         return NumpyExchange([(32, 32)], Four(), ["none", level])
 
-    with pytest.raises(ValueError, match="int2 leaves no level for a sum over 4 ranks.*fewest that do are 4"):
+    with pytest.raises(ValueError, match="int2 leaves no level for a sum over 4 ranks.*4 bits are enough"):
         exchange("int2")
-    with pytest.raises(ValueError, match=r"int3 leaves no level .*fewest that do are 4"):
+    with pytest.raises(ValueError, match=r"int3 leaves no level .*4 bits are enough"):
         exchange("topk:0.1+int3")
     assert exchange("int4").coordinator.payload_bytes[1] < exchange("int8").coordinator.payload_bytes[1]
 

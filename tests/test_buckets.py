@@ -258,5 +258,5 @@ def test_bytes_of_a_step() -> None:
 def test_a_level_that_the_ranks_leave_no_room_for_names_one_that_works() -> None:
     model: list[Parameter] = [((32, 32), "float32")]
     assert bytes_per_step(cut(model, 8 << 20, ranks=1), parse("int2")) > 0
-    with pytest.raises(ValueError, match=r"int2 leaves no level for a sum over 4 ranks.*the fewest that do are 4"):
+    with pytest.raises(ValueError, match=r"int2 leaves no level for a sum over 4 ranks.*4 bits are enough"):
         bytes_per_step(cut(model, 8 << 20, ranks=4), parse("int2"))
