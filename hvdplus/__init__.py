@@ -1,6 +1,6 @@
 """hvdplus: adaptive gradient compression that ring all-reduce can add up.
 
-Import a front door, not this package: ``import hvdplus.torch as hvd`` or ``import hvdplus.keras as hvd``.
+Import a framework's API, not this package: ``import hvdplus.torch as hvd`` or ``import hvdplus.keras as hvd``.
 Importing ``hvdplus`` alone imports no framework and does not start MPI.
 """
 

@@ -1,4 +1,4 @@
-"""From what the user asked for to what a run uses: its ladder of levels and its run log."""
+"""What ranks settle before training: the ladder of levels, equal models and settings, the run log."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 """Types of gradients that every framework exchanges."""
 
 NO_JOIN = (
-    "hvd.join() lets other ranks go on alone, but ranks compress and decide together in every step. Give all ranks the "
-    "same number of steps (DistributedSampler and drop_last=True do), or run with compression='none' in PyTorch."
+    "hvd.join() lets other ranks continue alone, but ranks compress and decide together in every step. Give all ranks "
+    "the same number of steps (DistributedSampler and drop_last=True do), or run with compression='none' in PyTorch."
 )
 _instances = 0
 
 HOROVODS_NAMES = {"NoneCompressor": "none", "FP16Compressor": "fp16"}
-"""Horovod spells its two compressors as classes."""
+"""Horovod's two compressor classes -> levels."""
 
 
 class Compression:
@@ -43,15 +43,16 @@ def choose_ladder(compression: Any, settings: Settings, world: World, ops: Ops[A
     Args:
         compression: ``auto`` (then the setting ``compression`` decides, ``auto`` by default), a level such as
             ``lowrank:4`` or ``topk:0.05+int8``, a ``Compressor`` object, Horovod's own ``Compression.none`` or
-            ``Compression.fp16``, or another class of Horovod's ``Compressor`` kind.
+            ``Compression.fp16``, or another class with Horovod's ``compress`` and ``decompress``.
         ops: operations of the framework in use.
 
     Raises:
-        ValueError: unknown compression; or a fixed level that needs equal CPUs and libraries where ranks differ.
+        ValueError: unknown compression; a ladder that does not begin with ``none``; or a fixed level that needs equal
+            CPUs and libraries, while ranks differ.
     """
     stock = isinstance(compression, type) and compression.__module__.partition(".")[0] in ("horovod", "hvdplus")
     if stock and compression.__name__ in HOROVODS_NAMES:
-        # Scripts written for Horovod name these because they have to name something: a setting may turn that.
+        # A script written for Horovod names one of these classes by default, so a setting may override it.
         turned = "compression" in settings.origins or settings.compression != AUTO
         compression = AUTO if turned else HOROVODS_NAMES[compression.__name__]
     from_settings = isinstance(compression, str) and compression == AUTO
@@ -81,17 +82,17 @@ def choose_ladder(compression: Any, settings: Settings, world: World, ops: Ops[A
             f"their contexts drift apart. The ranks differ in {'; '.join(world.differences)}. Use fp16 or none, or "
             "make them equal."
         )
-    # A level that learns is led up to by dense steps.
+    # Dense warm-up steps precede a level that learns.
     return Ladder(["none", compressor] if compressor.needs_warmup else [compressor]), False
 
 
 def _unfit(compressor: Compressor, world: World) -> str:
-    """Why a level cannot serve this job, or nothing."""
+    """Why a level cannot run in this job; empty: it can."""
     if compressor.uses_products and world.differences:
         return f"it needs equal CPUs and libraries, but ranks differ in {'; '.join(world.differences)}"
     try:
         compressor.payload_bytes(Spec(((32, 32),), 0, 0, world.transport.size))
-    except ValueError as error:  # integers run out of levels where many ranks' sums have to fit
+    except ValueError as error:  # too many ranks for the bits of its integers
         return str(error)
     return ""
 
@@ -118,25 +119,25 @@ def join(
     times: int = 0,
     **agreed: Any,
 ) -> Any:
-    """The exchange that ``make`` makes, between ranks that fit together. Every rank calls it.
+    """Check that all ranks fit together, then make their exchange. Every rank calls it.
 
     Args:
         make: takes transport and settings, and ``ladder``, ``auto``, ``log`` and ``prefix`` by name.
         instance: see ``next_instance``.
         shapes, dtypes: of the gradients, in order.
-        names: of the gradients, if ranks have to agree in them.
+        names: of the gradients, if ranks have to agree on them.
         times: how often this exchange has joined other ranks before.
-        agreed: what decides what is sent, and when, besides the settings.
+        agreed: arguments that must be equal on all ranks, besides the settings.
 
     Raises:
-        ValueError: another rank has other gradients, settings or arguments; on every rank.
+        ValueError: ranks differ in gradients, settings or arguments; on every rank.
     """
-    # Where ranks come and go, some have made more optimizers than others.
+    # In an elastic job, some ranks have made more optimizers than others.
     instance = max(world.transport.gather_objects(instance, "an optimizer's number (DistributedOptimizer)"))
     check_same_model(list(zip(*((names,) if names else ()), shapes, dtypes, strict=True)), world)
     announce(ladder, auto, world)
     check_same_settings(settings, ladder, world, auto=auto, **agreed)
-    if world.differences:  # the same update gives other bits there, which was said at the start
+    if world.differences:  # the same update may give other bits there; ``init`` has warned
         settings = replace(settings, weights_check_steps=0)
     log = open_log(settings, world, instance, times)
     exchange = make(world.transport, settings, ladder=ladder, auto=auto, log=log, prefix=f"hvdplus{instance}")
@@ -145,7 +146,7 @@ def join(
 
 
 def check_types(names: Sequence[str], dtypes: Sequence[str], known: Sequence[str] = FLOATS) -> None:
-    """Raise ValueError where a gradient of another type than ``known`` would have to be exchanged."""
+    """Raise ValueError if the type of a gradient is not in ``known``."""
     odd = [f"{name} is {dtype}" for name, dtype in zip(names, dtypes, strict=True) if dtype not in known]
     if odd:
         raise ValueError(
@@ -155,13 +156,13 @@ def check_types(names: Sequence[str], dtypes: Sequence[str], known: Sequence[str
 
 
 def check_same_model(mine: Sequence[Any], world: World) -> None:
-    """All ranks must exchange the same tensors, or they would wait for each other for ever. Every rank calls it.
+    """Check that all ranks exchange the same tensors; otherwise they would hang. Every rank calls it.
 
     Args:
-        mine: one comparable, picklable description a parameter, in order.
+        mine: one comparable, picklable description per parameter, in order.
 
     Raises:
-        ValueError: another rank has other parameters; on every rank, with the first that differs.
+        ValueError: ranks differ in parameters; on every rank, with the first difference.
     """
     mine = list(mine)
     everyone = world.transport.gather_objects(mine, "an optimizer's parameters")
@@ -176,10 +177,10 @@ def check_same_model(mine: Sequence[Any], world: World) -> None:
 
 
 def check_same_settings(settings: Settings, ladder: Ladder, world: World, **arguments: Any) -> None:
-    """What decides what is sent, and when, has to be alike on all ranks. Every rank calls it.
+    """Check that levels, settings and ``arguments`` are equal on all ranks. Every rank calls it.
 
     Raises:
-        ValueError: a rank has other settings or arguments; on every rank, with the first that differs.
+        ValueError: ranks differ in one of them; on every rank, with the first difference.
     """
     values = {name: getattr(settings, name) for name in SETTINGS if name != "run_log"}  # only rank 0 writes one
     mine = {"levels": ladder.names, **arguments, **values}
@@ -197,7 +198,7 @@ def same_bytes(mine: Sequence[tuple[str, str]], world: World) -> bool:
     """Whether all ranks have the same digests. Every rank calls it. Rank 0 prints the first tensor that differs.
 
     Args:
-        mine: (description, digest) a tensor, in order.
+        mine: one (description, digest) per tensor, in order.
     """
     everyone = world.transport.gather_objects(list(mine), "hvd.identical")
     rows = list(itertools.zip_longest(*everyone, fillvalue=("nothing", "")))
@@ -217,15 +218,15 @@ def same_bytes(mine: Sequence[tuple[str, str]], world: World) -> bool:
 
 
 def next_instance() -> int:
-    """A number for an optimizer or tape, from 0; the same on all ranks, as all make them in the same order."""
+    """A number for an optimizer or tape, from 0; equal on all ranks if they make them in the same order."""
     global _instances
     _instances += 1
     return _instances - 1
 
 
 def open_log(settings: Settings, world: World, instance: int, rejoined: int = 0) -> RunLog:
-    """The run log of the job's ``instance``-th optimizer (from 0), and a new one each time that it has ``rejoined``
-    other ranks; only rank 0 writes a file, and only if asked to."""
+    """The run log of the job's ``instance``-th optimizer (from 0); a new log each time that it has ``rejoined`` other
+    ranks. Only rank 0 writes a file, and only if the setting ``run_log`` names one."""
     path = settings.run_log if world.transport.rank == 0 else ""
     ending = (f".{instance}" if instance else "") + (f".rejoined{rejoined}" if rejoined else "")
     return RunLog(path + ending if path else None, keep=world.transport.rank == 0)

@@ -26,8 +26,8 @@ CONFIG = PREFIX + "CONFIG"
 """Variable that names the file."""
 
 
-# A value is the text of a variable, or has a type of YAML or Python. A converter raises TypeError or ValueError for a
-# wrong one. True is no number here, although Python counts with it.
+# A value is text (from a variable) or has any type of YAML or Python. A converter raises TypeError or ValueError for a
+# wrong value. Its docstring is part of the message. A bool is not a number here.
 
 
 def _at_least(least: int) -> Callable[[Any], int]:
@@ -118,7 +118,7 @@ class Settings:
 
     @classmethod
     def load(cls, arguments: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
-        """Each setting from the highest source that has it.
+        """Take each setting from the highest source that has it.
 
         Args:
             arguments: name -> value, from a script's ``DistributedOptimizer(settings=)``.
@@ -147,7 +147,7 @@ class Settings:
         return cls(**values, origins=origins)
 
     def whence(self, name: str) -> str:
-        """The setting in its source's spelling, and the source: ``HVDPLUS_LADDER (environment)``."""
+        """The setting's name as its source spells it, and the source: ``HVDPLUS_LADDER (environment)``."""
         origin = self.origins.get(name, "default")
         return f"{_spelled(name, origin)} ({origin})"
 
@@ -179,7 +179,7 @@ def describe(settings: Settings) -> Iterable[Described]:
 
 
 def unknown(environ: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Variables named ``HVDPLUS_*`` that are no settings, each with the most similar setting, or ``""``."""
+    """Variables named ``HVDPLUS_*`` that are not settings, each with the most similar setting's variable, or ``""``."""
     known = {variable(name): name for name in SETTINGS} | {CONFIG: "config"}
     others = [name for name in environ if name.startswith(PREFIX) and name not in known]
     nearest = {name: _nearest(name, known.values()) for name in sorted(others)}
@@ -206,7 +206,7 @@ def _converted(name: str, value: Any, origin: str) -> Any:
 
 
 def _checked(arguments: Any) -> Mapping[str, Any]:
-    """A script's settings. Raises ValueError if they are no mapping, or come too late."""
+    """A script's settings. Raises ValueError if they are not a mapping, or contain ``transport`` (too late here)."""
     if arguments is None:
         return {}
     if not isinstance(arguments, Mapping):

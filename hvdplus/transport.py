@@ -1,4 +1,4 @@
-"""What carries the bytes, as the core sees it: one sum over all ranks, and a few words at the start.
+"""The transport as the core sees it: sums over all ranks in every step, and gathered objects at the start.
 
 Implementations live in ``hvdplus.adapters``: Horovod (PyTorch, TensorFlow), mpi4py, and local (one rank).
 """
@@ -20,31 +20,31 @@ class TransportError(RuntimeError):
 
 
 class NeedsHorovod(TransportError, AttributeError):
-    """A name of Horovod's in a job that runs without it; an AttributeError too, so that ``hasattr`` tells."""
+    """A name of Horovod's in a job that runs without it; an AttributeError too, so that ``hasattr`` works."""
 
 
 class Transport(Protocol):
-    """Every rank makes the same calls in the same order; only Horovod, which negotiates, forgives another order.
+    """Every rank makes the same calls in the same order; a transport that negotiates (Horovod) allows any order.
 
-    It carries any framework's arrays, which handles do not tell apart: what ``wait`` returns has no type.
+    It carries any framework's arrays. A handle does not know their type, so ``wait`` returns ``Any``.
     """
 
     name: str
-    """For people: ``horovod-mpi``, ``horovod-gloo``, ``mpi4py``, ``local``."""
+    """For messages: ``horovod-mpi``, ``horovod-gloo``, ``mpi4py``, ``local``."""
     rank: int
     size: int
     local_rank: int
     """Rank among those on the same host."""
     local_size: int
     negotiates: bool
-    """Whether ranks may start sums in any order, and small ones that are ready together are made as one."""
+    """Whether ranks may start sums in any order, and small sums that are ready together are fused."""
 
     @property
     def summable(self) -> Sequence[str]:
-        """Types of arrays that it can add up, such as ``float16``."""
+        """Types of arrays that the transport can add up, such as ``float16``."""
 
     def start(self, array: Any, name: str, scale: float = 1.0) -> Any:
-        """Begin to sum ``array`` over all ranks, in place where the framework allows; returns a handle at once.
+        """Begin to sum ``array`` over all ranks, in place where the framework allows; return a handle at once.
 
         The sum is multiplied by ``scale``, in the array's precision.
 
@@ -52,7 +52,7 @@ class Transport(Protocol):
         """
 
     def done(self, handle: Any) -> bool:
-        """Whether the sum that ``start`` began, and nobody has waited for yet, is there. At once."""
+        """Whether the sum that ``start`` began is complete; returns at once. Not for sums already waited for."""
 
     def wait(self, handle: Any) -> Any:
         """The sum that ``start`` began, bit-identical on every rank."""
@@ -61,7 +61,7 @@ class Transport(Protocol):
         """Every rank's picklable ``value``, in rank order, on every rank; of any length.
 
         Args:
-            what: the purpose, for people; the same on all ranks.
+            what: the purpose, for messages; the same on all ranks.
 
         Raises:
             TransportError: ranks gather for different purposes; on every rank.
@@ -71,18 +71,18 @@ class Transport(Protocol):
         """Return when every rank has arrived."""
 
     def shutdown(self) -> None:
-        """End; nothing may be in flight."""
+        """End the transport; no sum may be in flight."""
 
 
 class Grouping(Transport, Protocol):
-    """One that takes several arrays at once; Horovod in PyTorch."""
+    """A transport that sums several arrays in one call; Horovod in PyTorch."""
 
     def start_all(self, arrays: Sequence[Any], name: str, scale: float = 1.0) -> Any:
         """As ``start``, for arrays of one type; ``wait`` returns all sums."""
 
 
 class World(NamedTuple):
-    """What ``init`` learned about the job. Equal on every rank but for the transport's ranks."""
+    """Facts of the job that ``init`` collects. Equal on every rank but for the transport's ranks and ``cross_rank``."""
 
     transport: Transport
     hosts: dict[str, int]
@@ -92,11 +92,11 @@ class World(NamedTuple):
     cross_rank: int
     """Index of this rank's host among ``hosts``."""
     differences: tuple[str, ...]
-    """In what the ranks' CPUs or libraries differ; empty where bits can be expected to agree."""
+    """Differences between the ranks' CPUs or libraries; empty: results can be expected to agree in every bit."""
 
 
 def check_same_call(calls: Sequence[str], hint: str = "") -> None:
-    """Raise TransportError, with two ranks' words, unless all ranks (in order) make the same call."""
+    """Raise TransportError, which quotes two ranks, unless all ``calls`` (one per rank) are equal."""
     for rank, call in enumerate(calls):
         if call != calls[0]:
             raise TransportError(
@@ -112,7 +112,7 @@ def gather_in_parts(value: Any, what: str, size: int, gather: Callable[[Any], li
 
     Args:
         size: number of ranks.
-        gather: every rank's object, in rank order.
+        gather: returns every rank's object, in rank order.
     """
     mine = memoryview(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
     part_bytes = max(PART_BYTES // size, 1)
@@ -126,17 +126,17 @@ def gather_in_parts(value: Any, what: str, size: int, gather: Callable[[Any], li
 
 
 def broadcast_object(transport: Transport, value: Any, root_rank: int, what: str = OBJECTS) -> Any:
-    """Rank ``root_rank``'s picklable ``value`` on every rank; of any length. The others' values do not count."""
+    """Rank ``root_rank``'s picklable ``value`` on every rank; of any length. Other ranks' values are ignored."""
     return transport.gather_objects(value if transport.rank == root_rank else None, what)[root_rank]
 
 
 def broadcast_each(transport: Transport, values: Iterable[Any], root_rank: int, what: str = OBJECTS) -> Iterator[Any]:
     """Rank ``root_rank``'s arrays on every rank, one after the other; iterate to the end on every rank.
 
-    Small ones share a message; at no time are more than ``PART_BYTES`` of them, or one that is longer, in memory twice.
+    Small arrays share a message; at most ``PART_BYTES`` and one array more are in memory twice.
 
     Args:
-        values: arrays or tensors with ``nbytes``; only the root's are looked at.
+        values: arrays or tensors with ``nbytes``; only the root's are used.
     """
     source = iter(values)
     more = True
