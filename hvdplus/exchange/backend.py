@@ -1,7 +1,7 @@
-"""What the engine asks of a framework that computes at once (NumPy, PyTorch), besides ``Ops``.
+"""The engine's interface to an eager framework (NumPy, PyTorch), besides ``Ops``.
 
-Every method is about the gradients of one step: where they are, how they get into a bucket, how means get back. A
-framework that compiles its steps (TensorFlow) uses the engine's pure functions and keeps its arrays in variables.
+Its methods find the gradients of one step, pack them into buckets and write the means back. A framework that compiles
+its steps (TensorFlow) uses the engine's pure functions and keeps its arrays in variables.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hvdplus.exchange.bucket import Bucket
 
 
 class Memory(Arithmetic, Protocol):
-    """What arrays can do besides where the framework computes at once: they have values, and can be written to."""
+    """What an eager framework's arrays can do besides: they have values, and can be written to."""
 
     @property
     def nbytes(self) -> int: ...
@@ -32,10 +32,10 @@ EagerArray = TypeVar("EagerArray", bound=Memory)
 
 
 class Backend(Protocol[EagerArray]):
-    """Gradients are numbered as the parameters are. Complex ones count as pairs of real numbers, of type float64."""
+    """A gradient has its parameter's number. Complex gradients count as pairs of real numbers, of type float64."""
 
     framework: str
-    """``numpy``, ``torch``: whose checkpoints these are."""
+    """``numpy`` or ``torch``; checkpoints name it."""
     on_host: bool
     """Whether gradients are in the host's memory."""
     shapes: list[tuple[int, ...]]
@@ -56,7 +56,7 @@ class Backend(Protocol[EagerArray]):
         """Whether there is a gradient here, and it is sparse."""
 
     def may_share_rows(self, i: int) -> bool:
-        """Whether rows of this parameter's sparse gradients can be exchanged by themselves."""
+        """Whether this parameter's sparse gradients can be exchanged row by row."""
 
     def empty(self, count: int, dtype: str) -> EagerArray:
         """An uninitialised 1-D array."""
@@ -92,26 +92,26 @@ class Backend(Protocol[EagerArray]):
         """Rows with a count above 0, int64 ascending."""
 
     def place(self, union: EagerArray, rows: EagerArray, values: EagerArray, length: int, dtype: str) -> EagerArray:
-        """1-D: ``length`` rows, the first of which are those of ``union``; ``values`` stand where ``rows`` are."""
+        """1-D, ``length`` rows: the rows of ``union`` in order, with ``values`` in those of ``rows``, else zeros."""
 
     def spread(self, union: EagerArray, values: EagerArray, height: int) -> EagerArray:
         """The whole table, 1-D: ``values`` (1-D) in the rows of ``union``, else zeros."""
 
     def deliver(self, i: int, mean: EagerArray, *, adopt: bool, sparse: bool) -> None:
-        """Write the mean (1-D) to the gradient. ``adopt``: its memory may become the gradient's. ``sparse``: the
+        """Write the mean (1-D) to the gradient. ``adopt``: the mean's memory may become the gradient's. ``sparse``: the
         gradient has to be sparse on all ranks."""
 
     def deliver_rows(self, i: int, union: EagerArray, values: EagerArray) -> None:
-        """Write a mean that is zero but in some rows; ``values``: 1-D, one row after the other."""
+        """Write a mean that is zero outside the rows of ``union``; ``values``: 1-D, one row after the other."""
 
     def deliver_summed(self, i: int, mean: EagerArray, *, sparse: bool) -> None:
-        """Take over a sum made in place, where it is not the gradient itself."""
+        """Write a sum made in place to the gradient, unless it is the gradient itself."""
 
     def all_true(self, flags: Sequence[EagerArray]) -> bool:
-        """Of 0-d booleans, looked at once: every look waits for the device."""
+        """Whether all of these 0-d booleans are true. Reads them together, because every read waits for the device."""
 
     def any_true(self, flags: Sequence[EagerArray]) -> bool:
-        """The same, for any of them."""
+        """Whether any of these 0-d booleans is true; reads them together."""
 
     def norm_of_all(self, norms: Sequence[EagerArray]) -> float:
         """Norm of all elements of arrays with these ``norms``."""
@@ -135,7 +135,7 @@ class Backend(Protocol[EagerArray]):
         """Whether two 1-D arrays begin in the same place."""
 
     def wait_for_device(self) -> None:
-        """Return when the device has computed all that was asked of it."""
+        """Return when the device has finished all its work."""
 
     def checksums(self) -> list[int]:
         """A checksum of every parameter's bits."""

@@ -1,9 +1,9 @@
 """Which gradients travel together, and what a rank holds for each bucket from step to step.
 
 A bucket is a flat vector of some parameters' gradients, end to end, all of one type. Buckets are filled from the last
-parameter to the first, the order in which a backward pass delivers, so that the first is on its way while the pass goes
-on. Within a bucket those stand last that no compressor may touch: vectors, norms and tiny tensors, in which there is
-little to save and much to spoil. A parameter whose gradients come sparse has a bucket of its own.
+parameter to the first, the order of a backward pass, so that the first bucket travels while the pass goes on. A bucket
+ends with its tail: vectors, norms and tiny tensors, which travel whole because compression would save little and spoil
+much. A parameter with sparse gradients has a bucket of its own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Bucket(NamedTuple):
     dtype: str
     """The gradients' own type: ``float16``, ``bfloat16``, ``float32`` or ``float64``."""
     spec: Spec
-    """What a compressor sees of it."""
+    """The bucket as compressors see it."""
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -70,10 +70,10 @@ def make_buckets(
 ) -> tuple[Bucket, ...]:
     """Cut the parameters (given first to last) into buckets of at most ``bucket_bytes``.
 
-    A larger parameter has a bucket of its own. All depends on the arguments alone, so every rank cuts alike.
+    A larger parameter has a bucket of its own. The result depends on the arguments alone and so is equal on all ranks.
 
     Args:
-        tapering: towards the end buckets get smaller and smaller, as nothing is left to hide the last one behind.
+        tapering: make buckets smaller towards the end, because no computation hides the last one.
         apart: parameters that have a bucket each, behind all others.
     """
     sizes = [math.prod(shape) * itemsize(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
@@ -111,7 +111,7 @@ def make_buckets(
 
 
 def compressible(shape: tuple[int, ...]) -> bool:
-    """Whether a tensor of this shape may be compressed: a matrix of some size, whatever dimensions of 1 it has."""
+    """Whether a tensor may be compressed: it has ``TINY`` elements or more, and two dimensions longer than 1."""
     return sum(length > 1 for length in shape) >= 2 and math.prod(shape) >= TINY
 
 
@@ -121,9 +121,9 @@ def compressor_for(bucket: Bucket, compressor: Compressor) -> Compressor:
 
 
 def bytes_per_step(buckets: Sequence[Bucket], compressor: Compressor, narrow_sums: Sequence[str] = ()) -> int:
-    """Bytes that one rank sends a step at a level; of levels whose sides differ, the larger.
+    """Bytes that one rank sends per step at a level, on the larger side.
 
-    ``narrow_sums``: narrow types that the transport can add up, so that dense steps send them as they are.
+    ``narrow_sums``: narrow types that the transport can add up, so that dense steps send them unchanged.
     """
     total = 0
     for bucket in buckets:
@@ -136,7 +136,7 @@ def bytes_per_step(buckets: Sequence[Bucket], compressor: Compressor, narrow_sum
 
 
 NOT_YET: Any = None
-"""In place of an array that comes later in the step."""
+"""Placeholder of an array that comes later in the step."""
 
 
 @dataclass
@@ -149,18 +149,18 @@ class BucketState(Generic[Array]):
     contexts: dict[int, Context[Array]] = field(default_factory=dict)
     """Level -> context, made when the level is first used."""
     residual: Array | None = None
-    """What encoding lost so far; None where nothing is outstanding."""
+    """Part of the gradients that encoding lost so far; None: nothing is outstanding."""
     pending: Array | None = None
     """The next residual, until the optimizer has taken the step."""
     flat: Array | None = None
-    """The vector that is encoded: gradients plus a fraction of the residual. Kept, as fresh memory is dear."""
+    """The vector that is encoded: gradients plus a fraction of the residual. Kept, because fresh memory is slow."""
     flat_type: str = ""
     missing: set[int] = field(default_factory=set)
     """Parameters whose gradient of this step is not here yet."""
     payload: Array = NOT_YET
     """The vector, encoded."""
     summed: list[Array] = field(default_factory=list)
-    """Where gradients are summed in place: those, then what came back of them; the metadata may stand behind them."""
+    """Where gradients are summed in place: the gradients, after the sum their means; the metadata may come last."""
     handle: Any = None
     """Of the all-reduce under way."""
     total: Array = NOT_YET
@@ -168,13 +168,13 @@ class BucketState(Generic[Array]):
     mean: Array = NOT_YET
     """Mean of all ranks' gradients (or their sum, if that was asked for), decoded."""
     next_context: Context[Array] | None = None
-    """What the level learned from ``total``, until all ranks know that the step was finite."""
+    """The context that follows from ``total``, until all ranks know that the step was finite."""
     finite: Array | None = None
-    """0-d boolean: all values that this rank sent are finite; None: not looked at."""
+    """0-d boolean: all values that this rank sent are finite; None: not checked."""
     overflow: Array | None = None
-    """0-d boolean: the residual would need many steps to send what is left; None: not looked at."""
+    """0-d boolean: the residual would need many steps to send what is left; None: not checked."""
     sum_finite: Array | None = None
-    """0-d boolean: the sum is finite; None: not looked at."""
+    """0-d boolean: the sum is finite; None: not checked."""
 
     def __post_init__(self) -> None:
         self.missing = set(self.bucket.parameters)
@@ -192,7 +192,7 @@ class BucketState(Generic[Array]):
         return self.contexts[level]._replace(side=side)
 
     def forget_step(self) -> None:
-        """Give up all that belongs to one step: the next forward pass can have the memory."""
+        """Free the arrays of one step, so that the next forward pass can use the memory."""
         self.missing = set(self.bucket.parameters)
         self.payload = self.handle = self.total = self.mean = NOT_YET
         self.summed = []
@@ -205,12 +205,12 @@ class BucketSet(Generic[Array]):
 
     states: list[BucketState[Array]]
     prefix: str
-    """Of the sums' names."""
+    """Beginning of the all-reduces' names."""
     in_place: bool = False
-    """Whether gradients are summed where they are, if they can be, and come back as means."""
+    """Whether gradients are summed in place where possible, and come back as means."""
     carrier: BucketState[Array] | None = None
-    """The bucket that waits for the end of the backward pass, and then takes the metadata along: without a sum of its
-    own for them, dense steps on fast links take no longer than stock Horovod's."""
+    """The bucket that waits for the end of the backward pass and then leaves together with the metadata. This saves an
+    all-reduce, so that dense steps on fast links take no longer than stock Horovod's. None: there is none."""
 
     def __post_init__(self) -> None:
         self.place_of = {i: (state, *place) for state in self.states for i, place in state.places.items()}

@@ -1,5 +1,5 @@
-"""All that happens to one bucket in a step, as pure functions: the same text for frameworks that compute at once and
-for compiled graphs.
+"""One bucket's step as pure functions, the same for eager frameworks (NumPy, PyTorch) and for compiled graphs
+(TensorFlow).
 
     vector (gradient + residual) ─► send_bucket ─► payload ─► all-reduce ─► receive_bucket ─► mean, next context
                                         └► left: the next residual
@@ -14,25 +14,25 @@ from hvdplus.exchange.residual import left_after_flush
 
 
 class Outgoing(NamedTuple, Generic[Array]):
-    """What a rank makes of one bucket before the sum."""
+    """One encoded bucket of this rank, before the all-reduce."""
 
     payload: Array
     left: Array | None
     """The next residual; None: there is none."""
     finite: Array | None
-    """0-d boolean: all that was sent is finite; None: not looked at."""
+    """0-d boolean: all sent values are finite; None: not checked."""
     overflow: Array | None
-    """0-d boolean: the residual would need many steps to send what is left; None: it would not."""
+    """0-d boolean: the residual would need many steps to send ``left``; None: the level keeps no residual."""
 
 
 class Incoming(NamedTuple, Generic[Array]):
-    """What a rank makes of one bucket's sum."""
+    """One bucket, decoded from the sum of all ranks' payloads."""
 
     mean: Array
     next_context: Context[Array] | None
     """None: nothing was learned."""
     sum_finite: Array | None
-    """0-d boolean, the same on every rank; None: not looked at."""
+    """0-d boolean, the same on every rank; None: not checked."""
 
 
 def send_bucket(
@@ -48,13 +48,13 @@ def send_bucket(
 
     Args:
         vector: gradients plus ``fraction`` of the residual (1-D); may be overwritten.
-        residual: what earlier steps left; None: nothing.
+        residual: what earlier steps have not sent; None: there is none.
         check: whether to look for values that are not finite.
     """
     if compressor.keeps_residual:
         return Outgoing(*compressor.send(ops, ctx, vector, residual))
     payload = compressor.encode(ops, ctx, vector)
-    # A payload that may overflow tells by its sum, and is sent again.
+    # If a payload may overflow, its sum shows that, and the bucket is sent again.
     finite = compressor.is_finite(ops, vector, payload) if check and not compressor.may_overflow else None
     left = None if residual is None else left_after_flush(residual, fraction)
     return Outgoing(payload, left, finite, None)

@@ -1,4 +1,4 @@
-"""The end of a step: bring overflowed buckets again, keep or undo what was learned, deliver the means."""
+"""The end of a step: send overflowed buckets again, commit or roll back contexts, deliver the means."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def send_overflowed_again(x: EagerExchange[EagerArray], states: Sequence[BucketState[EagerArray]]) -> None:
-    """Payloads of float16 may have an infinite sum. Every rank holds the same sums, so every rank sends the same
-    buckets again, in full width."""
+    """Send buckets whose float16 sum is not finite again, in full width. All ranks hold the same sums and so send the
+    same buckets."""
     narrow = [s for s in states if s.sum_finite is not None and x.compressor(s.bucket, x.plan.level).may_overflow]
     if x.backend.all_true(_looked_at(narrow)):
         return
@@ -29,18 +29,18 @@ def send_overflowed_again(x: EagerExchange[EagerArray], states: Sequence[BucketS
 
 
 def sums_are_finite(x: EagerExchange[EagerArray]) -> bool:
-    """Of all buckets that may be compressed; the same on every rank."""
+    """Whether the sums of all compressible buckets are finite; the same on every rank."""
     return x.backend.all_true(_looked_at(x.states))
 
 
 def _looked_at(states: Sequence[BucketState[EagerArray]]) -> list[EagerArray]:
-    """Whether sums are finite, of all that were looked at."""
+    """Flags of all sums that were checked, whether they are finite."""
     return [state.sum_finite for state in states if state.sum_finite is not None]
 
 
 def send_left(x: EagerExchange[EagerArray]) -> bool:
-    """Some rank's values lie far beyond its level's scale: all ranks send what is left in full width, nothing stays.
-    So the whole gradient arrives in its own step, and no later one has to bring the rest.
+    """After an overflow on any rank, all ranks send what is left in full width: the whole gradient arrives in its own
+    step, and the residual becomes zero.
 
     Returns whether the sums are finite; the same on every rank.
     """
@@ -58,7 +58,7 @@ def send_left(x: EagerExchange[EagerArray]) -> bool:
 
 
 def settle(x: EagerExchange[EagerArray], state: BucketState[EagerArray], healthy: bool, learns: bool) -> None:
-    """Keep what a bucket learned (if the step is one to learn from), or undo the step where it was not finite."""
+    """Commit a bucket's next context if the step is ``healthy`` and ``learns``; roll back if it is not ``healthy``."""
     if not state.bucket.compressible:
         return
     if healthy:
@@ -66,9 +66,7 @@ def settle(x: EagerExchange[EagerArray], state: BucketState[EagerArray], healthy
             state.contexts[x.plan.warms_up or x.plan.level] = state.next_context
         return
     state.pending = None
-    if x.compressor(
-        state.bucket, x.plan.level
-    ).needs_finite_check:  # a plain all-reduce would have delivered it: so does this
+    if x.compressor(state.bucket, x.plan.level).needs_finite_check:  # deliver NaN, as a plain all-reduce would
         state.mean = x.backend.filled_like(state.mean, math.nan)
 
 
@@ -98,12 +96,12 @@ def _deliver_bucket(x: EagerExchange[EagerArray], state: BucketState[EagerArray]
     for i, (part, _) in state.places.items():
         if users[i]:
             x.backend.deliver(i, state.mean[part], adopt=adopt, sparse=i in x.sparse)
-        elif state.pending is not None and state.residual is not None:  # nobody takes what was sent of it
+        elif state.pending is not None and state.residual is not None:  # no rank uses the mean
             state.pending[part] = state.residual[part]
 
 
 def turned_sparse(x: EagerExchange[EagerArray]) -> None:
-    """Where all ranks read the metadata in the step, a gradient that turned sparse on one of them does so on all."""
+    """If all ranks read the metadata in the step, treat a gradient that turned sparse on one rank as sparse on all."""
     if x.reporter.observed_in_step:
         turned = x.reporter.metadata.read().turned
         x.sparse.update(i for i, turns in enumerate(turned.tolist()) if turns)

@@ -14,7 +14,7 @@ A residual's life, in the order of a step:
     roll back  the step was not taken, or was not finite: pending is dropped, the old residual stays
     consolidate  every rank gets the mean of all ranks' residuals (checkpoints), which changes no sum
 
-The fraction is shared by all ranks. Sent at once, a residual would be a gradient several times too large.
+All ranks use the same fraction. A residual sent at once would be a gradient several times too large.
 """
 
 from __future__ import annotations

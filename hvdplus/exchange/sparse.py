@@ -1,12 +1,12 @@
-"""Sparse gradients: the rows that any rank used, agreed on and added up, exact.
+"""Sparse gradients: ranks agree on the rows that any of them used, and add these rows up, exact.
 
-An embedding's gradient has few rows, others on every rank. A ring cannot add what stands in different places, so in
-every step the ranks first add up a mask (a few bits a row), which tells each of them the union of all rows. If the
-union is a small share of the table, its rows follow, in one order, uncompressed. Else the table travels as all buckets
-do, at their level. Next to Horovod's all-gather no row crosses the network more than once a rank.
+An embedding's gradient has few rows, different ones on every rank. A ring adds only elements in equal places, so in
+every step the ranks first add up a mask (a few bits a row), which tells all of them the union of rows. If the union is
+a small share of the table, its rows follow, in one order, uncompressed. Else the table travels as a bucket at the
+step's level. Unlike in Horovod's all-gather, no row crosses the network more than once a rank.
 
-The residual waits in a step that shares rows: nothing was lost in it. Contexts learn from it where they would learn
-from a dense step, in warm-up.
+A step that exchanges rows loses nothing and leaves the residual unchanged. In warm-up, contexts learn from it as from
+any dense step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Table(BucketState[EagerArray]):
     union: EagerArray | None = None
     """Rows that any rank used; None: the table travels as a bucket in this step."""
     sent_bytes: int = 0
-    """Of the last step: mask, and rows or payload."""
+    """Bytes of the last step: mask, and rows or payload."""
 
     @property
     def parameter(self) -> int:
@@ -73,7 +73,7 @@ def start_mask(x: EagerExchange[EagerArray], table: Table[EagerArray]) -> None:
 
 
 def send_table(x: EagerExchange[EagerArray], table: Table[EagerArray]) -> None:
-    """Hear which rows any rank used, and send them, or the whole table as a bucket."""
+    """Wait for the sum of masks; send the rows that any rank used, or the whole table as a bucket."""
     with x.meter.exposed_comm():
         words = x.transport.wait(table.mask)
     with x.meter.codec():
@@ -111,7 +111,7 @@ def receive_rows(x: EagerExchange[EagerArray], table: Table[EagerArray]) -> None
 
 
 def mask_words(ops: Ops[Array], mask: Array, ranks: int) -> Array:
-    """A mask (float32, zeros and ones) packed so that sums over ``ranks`` ranks fit."""
+    """A mask (float32, zeros and ones), packed so that a sum over ``ranks`` ranks fits."""
     return ops.pack(mask, _one(ops), 1, fewest_bits(ranks), WORD).words
 
 
@@ -127,16 +127,16 @@ def mask_bytes(height: int, ranks: int) -> int:
 
 
 def few(union: int, height: int) -> bool:
-    """Whether so many rows are exchanged by themselves."""
+    """Whether a union of so many rows is exchanged row by row."""
     return union <= int(SHARED * height)
 
 
 def padded(count: int) -> int:
-    """A length that few steps share: rounded up by an eighth at most. A new length is negotiated anew every time."""
+    """``count`` rounded up by an eighth at most, so that few different lengths occur: each is negotiated anew."""
     step = 1 << max(0, count.bit_length() - 4)
     return -(-count // step) * step
 
 
 def _one(ops: Ops[Array]) -> Array:
-    """Exponent of a step of 1."""
+    """Exponent of a step size of 1."""
     return ops.from_numpy(np.zeros(1, np.int32))

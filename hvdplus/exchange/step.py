@@ -4,10 +4,10 @@
              residual (pending) ◄── the part that was not sent                   ▼
     finish: wait ─► decode ─► all ranks agree that it went well ─► mean gradient ─► the user's own optimizer ─► commit
 
-This is the order of a step where the framework computes at once. In a compiled graph it follows from the data, and the
-same pure functions of ``codec.py`` do the work. From here: ``transfer.py`` is one bucket's way, ``sparse.py`` that of
-an embedding, ``reporter.py`` what ranks tell each other, ``outcome.py`` what becomes of the step, ``schedule.py`` what
-the next one does.
+This is the order of a step in an eager framework (NumPy, PyTorch). In a compiled graph (TensorFlow) the order follows
+from the data, and the same pure functions of ``codec.py`` do the work. Read on: ``transfer.py`` sends one bucket,
+``sparse.py`` one embedding, ``reporter.py`` the metadata; ``outcome.py`` commits or rolls back the step and
+``schedule.py`` plans the next.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def gradient_ready(x: EagerExchange[EagerArray], i: int) -> None:
-    """The backward pass has delivered a gradient: pack it, and send its bucket if nothing is missing from it."""
+    """The backward pass has delivered a gradient: pack it, and send its bucket once that is full."""
     x.begin()
     if not x.agreed:
         x.ready.append(i)
@@ -44,7 +44,7 @@ def finish(x: EagerExchange[EagerArray], learning_rate: float = 0.0, added: int 
 
     Args:
         learning_rate: of the coming step; 0: unknown.
-        added: parameters that are not in the exchange yet.
+        added: number of parameters that are not in the exchange yet.
         missing: see ``Slot``.
     """
     x.begin()
@@ -65,10 +65,11 @@ def finish(x: EagerExchange[EagerArray], learning_rate: float = 0.0, added: int 
 
 
 def agree_on_first_step(x: EagerExchange[EagerArray]) -> None:
-    """In the first step, before anything is sent: in which order do gradients become ready, and which are sparse?
+    """In the first step, before anything is sent, agree on the order in which gradients become ready, on the sparse
+    gradients and on the loaded state.
 
     Raises:
-        RuntimeError: on every rank, if ranks would go on from different states.
+        RuntimeError: ranks resume from different states; on every rank.
     """
     if x.agreed or x.idle:
         return
@@ -80,13 +81,13 @@ def agree_on_first_step(x: EagerExchange[EagerArray]) -> None:
     if x.order_known:
         return
     x.order_known = True
-    # A script may have gone back over its first steps: what was ready twice counts as it first was.
+    # A script may run several backward passes before its first step: a gradient keeps the place of its first one.
     before, x.order = x.order, list(dict.fromkeys([*told[0][2], *x.order]))
     x.sparse = set().union(*(theirs for theirs, *_ in told))
     if not x.sparse_as_dense:
         x.tables = sorted(i for i in x.sparse if x.backend.may_share_rows(i))
     if x.tables or x.order != before:
-        residuals = checkpoint.residuals(x)  # of a state that knew nothing of a first step
+        residuals = checkpoint.residuals(x)  # of a state saved before any step
         x.cut_anew()
         for i, residual in residuals.items():
             x.hold(i, residual)
@@ -94,7 +95,7 @@ def agree_on_first_step(x: EagerExchange[EagerArray]) -> None:
 
 
 def send_rest(x: EagerExchange[EagerArray]) -> list[bool]:
-    """Send all that has not left during the backward pass; returns which parameters have a gradient here."""
+    """Send everything that has not left during the backward pass; return which parameters have a gradient here."""
     if x.idle:
         return [True] * len(x.shapes)
     used = [x.backend.gradient(i) is not None for i in range(len(x.shapes))]
@@ -102,7 +103,7 @@ def send_rest(x: EagerExchange[EagerArray]) -> list[bool]:
         for state in x.now.states:
             if state.handle is None:
                 transfer.complete(x, state)
-        for table in x.tables_now:  # in one order on all ranks: now all that could leave earlier has left
+        for table in x.tables_now:  # in the same order on all ranks: every bucket has left
             sparse.start_mask(x, table)
     for table in x.tables_now:
         sparse.send_table(x, table)
@@ -129,9 +130,9 @@ def receive(x: EagerExchange[EagerArray]) -> None:
 
 
 def agree(x: EagerExchange[EagerArray]) -> bool:
-    """Let residuals and contexts of the step count, if every rank says that its values were finite; returns whether.
+    """Commit the step's contexts if all ranks' values were finite, else roll the step back; return whether they were.
 
-    Where nothing depends on it, ranks read each other's metadata one step later.
+    If nothing depends on the metadata, ranks read them one step later.
     """
     if not x.reporter.read_in_step:
         return True
@@ -151,10 +152,10 @@ def agree(x: EagerExchange[EagerArray]) -> bool:
 
 
 def probe(x: EagerExchange[EagerArray]) -> None:
-    """Where the plan says so, see how long a sum takes that nothing else goes along with; its values do not matter."""
+    """If the plan asks for a bandwidth probe, time an all-reduce of zeros while no other sum is in flight."""
     if x.plan.probe_bytes:
         zeros = x.backend.zeros(x.plan.probe_bytes // 4)
-        with x.meter.exposed_comm():  # with the metadata ranks have all sent everything
+        with x.meter.exposed_comm():  # once the metadata are here, all ranks have sent everything
             x.reporter.metadata.read()
         with x.meter.sounding():
             x.transport.wait(x.transport.start(zeros, f"{x.prefix}.probe"))

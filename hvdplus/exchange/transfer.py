@@ -1,4 +1,4 @@
-"""One bucket's way through a step, where the framework computes at once: fill, encode and send it, decode its sum."""
+"""One bucket's step in an eager framework: fill, encode and send the bucket, decode its sum."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def mark_ready(state: BucketState[EagerArray], i: int) -> None:
-    """A gradient of this step is there."""
+    """The gradient of parameter ``i`` is ready."""
     state.pending = None  # of a step that was never taken
     state.missing.discard(i)
 
@@ -26,14 +26,14 @@ def fill(x: EagerExchange[EagerArray], state: BucketState[EagerArray], i: int) -
     part, _ = state.places[i]
     fraction = x.plan.flush_fraction
     residual = state.residual[part] if state.residual is not None and fraction else None
-    # Residuals are in units of the loss, whatever its scale; so is what is sent where a level keeps anything.
+    # Residuals are in units of the unscaled loss, and so are sent values at levels that keep residuals or contexts.
     x.backend.fill(i, vector(x, state)[part], residual, fraction * (x.loss_scale / x.sent_scale), x.sent_scale)
     if x.plan.measure_norms:
         x.reporter.note_norms(x, [x.backend.flat(i)])
 
 
 def complete(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
-    """The backward pass is over: fill in gradients that it did not deliver, and send the bucket."""
+    """The backward pass is over: fill in the gradients that it did not deliver, and send the bucket."""
     for i in tuple(state.missing):
         mark_ready(state, i)
         if not x.together:
@@ -45,7 +45,7 @@ def complete(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> No
 
 
 def send_full(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
-    """Send a bucket that nothing is missing from. Without negotiation their order is the same on every rank."""
+    """Send the bucket if it is full. Without negotiation, buckets leave in the same order on every rank."""
     if x.transport.negotiates:
         if not state.missing:
             send(x, state)
@@ -69,7 +69,7 @@ def send(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
 
 
 def decode(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
-    """Sum of payloads -> mean of gradients, and what the level learns from it."""
+    """Sum of payloads -> mean of gradients, and the next context."""
     compressor, check = x.compressor(state.bucket, x.plan.level), x.checks and state.bucket.compressible
     got = receive_bucket(x.ops, compressor, x.context(state), state.total, x.scale * x.sent_scale, check)
     state.mean, state.next_context, state.sum_finite = got
@@ -78,7 +78,7 @@ def decode(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None
 
 
 def learned(x: EagerExchange[EagerArray], state: BucketState[EagerArray], total: EagerArray) -> Context[EagerArray]:
-    """The context of the level that this dense step warms_up up, from the sum of the gradients."""
+    """The context of the level that this dense step warms up, from the sum of the gradients."""
     learner = x.ladder.compressors[x.plan.warms_up]
     total = total if x.loss_scale == 1 else total / x.loss_scale
     return learner.warm_up(x.ops, x.context(state, x.plan.warms_up), total)
@@ -91,7 +91,7 @@ def wire_type(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> s
 
 
 def vector(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> EagerArray:
-    """Memory for the bucket, kept from step to step."""
+    """The bucket's flat vector; its memory is kept from step to step."""
     dtype = wire_type(x, state)
     if state.flat is None or state.flat_type != dtype:
         state.flat, state.flat_type = x.backend.empty(state.bucket.spec.size, dtype), dtype
@@ -99,7 +99,7 @@ def vector(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> Eage
 
 
 def _in_place(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> list[EagerArray]:
-    """The gradients themselves."""
+    """The gradients themselves, to be summed in place."""
     arrays = x.backend.summable(state.bucket, wire_type(x, state))
     x.reporter.note_norms(x, arrays)
     return arrays
@@ -107,7 +107,7 @@ def _in_place(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> l
 
 def _encode(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
     compressor, ctx = x.compressor(state.bucket, x.plan.level), x.context(state)
-    if x.together:  # joined only where encoding asks for it
+    if x.together:  # joined only if the compressor cannot encode the parts
         parts = x.backend.parts(state.bucket)
         x.reporter.note_norms(x, parts)
         payload = compressor.encode_parts(x.ops, ctx, parts)
