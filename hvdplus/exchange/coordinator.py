@@ -1,6 +1,6 @@
 """Between two steps: read the metadata, ask the controller, keep the run log, make the next plan.
 
-All ranks do so with the same values in the same order, so their plans agree without a word.
+All ranks do so with the same values in the same order, so their plans agree without communication.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from hvdplus.settings import Settings
 from hvdplus.transport import World
 
 NORM_STEPS = 5
-"""Every so many steps ranks report the norms of gradients and residuals: they cost passes over memory."""
+"""Steps between two reports of gradients' and residuals' norms, which cost passes over memory."""
 LOSS_SCALING = "loss scaling would mix the units of residual and gradient"
 ALONE = "one rank has nobody to send to"
 _open: weakref.WeakSet[Coordinator] = weakref.WeakSet()
-"""Coordinators whose logs are not complete."""
+"""Coordinators whose run logs are open."""
 
 
 class Coordinator:
@@ -54,19 +54,19 @@ class Coordinator:
         self._journal = Journal(log, settings.window_steps)
         self._controller = Controller(ladder.names, self.costs, _limits(settings)) if auto else None
         lossy = any(compressor.keeps_residual for compressor in ladder.compressors)
-        self._measures_norms = ranks > 1 and (auto or lossy)  # else nobody wants to know
+        self._measures_norms = ranks > 1 and (auto or lossy)  # else nothing uses them
         if not auto:
             self.schedule.set_level(len(ladder.names) - 1)
         self.row_bytes = 0
-        """Bytes that the last step sent besides, for rows of sparse gradients."""
+        """Bytes that the last step sent for tables, besides the buckets' payloads."""
         self.steps = 0
-        """Steps observed so far, with those of the job that a checkpoint is from."""
+        """Steps observed so far, including those before a loaded checkpoint."""
         self._steps_before = 0
-        """Those of that job."""
+        """Steps before the loaded checkpoint."""
         self.unread_steps = 0
-        """Steps that are over, and not observed yet."""
+        """Steps that are over, but not observed yet."""
         self._measured = Plan(self.schedule.level)
-        """Plan of the step that the next times are of."""
+        """Plan of the step whose times come next."""
         self._known = Observation(StepTimes())
         """The rest of the metadata of that step."""
         self._began = time.monotonic()
@@ -82,7 +82,7 @@ class Coordinator:
         return tuple(cost.payload_bytes for cost in self.costs)
 
     def resize(self, costs: Sequence[LevelCost]) -> None:
-        """Buckets have been cut anew: ``costs`` as above."""
+        """Take over the ``costs`` (as above) of buckets that were cut anew."""
         self.costs = _rounded(costs)
         if self._controller:
             self._controller.costs = self.costs
@@ -90,7 +90,7 @@ class Coordinator:
         self.log.write("resize", levels=costs_of_levels(self.ladder.names, self.costs))
 
     def state(self) -> dict[str, Any]:
-        """All that coming plans depend on, as plain values, equal on every rank; between two steps."""
+        """All that coming plans depend on, as plain values, equal on every rank. Call it between two steps."""
         return {
             "levels": list(self.ladder.names),
             "schedule": self.schedule.state(),
@@ -100,9 +100,7 @@ class Coordinator:
         }
 
     def load(self, state: Mapping[str, Any]) -> bool:
-        """Go on where the coordinator was that gave ``state``, if it had the same levels to choose from.
-
-        Returns whether it had.
+        """Continue from a ``state`` that ``state()`` returned, if its levels were the same; return whether they were.
 
         Raises:
             ValueError: the state is damaged.
@@ -115,7 +113,7 @@ class Coordinator:
         self.schedule.load(state["schedule"])
         self._steps_before += steps - self.steps
         self.steps, self.plan = steps, Plan(*state["plan"])
-        # The next times are those of a step without a beginning, and count for nothing.
+        # The next times are of a step whose beginning was not timed, and do not count.
         self._measured, self._known = Plan(self.schedule.level), Observation(StepTimes())
         if self._controller:
             self._controller.recall(controller)
@@ -124,7 +122,7 @@ class Coordinator:
         return True
 
     def fits(self, state: Any) -> bool:
-        """Whether ``load`` can take over a state: it had the same levels to choose from. Changes nothing.
+        """Whether ``load`` can take over a state, because its levels were the same. Changes nothing.
 
         Raises:
             ValueError: the state is damaged.
@@ -142,7 +140,7 @@ class Coordinator:
         self.advance()
 
     def observe(self, plan: Plan, metadata: Metadata, healthy: bool = True) -> None:
-        """Take in the metadata of a step that ran ``plan``; every rank does so at the same point.
+        """Process the metadata of a step that ran ``plan``; every rank does so at the same point.
 
         ``healthy``: all sums were finite, so that residuals and contexts were kept.
 
@@ -165,7 +163,7 @@ class Coordinator:
         return self.plan
 
     def repeat(self) -> Plan:
-        """The last step was exchanged but not taken: what it flushed is still outstanding. The coming plan."""
+        """The last step was exchanged but not taken: its flush is still outstanding. Returns the next step's plan."""
         self.schedule.repeat()
         return self.advance()
 
@@ -175,7 +173,7 @@ class Coordinator:
 
     def figures(self) -> dict[str, float]:
         """Numbers for a training log: times of the last complete window in milliseconds (NaN before it), position of
-        the present level in the ladder, and by how much it sends less than the gradients have."""
+        the present level in the ladder, and its ratio of gradient bytes to payload bytes."""
         sent = self.payload_bytes[self.schedule.level]
         ratio = self._gradient_bytes / sent if sent else 1.0
         return {**self._journal.last_times(), "level": float(self.schedule.level), "ratio": ratio}
@@ -212,7 +210,7 @@ class Coordinator:
         nothing. Returns whether the coming plan, which is made already, has to be made anew.
 
         Raises:
-            ValueError: a level that keeps one was asked for by name.
+            ValueError: the user asked for a level that keeps a residual, not for ``auto``.
         """
         lossy = [level for level, compressor in enumerate(self.ladder.compressors) if compressor.keeps_residual]
         if not lossy:
@@ -237,7 +235,7 @@ class Coordinator:
         self._controller.forbid(level, reason)
 
     def finish(self, **facts: Any) -> dict[str, Any]:
-        """Close the run log with ``facts`` of the user's (accuracy, ...); returns the run's figures.
+        """Close the run log with the user's ``facts`` (accuracy, ...); return the run's figures.
 
         Times are medians over the windows at the last level, in milliseconds.
         """
@@ -253,7 +251,7 @@ class Coordinator:
         return {"level": name, "steps": steps, **figures}
 
     def __del__(self) -> None:
-        """The log of an optimizer that was dropped is complete all the same."""
+        """Complete the log of an optimizer that was dropped."""
         if getattr(self, "_running", False):
             with contextlib.suppress(Exception):  # it may be too late to write
                 self.finish()
@@ -270,7 +268,7 @@ class Coordinator:
         self._journal.add_step(seen, loss)
         if self._journal.window_is_full:
             self._close_window()
-        # A step that flushes a residual, or learns, is dearer than a dense one: it says nothing about dense.
+        # A step that flushes a residual or warms up a level costs more than a dense one, so it does not count as dense.
         if not self._controller or label(self.ladder, self._measured) != self.ladder.names[self._measured.level]:
             return
         level = self._measured.level
@@ -289,7 +287,7 @@ class Coordinator:
 
 
 def _checked_plan(state: Any, ladder: Ladder, controller: Controller | None) -> Plan | None:
-    """The plan of a coordinator's state; None: it had other levels to choose from."""
+    """The plan of a coordinator's state; None: its levels were different. Raises ValueError: damaged."""
     require_fields(state, ("levels", "schedule", "steps", "plan", "controller"), "its coordinator")
     levels, memory, steps, plan = (state[name] for name in ("levels", "controller", "steps", "plan"))
     require(is_list(levels, lambda name: isinstance(name, str)), "the coordinator's levels", "names", levels)
@@ -320,7 +318,7 @@ def _check_controller(mine: Controller, memory: Any) -> None:
 
 @atexit.register
 def _finish_at_exit() -> None:
-    """A script that asks for no report has complete logs all the same; one that failed by an exception has none."""
+    """Complete the logs of a script that asked for no report, unless it failed by an exception."""
     if not hasattr(sys, "last_value"):
         for coordinator in list(_open):
             coordinator.finish()
@@ -342,11 +340,11 @@ def _whole_microseconds(seconds: float) -> float:
 
 
 def _observed(plan: Plan, metadata: Metadata) -> Observation:
-    """The metadata of a step but for its times, which come with the next."""
+    """The observation of a step without its times, which come with the next metadata."""
     learning_rate = float(f"{metadata.learning_rate:.7g}")
     unmeasured = Observation(StepTimes(), learning_rate=learning_rate, sounding_bytes=plan.probe_bytes)
     gradient, residual = metadata.gradient_norm, metadata.residual_norm
-    if not plan.measure_norms or not (math.isfinite(gradient) and math.isfinite(residual)):  # or a step not taken
+    if not plan.measure_norms or not (math.isfinite(gradient) and math.isfinite(residual)):  # the step was not taken
         return unmeasured
     error = residual / gradient if gradient else math.nan
     return unmeasured._replace(error=float(f"{error:.7g}"), gradient_norm=float(f"{gradient:.7g}"))

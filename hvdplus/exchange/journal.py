@@ -1,4 +1,4 @@
-"""The coordinator's pages of the run log: windows of steps, the controller's observations, costs of levels."""
+"""The coordinator's lines of the run log: windows of steps, the controller's observations, costs of levels."""
 
 from __future__ import annotations
 
@@ -67,17 +67,17 @@ class Journal:
         return len(self._trace) >= TRACE_STEPS
 
     def add_step(self, seen: Observation, loss: float) -> None:
-        """A step of the window. ``loss``: NaN: none was reported."""
+        """Add a step to the window. ``loss``: NaN if none was reported."""
         self._window.append((seen, loss))
 
     def add_observation(self, level: int, seen: Observation) -> None:
-        """A step that the controller observes."""
+        """Add a step that the controller observes to the trace."""
         norms = (None if math.isnan(value) else value for value in (seen.error, seen.gradient_norm))
         known = *norms, seen.learning_rate, seen.sounding_bytes
         self._trace.append([level, *(round(value * 1e6) for value in seen.times), *known])
 
     def write_trace(self, steps: int) -> None:
-        """Write the observations up to now. ``steps``: observed so far."""
+        """Write the observations up to now. ``steps``: number of steps observed so far."""
         if self._trace:
             self.log.write("trace", keep=False, last_step=steps - 1, steps=self._trace)
             self._trace = []
@@ -86,9 +86,9 @@ class Journal:
         """Write the window up to now.
 
         Args:
-            steps: observed so far.
-            label: level of the window's steps.
-            payload_bytes: that one rank sent in the last of them.
+            steps: number of steps observed so far.
+            label: of the window's steps, see ``label``.
+            payload_bytes: bytes that one rank sent in the window's last step.
         """
         if not self._window:
             return
@@ -136,14 +136,14 @@ class Journal:
 
 
 def label(ladder: Ladder, plan: Plan) -> str:
-    """Name in the run log of a step that runs ``plan``."""
+    """Name in the run log of a step that runs ``plan``: its level, ``WARMING`` or ``DRAINING``."""
     if plan.warms_up:
         return WARMING
     return DRAINING if ladder.flushes(plan) else ladder.names[plan.level]
 
 
 def costs_of_levels(names: Sequence[str], costs: Sequence[LevelCost]) -> dict[str, dict[str, float]]:
-    """Costs as the log has them."""
+    """Costs in the run log's form."""
     return {
         name: {
             "payload_bytes": cost.payload_bytes,

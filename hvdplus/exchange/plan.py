@@ -1,4 +1,4 @@
-"""Which code runs in a step: the ladder of levels, their step variants, and the plan that picks one of them."""
+"""The ladder of levels, their step variants, and the plan that picks the variant of a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvdplus.exchange.form import is_count, is_share
 
 
 class Variant(NamedTuple):
-    """A fixed piece of code that a plan picks; the same list in the same order on every rank."""
+    """A step variant: fixed code that a plan picks. Every rank has the same variants in the same order."""
 
     level: int
     side: int
@@ -70,7 +70,7 @@ class Ladder:
         return self.variants.index(Variant(plan.level, plan.side, self.flushes(plan), plan.warms_up))
 
     def allows(self, plan: Plan) -> bool:
-        """Whether there is a variant that runs ``plan``, and its other fields can be what they are."""
+        """Whether there is a variant that runs ``plan``, and the other fields of ``plan`` are valid."""
         levels = len(self.names)
         if not (is_count(plan.level, levels) and is_count(plan.warms_up, levels) and is_count(plan.side)):
             return False
@@ -86,11 +86,11 @@ class Ladder:
 
     def needs_finite_check(self, plan: Plan) -> bool:
         """Whether the step changes residuals or contexts, or could hide a value that is not finite: then every rank
-        has to know in the same step that all went well."""
+        has to know in the same step whether all values were finite."""
         return plan.flush_fraction > 0 or plan.warms_up > 0 or self.compressors[plan.level].needs_finite_check
 
     def plain(self, plan: Plan) -> bool:
-        """Whether the step sends gradients as they are, and nothing besides."""
+        """Whether the step sends gradients as they are, and nothing else."""
         return isinstance(self.compressors[plan.level], NoCompression) and not (plan.flush_fraction or plan.warms_up)
 
     def keeps_residual(self, plan: Plan) -> bool:

@@ -7,8 +7,8 @@
     flush left: f > 0         level, fraction 1/f                    f - 1; at 0 nothing is outstanding
     else                      level                                  -
 
-A step that was exchanged but not taken leaves what it flushed outstanding: f + 1 (``repeat``). A step that some rank's
-gradient was not finite in counts for nothing. Changes of level take effect with the next plan.
+If a step was exchanged but not taken, its share of the flush is still outstanding: f + 1 (``repeat``). If any rank's
+gradient was not finite, the step does not count. Changes of level take effect with the next plan.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PATIENCE = 8
 
 
 class Schedule:
-    """The present level, and what has to happen before or after it. Equal on every rank."""
+    """The present level, and the warm-up before and the flush after it. Equal on every rank."""
 
     def __init__(self, ladder: Ladder, *, flush_steps: int, warm_up_steps: int) -> None:
         self.ladder = ladder
@@ -36,20 +36,20 @@ class Schedule:
         self._context_source: int | None = None
         """The level whose contexts, and so whose side, the present one reuses in the coming plan."""
         self._overflows = 0
-        """``PATIENCE`` for every step that overflowed, less one for every other."""
+        """Counter: ``PATIENCE`` up for every step that overflowed, one down for every other."""
 
     def learns(self, overflow: bool) -> bool:
-        """Whether contexts learn from the step's sums; asked once in every step that all ranks were finite in.
+        """Whether contexts learn from the step's sums; asked once in every step that was finite on all ranks.
 
-        Not from one whose values lay far beyond the level's scale: the next one's will not. But if such steps go on,
-        from the eighth on, gradients have grown for good.
+        They do not learn from an overflow, as the next step's values will be in scale again. But from the
+        ``PATIENCE``-th overflow in a row on they do: gradients have grown for good.
         """
         self._overflows = min(self._overflows + PATIENCE, PATIENCE**2) if overflow else max(self._overflows - 1, 0)
         return not overflow or self._overflows == PATIENCE**2
 
     @property
     def transitional(self) -> bool:
-        """Whether the coming step warms_up a level up, or flushes a residual that the present level does not keep."""
+        """Whether the coming step warms up a level, or flushes a residual that the present level does not keep."""
         return self._flush_left > 0 or self._warm_up_left > 0
 
     def set_level(self, level: int) -> None:
@@ -73,22 +73,22 @@ class Schedule:
             self._flush_left = self._flush_steps
 
     def repeat(self) -> None:
-        """The last step was exchanged but not taken: what it flushed is still outstanding."""
+        """The last step was exchanged but not taken: its share of the flush is still outstanding."""
         self._flush_left += 1
 
     def commit(self, plan: Plan) -> None:
-        """A step that ran ``plan`` counts."""
+        """Count a step that ran ``plan``."""
         compressor = self.ladder.compressors[plan.level]
         if compressor.sides > 1:
             self._sides[plan.level] = (plan.side + 1) % compressor.sides
-        # A step that was under way when the level changed counts for nothing that was called off meanwhile.
+        # The level may have changed while the step ran, which ended a flush or warm-up early.
         if self.ladder.flushes(plan) and not plan.warms_up and self._flush_left:
             self._flush_left -= 1
         if plan.warms_up == self.level and self._warm_up_left:
             self._warm_up_left -= 1
 
     def next_plan(self) -> Plan:
-        """The coming step's plan, but for what it measures."""
+        """The coming step's plan, without norms and probe."""
         if self._context_source is not None:
             self._sides[self.level], self._context_source = self._sides[self._context_source], None
         if self._warm_up_left:
@@ -106,7 +106,7 @@ class Schedule:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on where the schedule was that gave ``state``.
+        """Continue from a ``state`` that ``state()`` returned.
 
         Raises:
             ValueError: a value is missing or impossible.
