@@ -113,7 +113,7 @@ def test_what_is_lost_is_said(
 ) -> None:
     checkpoint.claim(state(rank, ranks), At(here, size), average=True)
     said = capsys.readouterr().err
-    assert (f"what rank(s) {lost} held back is lost" in said) if lost else not said
+    assert (f"residuals of rank(s) {lost} are lost" in said) if lost else not said
     checkpoint.claim({**state(rank, ranks), "residuals": {}}, At(here, size), average=True)
     assert not capsys.readouterr().err
 
@@ -121,7 +121,7 @@ def test_what_is_lost_is_said(
 def test_ranks_that_differ_are_named() -> None:
     told = [checkpoint.digest(1, None, arrays=[np.arange(3)]) for _ in range(3)]
     checkpoint.check_same(told)
-    with pytest.raises(RuntimeError, match="Ranks 0 and 2 would go on from different states"):
+    with pytest.raises(RuntimeError, match="Ranks 0 and 2 would resume from different states"):
         checkpoint.check_same([*told[:2], checkpoint.digest(1, None, arrays=[np.arange(3) + 1])])
 
 
@@ -227,7 +227,7 @@ DAMAGE: dict[str, tuple[Edit, str]] = {
     "ranks negative": (put("ranks", -2), "ranks has to be"),
     "rank negative": (put("rank", -1), "rank has to be a number of at least 0"),
     "rank text": (put("rank", "first"), "rank has to be a number of at least 0, or nothing. Received: 'first'"),
-    "another model": (put("shapes", [[7]]), "another model: of 1 parameters, while this optimizer has 4"),
+    "another model": (put("shapes", [[7]]), "another model: it has 1 parameters and this optimizer 4"),
     "other shape": (put("shapes/3", [24, 31]), "the first that differs is number 3"),
     "shapes negative": (put("shapes/0", [-40, 24]), "shapes has to be"),
     "order short": (put("order", [3, 2, 1]), "order has to be every parameter below 4 once"),

@@ -422,7 +422,7 @@ def test_weights_that_differ_are_an_error_on_every_rank(level: str, when: str, n
         if transport.rank == 1:
             weights[3][1, 1] += 1e-6
             weights[4][:] = 0
-        match = r"weights of rank\(s\) 1 are not those of rank 0 any more: parameter 3 is the first"
+        match = r"weights of rank\(s\) 1 no longer equal those of rank 0: parameter 3 is the first"
         raises_everywhere(transport, RuntimeError, match, lambda: take(x, range(3, 3 + (3 if when != "later" else 5))))
 
     run(3, body, negotiates=negotiates)
@@ -746,7 +746,7 @@ def test_own_checkpoints_serve_more_and_fewer_ranks(
         for i in range(len(SHAPES)):
             mine = saved[rank][0][i] * (ranks / 2 if average else 1.0) if rank < 2 else np.zeros(SHAPES[i])
             np.testing.assert_allclose(theirs[i], mine, atol=1e-5)
-    assert ("what rank(s) 1 held back is lost" in capsys.readouterr().err) == (ranks == 1)
+    assert ("residuals of rank(s) 1 are lost" in capsys.readouterr().err) == (ranks == 1)
 
 
 @ORDERS
@@ -816,7 +816,7 @@ def test_ranks_that_load_different_states_are_an_error_on_every_rank() -> None:
         again = exchange(transport, "int8")
         if transport.rank == 1:
             again.resumed = again.load(x.state())
-        match = "Ranks 0 and 1 would go on from different states"
+        match = "Ranks 0 and 1 would resume from different states"
         raises_everywhere(transport, RuntimeError, match, lambda: take(again, [3]))
 
     run(2, body)

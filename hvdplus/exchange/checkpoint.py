@@ -1,19 +1,18 @@
-"""Checkpoints of an exchange: what is saved, who may take over which part of it, and how it lies in a file.
+"""Checkpoints of an exchange: their content, the part that a rank may take over, their form in a file.
 
     format          2
     framework       whose arrays these are: numpy, torch, tensorflow
-    ranks, rank     world size, and whose residuals these are (null: everybody's, they were consolidated)
+    ranks, rank     world size, and the rank whose residuals these are (null: all ranks', they were consolidated)
     shapes          of all gradients, in order
     order           parameters as their gradients become ready; null: no step has shown it
     sparse, tables  parameters whose gradients are sparse, and those of them with a bucket of their own
-    coordinator     level, schedule, step number, plan, and what the controller knows
+    coordinator     level, schedule, step number, plan, and the controller's memory
     not_taken       a residual's share was sent in a step that the optimizer has not taken
     contexts        for every bucket: its parameters, and for every level the arrays of its context
-    residuals       parameter -> what is held back of it
+    residuals       parameter -> its residual
 
-Residuals are every rank's own, while all else is the same on every rank. From a job with other levels, or another
-number of ranks, come the residuals alone, so that nothing that was held back is lost, but for that of ranks that are
-gone.
+Residuals are every rank's own; all else is equal on every rank. A job with other levels or another number of ranks
+takes over the residuals alone, so that only the residuals of ranks that are gone are lost.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ if TYPE_CHECKING:
     from hvdplus.exchange.engine import Exchange
 
 FORMAT = 2
-"""Of the states that exchanges return."""
+"""Format number of the states that exchanges return."""
 KEEP_LOCAL = "own"
-"""In place of the rank in a state that stays where it is."""
+"""Value of ``rank`` in a state that stays on its rank."""
 FROM_OTHER = "another's"
-"""In place of it in a state that a new rank takes over, which has held back nothing yet."""
+"""Value of ``rank`` in a state that a new rank takes over, which has no residual yet."""
 FILE = "hvdplus.npz"
 FIELDS = (
     "framework", "ranks", "rank", "shapes", "order", "sparse", "tables", "coordinator", "not_taken", "contexts",
@@ -56,22 +55,22 @@ UNREADABLE = (
     AttributeError, EOFError, KeyError, MemoryError, RecursionError, TypeError, ValueError, zipfile.BadZipFile,
     zlib.error,
 )  # fmt: skip
-"""Errors of NumPy and JSON about files that nobody has written so."""
+"""Errors of NumPy and JSON for files that ``write`` did not write."""
 
 
 class Ownership(NamedTuple):
-    """Which part of a state a rank may take over."""
+    """The part of a state that a rank may take over."""
 
     same_ranks: bool
-    """It is of as many ranks as there are, so that contexts and decisions hold."""
+    """The world size is unchanged, so contexts and decisions stay valid."""
     mine: bool
-    """Its residuals are this rank's to send."""
+    """This rank takes over the residuals."""
     share: float
     """Factor on loaded residuals that keeps their total effect on the weights unchanged when the world size changes."""
 
 
 def save(x: Exchange[Array]) -> dict[str, Any]:
-    """All that coming steps depend on, besides weights and the optimizer's own state; between two steps.
+    """All that coming steps depend on, besides weights and the optimizer's own state. Call it between two steps.
 
     Arrays (the framework's, copied), numbers, text, and lists and dictionaries of them.
     """
@@ -98,7 +97,7 @@ def save(x: Exchange[Array]) -> dict[str, Any]:
 
 
 def residuals(x: Exchange[Array]) -> dict[int, Any]:
-    """Parameter -> what is held back of it, in its shape."""
+    """Parameter -> a copy of its residual, in the parameter's shape."""
     return {
         i: x.copied(state.residual[part]).reshape(shape)
         for state in x.states
@@ -108,7 +107,7 @@ def residuals(x: Exchange[Array]) -> dict[int, Any]:
 
 
 def load(x: Exchange[Array], state: Mapping[str, Any]) -> str:
-    """Go on where the exchange was that gave ``state``; returns a digest that has to be the same on all ranks.
+    """Continue from a ``state`` that ``save`` returned; return a digest that must be equal on all ranks.
 
     Raises:
         ValueError: the state is damaged, of another model, or of another version of hvdplus. Nothing has changed then.
@@ -119,7 +118,7 @@ def load(x: Exchange[Array], state: Mapping[str, Any]) -> str:
     resumed = own and state["ranks"] == x.transport.size and x.coordinator.fits(state["coordinator"])
     contexts = checked_contexts(x, state) if resumed else {}
     _, mine, share = claim(state, x.transport, average=x.average)
-    # From here on nothing is wrong.
+    # Everything is checked; changes begin here.
     if x.idle:
         if not (mine and holds_back(state)):
             return ""
@@ -146,7 +145,7 @@ def load(x: Exchange[Array], state: Mapping[str, Any]) -> str:
 
 
 def consolidate(x: Exchange[Array]) -> None:
-    """Give every rank the mean of all ranks' residuals, which changes nothing in what they come to."""
+    """Give every rank the mean of all ranks' residuals, which leaves their sum unchanged."""
     states = [state for state in x.states if state.residual is not None]
     names = [f"{x.prefix}.mean.{state.bucket.number}" for state in states]
     handles = [
@@ -169,8 +168,8 @@ def check(state: Any, shapes: Sequence[Sequence[int]]) -> None:
     if theirs != mine:
         odd = next(i for i, (one, other) in enumerate(itertools.zip_longest(theirs, mine)) if one != other)
         raise ValueError(
-            f"The state is of another model: of {len(theirs)} parameters, while this optimizer has {len(mine)}, and "
-            f"the first that differs is number {odd}."
+            f"The state is of another model: it has {len(theirs)} parameters and this optimizer {len(mine)}; the first "
+            f"that differs is number {odd}."
         )
     require(isinstance(state["framework"], str), "framework", "a name", state["framework"])
     ranks, rank = state["ranks"], state["rank"]
@@ -183,7 +182,7 @@ def check(state: Any, shapes: Sequence[Sequence[int]]) -> None:
 
 
 def _check_order(state: Mapping[str, Any], parameters: int) -> None:
-    """Which parameters there are: in order, sparse, tables."""
+    """Raise ValueError unless order, sparse and tables fit the number of parameters."""
     order, sparse, tables = state["order"], state["sparse"], state["tables"]
     everything = f"every parameter below {parameters} once, or nothing"
     if order is None:
@@ -199,7 +198,7 @@ def _check_residuals(residuals: Any, shapes: Sequence[Sequence[int]]) -> None:
     require(isinstance(residuals, Mapping), "residuals", "a dictionary of arrays", residuals)
     for i, residual in residuals.items():
         require(is_count(i, len(shapes)), "a residual's parameter", f"below {len(shapes)}", i)
-        if residual is None:  # of a rank that has held back nothing yet
+        if residual is None:  # of a rank that has no residual yet
             continue
         received = tuple(getattr(residual, "shape", ()))
         if math.prod(received) != math.prod(shapes[i]) or not hasattr(residual, "shape"):
@@ -214,7 +213,7 @@ def _check_residuals(residuals: Any, shapes: Sequence[Sequence[int]]) -> None:
 
 
 def checked_contexts(x: Exchange[Array], state: Mapping[str, Any]) -> dict[tuple[int, ...], dict[int, Any]]:
-    """Parameters of a bucket -> level -> the arrays of its context, of the buckets that there will be."""
+    """Parameters of a bucket -> level -> arrays of its context, for the buckets to come. Raises ValueError: damaged."""
     order = list(reversed(range(len(x.shapes)))) if state["order"] is None else state["order"]
     buckets = {bucket.parameters: bucket for bucket in x.make_buckets(order=order, tables=state["tables"] or [])}
     found: dict[tuple[int, ...], dict[int, Any]] = {}
@@ -253,9 +252,9 @@ def _form(array: np.ndarray) -> str:
 
 
 def claim(state: Mapping[str, Any], transport: Transport, *, average: bool) -> Ownership:
-    """The part of a state that this rank may take over; says so where something is lost.
+    """The part of a state that this rank may take over; prints a warning if residuals are lost.
 
-    A rank's own residual goes to the rank of the same number, however many there are now; all other ranks leave it.
+    A rank's own residual goes to the rank of the same number, whatever the world size.
     """
     rank, ranks, size = state["rank"], state["ranks"], transport.size
     mine = rank in (None, KEEP_LOCAL, transport.rank)
@@ -265,11 +264,11 @@ def claim(state: Mapping[str, Any], transport: Transport, *, average: bool) -> O
         if forgotten:
             some = ", ".join(map(str, forgotten[:8])) + (" ..." if len(forgotten) > 8 else "")
             say(
-                f"Rank {transport.rank} of {size} loads what rank {rank} of {ranks} saved, and what rank(s) "
-                f"{some} held back is lost. Let all ranks call "
-                "optimizer.consolidate_state_dict() before one of them saves, or let each save and load its own."
+                f"Rank {transport.rank} of {size} loads the state that rank {rank} of {ranks} saved, so the residuals "
+                f"of rank(s) {some} are lost. Let all ranks call optimizer.consolidate_state_dict() before one of "
+                "them saves, or let each rank save and load its own state."
             )
-    if rank is None:  # a mean is made of means, a sum of as many as there are
+    if rank is None:  # every rank holds the mean: an average keeps it, a sum counts it ``size`` times
         return Ownership(ranks == size, mine, 1.0 if average else ranks / size)
     return Ownership(ranks == size, mine, size / ranks if average else 1.0)
 
@@ -280,12 +279,12 @@ def holds_back(state: Mapping[str, Any]) -> bool:
 
 
 def say(line: str) -> None:
-    """To the user, on this rank."""
+    """Print a line on this rank's stderr."""
     print(f"hvdplus: {line}", file=sys.stderr, flush=True)
 
 
 def digest(*values: Any, arrays: Sequence[np.ndarray] = ()) -> str:
-    """Tells whether ranks go on from the same state. ``values`` are plain."""
+    """SHA-256 digest of a state, for comparison between ranks. ``values``: plain."""
     found = hashlib.sha256(repr(values).encode())
     for array in arrays:
         found.update(np.ascontiguousarray(array).tobytes())
@@ -293,12 +292,12 @@ def digest(*values: Any, arrays: Sequence[np.ndarray] = ()) -> str:
 
 
 def check_same(digests: Sequence[str]) -> None:
-    """Raise RuntimeError if ranks would go on from different states; on every rank, as all know all digests."""
+    """Raise RuntimeError if ranks would resume from different states; on every rank, as all know all digests."""
     for rank, theirs in enumerate(digests):
         if theirs != digests[0]:
             raise RuntimeError(
-                f"Ranks 0 and {rank} would go on from different states: load the same checkpoint on all ranks, or "
-                "load it on one and broadcast the optimizer's state from there on all."
+                f"Ranks 0 and {rank} would resume from different states: load the same checkpoint on all ranks, or "
+                "load it on one rank and broadcast the optimizer's state from there."
             )
 
 

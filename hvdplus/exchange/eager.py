@@ -1,6 +1,6 @@
-"""The exchange of frameworks that compute at once (NumPy, PyTorch): the buckets of a step, and what happens to each.
+"""The exchange for eager frameworks (NumPy, PyTorch): its buckets, and the parts of a step.
 
-``step.py`` says in which order.
+``step.py`` has their order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hvdplus.transport import Transport
 
 
 class EagerExchange(Exchange[EagerArray]):
-    """Exchanges the gradients that a backend finds."""
+    """Exchanges the gradients of a backend."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class EagerExchange(Exchange[EagerArray]):
         average: bool,
         sparse_as_dense: bool = False,
     ) -> None:
-        """See ``Exchange``. ``sparse_as_dense``: sparse gradients travel in the buckets of all others."""
+        """See ``Exchange``. ``sparse_as_dense``: sparse gradients travel in buckets with dense ones."""
         self.backend = backend
         self.framework = backend.framework
         super().__init__(
@@ -58,13 +58,13 @@ class EagerExchange(Exchange[EagerArray]):
         self.meter = StepMeter()
         self.reporter: Reporter[EagerArray] = Reporter(len(self.shapes))
         self.get_loss_scale: Callable[[], float] | None = None
-        """Tells by how much the script scales its losses, and so its gradients; None: not at all."""
+        """Returns the factor by which the script scales its losses, and so its gradients; None: no scaling."""
         self.loss_scale = 1.0
         """Of the current step."""
         self.sparse_as_dense = sparse_as_dense
         self.agreed = False
-        """Whether ranks have told each other, in the first step, which gradients are sparse, in which order gradients
-        become ready, and that all go on from the same state."""
+        """Whether ranks have agreed, in the first step, which gradients are sparse, in which order gradients become
+        ready, and that all resume from the same state."""
         self.ready: list[int] = []
         """Parameters as they become ready on this rank, in the first step."""
         self.resumed = ""
@@ -79,11 +79,11 @@ class EagerExchange(Exchange[EagerArray]):
 
     @property
     def sums_in_place(self) -> bool:
-        """Where the transport negotiates, gradients need no agreed order, and so no bucket."""
+        """Whether the transport negotiates and sums groups: gradients then need no agreed order, and so no bucket."""
         return self.transport.negotiates and hasattr(self.transport, "start_all")
 
     def make_sets(self) -> None:
-        """The states of all buckets, anew."""
+        """Make new states of all buckets."""
         dense = len(self.buckets) - len(self.tables)
         self._tables: list[Table[EagerArray]] = [Table(bucket) for bucket in self.buckets[dense:]]
         self.joined: BucketSet[EagerArray]
@@ -96,7 +96,7 @@ class EagerExchange(Exchange[EagerArray]):
             self._plain = BucketSet(states, f"{self.prefix}.plain", True, states[-1] if carries else None)
 
     def cut_anew(self) -> None:
-        """Buckets, after order, tables or parameters have changed; residuals and contexts go with the old ones."""
+        """Cut new buckets for changed order, tables or parameters; drop the old residuals and contexts."""
         self.buckets = self.make_buckets()
         self.coordinator.resize(self.costs())
         self.make_sets()
@@ -108,7 +108,7 @@ class EagerExchange(Exchange[EagerArray]):
 
     @property
     def tables_now(self) -> list[Table[EagerArray]]:
-        """Tables, if anything is exchanged at all."""
+        """Tables; none while the exchange is idle."""
         return [] if self.idle else self._tables
 
     def follow(self, plan: Plan) -> None:
@@ -116,28 +116,28 @@ class EagerExchange(Exchange[EagerArray]):
         self.plan = plan
         self.now = self._plain if self._plain and self.ladder.plain(plan) else self.joined
         self.together = not (plan.flush_fraction or self.ladder.keeps_residual(plan))
-        """Whether a bucket's gradients, as nothing is added to them, are taken at once when the last one is ready."""
+        """Whether a bucket's gradients are packed all at once when it is full, because no residual is added."""
         self.checks = self.ladder.needs_finite_check(plan) and not self.idle
 
     def context(self, state: BucketState[EagerArray], level: int | None = None) -> Context[EagerArray]:
-        """Of a bucket, at the level of the step unless another is given."""
+        """The context of a bucket at ``level``; None: the step's."""
         level = self.plan.level if level is None else level
         return state.context(self.ops, level, self.compressor(state.bucket, level), self.plan.side)
 
     def tensor_name(self, state: BucketState[EagerArray]) -> str:
-        """Of a bucket's all-reduce."""
+        """Name of a bucket's all-reduce."""
         return self.ladder.tensor_name(self.now.prefix, state.bucket.number, self.plan)
 
     @property
     def sent_scale(self) -> float:
-        """By how much sent values are smaller than the scaled gradient. float16 alone is what scaling is made for."""
+        """Divisor of the scaled gradient before it is sent; 1 where the loss scale serves float16 on the wire."""
         return self.loss_scale if self.ladder.compressors[self.plan.level].needs_finite_check else 1.0
 
     # -- before a step
 
     def begin(self) -> None:
-        """Once a step, before anything is sent: how large are losses, and did the script skip a step that flushed a
-        residual? All ranks scale and skip alike."""
+        """Once a step, before anything is sent: read the loss scale, and repeat a flush if the script skipped its step.
+        All ranks scale and skip alike."""
         if self._begun:
             return
         self._begun = True
@@ -150,7 +150,7 @@ class EagerExchange(Exchange[EagerArray]):
     # -- the end of a step
 
     def wait_for_device(self) -> None:
-        """Before the metadata are made, which are looked at on the host."""
+        """Wait for the device before the host makes the metadata."""
         if not self.idle:
             self.backend.wait_for_device()
 
@@ -159,7 +159,7 @@ class EagerExchange(Exchange[EagerArray]):
         raise NotImplementedError
 
     def end_exchange(self, healthy: bool) -> None:
-        """All is delivered: observe, forget the step, and make the next plan."""
+        """After delivery: observe the metadata, forget the step, and make the next plan."""
         self.coordinator.row_bytes = sum(table.sent_bytes for table in self.tables_now)
         self.reporter.end_step(self, healthy)
         states = [*self.now.states, *self.tables_now]
@@ -173,7 +173,7 @@ class EagerExchange(Exchange[EagerArray]):
         self._hand_over(before)
 
     def _hand_over(self, before: int) -> None:
-        """Where the coming level can reuse the last one's contexts, it takes them over."""
+        """Hand the last level's contexts to the coming level, if that can reuse them."""
         old, new = self.ladder.compressors[before], self.ladder.compressors[self.plan.level]
         if self.plan.level != before and new.can_reuse(old):
             for state in (state for state in self.states if state.bucket.compressible):
@@ -183,12 +183,12 @@ class EagerExchange(Exchange[EagerArray]):
     def commit(self) -> None:
         """The optimizer has taken the step: pending residuals become residuals."""
         self.not_taken = self.consolidated = False
-        # Neither flushed nor waiting in the coming plan: this step has sent the last of it.
+        # If the coming plan neither flushes nor warms up, this step has sent the last of the residual.
         outstanding = self.plan.flush_fraction or self.plan.warms_up
         for state in self.states:
             if state.pending is not None:
                 if self.backend.shares_memory(state.pending, state.flat):
-                    # The vector became its own remainder, in place: the old residual's memory is free instead.
+                    # The vector became the residual in place, so it takes the old residual's memory instead.
                     state.flat = state.residual
                 state.residual, state.pending = (state.pending if outstanding else None), None
         if self.alone and not self.idle and all(state.residual is None for state in self.states):
@@ -200,12 +200,12 @@ class EagerExchange(Exchange[EagerArray]):
     # -- between steps
 
     def leave_out_residuals(self) -> None:
-        """From the coming step on; see ``Coordinator.leave_out_residuals``."""
+        """Stop using levels that keep a residual; see ``Coordinator.leave_out_residuals``."""
         if self.coordinator.leave_out_residuals():
             self.follow(self.coordinator.advance())
 
     def abandon(self) -> None:
-        """Forget what is on its way, as the transport has failed or has ended."""
+        """Forget all sums in flight after the transport has failed or ended."""
         self.ready, self.next_bucket, self._begun = [], 0, False
         self.reporter.forget()
         self.meter = StepMeter()
@@ -214,7 +214,7 @@ class EagerExchange(Exchange[EagerArray]):
             state.pending = None
 
     def change_members(self, order: Sequence[int], moved: Mapping[int, int]) -> None:
-        """The backend has other gradients now. ``moved``: old number -> new number of those that stay."""
+        """Follow a change of the backend's gradients. ``moved``: old number -> new number of those that stay."""
         self.shapes, self.dtypes = list(self.backend.shapes), list(self.backend.dtypes)
         self.order = list(order)
         self.sparse = {moved[i] for i in self.sparse if i in moved}
@@ -225,12 +225,12 @@ class EagerExchange(Exchange[EagerArray]):
     # -- checkpoints
 
     def know_gradients(self, order: Sequence[int], sparse: Sequence[int], tables: Sequence[int]) -> None:
-        """A checkpoint tells what the first step would show."""
+        """Take over from a checkpoint the order and sparsity that a first step would show."""
         self.order, self.sparse, self.tables, self.order_known = list(order), set(sparse), list(tables), True
         self._start_anew()
 
     def know_nothing(self) -> None:
-        """The next step is a first one."""
+        """Forget order and sparsity: the next step is a first step."""
         self.order, self.sparse, self.tables = list(reversed(range(len(self.shapes)))), set(), []
         self.order_known = False
         self._start_anew()
@@ -255,7 +255,7 @@ class EagerExchange(Exchange[EagerArray]):
         return [self.backend.clone(array) for array in ctx.state]
 
     def put_context(self, state: BucketState[EagerArray], level: int, arrays: Sequence[Any]) -> None:
-        """Take over a context."""
+        """Make ``arrays`` of a checkpoint the context of a bucket at ``level``."""
         state.contexts[level] = Context(state.bucket.spec, 0, tuple(self.backend.restore(array) for array in arrays))
 
     def copied(self, array: EagerArray) -> EagerArray:
@@ -263,5 +263,5 @@ class EagerExchange(Exchange[EagerArray]):
         return self.backend.clone(array)
 
     def on_host(self, array: Any) -> np.ndarray:
-        """For a digest."""
+        """An array of a checkpoint, for its digest."""
         return self.backend.to_host(self.backend.restore(array))

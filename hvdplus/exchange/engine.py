@@ -1,6 +1,6 @@
-"""The exchange that every framework shares: who is exchanged, in which buckets, at which cost, from which state.
+"""The exchange that every framework shares: its parameters, buckets, costs of levels and checkpoints.
 
-``step.py`` is what happens in a step.
+``step.py`` has the order of a step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hvdplus.settings import Settings
 from hvdplus.transport import Transport
 
 PLAIN_BUCKET_BYTES = 2 << 20
-"""Of gradients that are handed to Horovod together. A sum costs some 0.15 ms of processor wherever the link is fast."""
+"""Size of the groups of gradients that Horovod sums in place. A sum takes some 0.15 ms of CPU time on a fast link."""
 
 
 class Exchange(ABC, Generic[Array]):
@@ -61,10 +61,10 @@ class Exchange(ABC, Generic[Array]):
         self.scale = 1.0 / transport.size if average else 1.0
         self.alone = transport.size == 1 and (auto or ladder.names == ("none",))
         self.idle = self.alone
-        """Alone there is nobody to exchange with: gradients stay untouched unless a level is asked for by name, or a
-        checkpoint of more ranks brings a residual to be flushed; then until it is."""
+        """Alone on one rank, gradients stay untouched, unless the user asks for a level by name, or until a residual
+        from a checkpoint of more ranks is flushed."""
         self.order: list[int] = list(reversed(range(len(self.shapes))))
-        """Parameters as their gradients become ready on rank 0; before that is known, last to first."""
+        """Parameters in the order in which gradients become ready on rank 0; until it is known, last to first."""
         self.sparse: set[int] = set()
         """Parameters whose gradients are sparse on some rank, and so come back sparse on all."""
         self.tables: list[int] = []
@@ -74,10 +74,10 @@ class Exchange(ABC, Generic[Array]):
         self.not_taken = False
         """Whether a residual's share was sent in a step that the optimizer has not taken (yet)."""
         self.consolidated = False
-        """Whether residuals are all ranks' mean, so that one rank's state is everybody's."""
+        """Whether residuals are all ranks' mean, so that one rank's state is complete."""
         self.buckets = self.make_buckets()
         self._codec_seconds: tuple[float, ...] = (0.0,) * len(ladder.names)
-        """Of every level, for all parameters; 0: not tried."""
+        """Of every level, for all parameters; 0: not measured."""
         self._codec_elements = sum(bucket.spec.size for bucket in self.buckets)
         if tries_codecs and transport.size > 1:
             specs = [bucket.spec for bucket in self.buckets if bucket.compressible]
@@ -100,8 +100,8 @@ class Exchange(ABC, Generic[Array]):
         """Buckets of all parameters, those of tables last.
 
         Args:
-            plain: of dense steps in place, without tables.
-            order, tables: in place of the exchange's own.
+            plain: buckets of dense steps that sum in place, without tables.
+            order, tables: instead of the exchange's own.
         """
         tables = self.tables if tables is None else tables
         in_order = list(reversed(self.order if order is None else order))
@@ -118,10 +118,10 @@ class Exchange(ABC, Generic[Array]):
         return tuple(bucket._replace(parameters=tuple(chosen[i] for i in bucket.parameters)) for bucket in buckets)
 
     def costs(self) -> tuple[LevelCost, ...]:
-        """Costs of every level, tables left out.
+        """Costs of every level, without tables.
 
-        Where dense steps are summed in place, Horovod groups sums as it likes: as many as buckets comes nearest, but
-        the last that leaves is that of the dense steps' own buckets.
+        If dense steps sum in place, Horovod fuses sums as it likes: their messages count as many as buckets, but the
+        last message is the last of the dense steps' own buckets.
         """
         dense = self.buckets[: len(self.buckets) - len(self.tables)]
         elements = sum(bucket.spec.size for bucket in dense)
@@ -135,11 +135,11 @@ class Exchange(ABC, Generic[Array]):
 
     @property
     def sums_in_place(self) -> bool:
-        """Whether plain dense steps sum gradients where they are."""
+        """Whether plain dense steps sum gradients in place."""
         return False
 
     def compressor(self, bucket: Bucket, level: int) -> Compressor:
-        """Of a bucket at a level."""
+        """The compressor of a bucket at a level."""
         return compressor_for(bucket, self.ladder.compressors[level])
 
     # -- where residuals and contexts are, for checkpoints. Those hold arrays of the framework or of NumPy: Any.
@@ -155,11 +155,11 @@ class Exchange(ABC, Generic[Array]):
 
     @abstractmethod
     def know_gradients(self, order: Sequence[int], sparse: Sequence[int], tables: Sequence[int]) -> None:
-        """A checkpoint tells what the first step would show."""
+        """Take over from a checkpoint the order and sparsity that a first step would show."""
 
     @abstractmethod
     def know_nothing(self) -> None:
-        """A checkpoint tells nothing of that: the next step is a first one."""
+        """Forget order and sparsity, which the checkpoint lacks: the next step is a first step."""
 
     @abstractmethod
     def hold(self, i: int, residual: Any, share: float = 1.0) -> None:
@@ -172,7 +172,7 @@ class Exchange(ABC, Generic[Array]):
 
     @abstractmethod
     def put_context(self, state: BucketState[Array], level: int, arrays: Sequence[Any]) -> None:
-        """Take over a context."""
+        """Make ``arrays`` of a checkpoint the context of a bucket at ``level``."""
 
     @abstractmethod
     def copied(self, array: Array) -> Any:
@@ -187,11 +187,11 @@ class Exchange(ABC, Generic[Array]):
         return checkpoint.save(self)
 
     def load(self, state: Mapping[str, Any]) -> str:
-        """Go on from a checkpoint, see ``checkpoint.load``; returns what has to be the same on all ranks."""
+        """Continue from a checkpoint, see ``checkpoint.load``; return a digest that must be equal on all ranks."""
         return checkpoint.load(self, state)
 
     def consolidate(self) -> None:
-        """Let any rank's state be everybody's, see ``checkpoint.consolidate``."""
+        """Make every rank's state complete, see ``checkpoint.consolidate``."""
         checkpoint.consolidate(self)
 
 

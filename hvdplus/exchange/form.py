@@ -1,4 +1,4 @@
-"""What the parts of a checkpoint have to look like: they come from files, which may be damaged or somebody else's."""
+"""Checks of a checkpoint's parts: they come from files, which may be damaged or from another program."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ def require(fits: bool, what: str, wanted: str, received: Any) -> None:
 
 
 def is_count(value: Any, below: float = np.inf) -> bool:
-    """Whether this is a whole number from 0 on; True is none."""
+    """Whether ``value`` is a whole number (no bool) from 0 to less than ``below``."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < below
 
 
 def is_share(value: Any) -> bool:
-    """Whether this is a number from 0 to 1; NaN is none."""
+    """Whether ``value`` is a number (no bool) from 0 to 1."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def is_list(value: Any, fits: Callable[[Any], bool]) -> bool:
-    """Whether all elements of a list or tuple fit."""
+    """Whether ``value`` is a list or tuple whose elements all fit."""
     return isinstance(value, list | tuple) and all(map(fits, value))
 
 
 def are_shapes(value: Any) -> bool:
-    """Whether these are shapes of arrays."""
+    """Whether ``value`` is a list of shapes."""
     return is_list(value, lambda shape: is_list(shape, is_count))
 
 
 def are_different(value: Any, below: int) -> bool:
-    """Whether these are whole numbers from 0 on, and no two of them equal."""
+    """Whether ``value`` is a list of different whole numbers from 0 to less than ``below``."""
     return is_list(value, lambda each: is_count(each, below)) and len(set(value)) == len(value)
 
 
 def is_finite(array: Any) -> bool:
-    """Whether this is an array of finite real numbers, of whatever framework."""
+    """Whether ``array`` is an array, of any framework, of finite real numbers."""
     try:
         if hasattr(array, "isfinite"):  # torch
             return not array.is_complex() and bool(array.isfinite().all())

@@ -2,9 +2,9 @@
 
     float32:  SUMS | one slot a rank | one flag a parameter
 
-Sums where sums do. Where they do not (minima, agreement), every rank fills its own slot and leaves the others zero, so
-that the sum is a gather. A flag counts the ranks that have a gradient of the parameter. The summed tensor is read once
-a step, in NumPy: a few microseconds, under 0.1 ms for 4,096 ranks.
+SUMS add up over ranks. For numbers that do not (minima, agreement), every rank fills its own slot and leaves the others
+zero, so that the sum is a gather. A flag counts the ranks that have a gradient of the parameter. The summed tensor is
+read once a step, in NumPy: a few microseconds, under 0.1 ms for 4,096 ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Sums(NamedTuple):
     """Numbers that add up over ranks."""
 
     nonfinite: float = 0.0
-    """1: a value that this rank sent is not finite (looked for only where a residual or context would keep it)."""
+    """1: a value that this rank sent is not finite (checked only where a residual or context would keep it)."""
     overflow: float = 0.0
     """1: values lie so far beyond the level's scale that all ranks send the rest in full width."""
     step: float = 0.0
@@ -52,15 +52,15 @@ class Slot(NamedTuple):
     weights: float = 0.0
     """24 bits of the checksum of the parameters, in steps that check them; else 0."""
     missing: float = 0.0
-    """24 bits that tell which variables are not updated, where that has to be alike on all ranks."""
+    """24-bit hash of which variables are not updated, where that has to be equal on all ranks."""
     added: float = 0.0
-    """Parameters that were unfrozen or added since the last step."""
+    """Number of parameters that were unfrozen or added since the last step."""
 
 
 AGREED = ("learning_rate", "contexts", "weights", "missing", "added")
 """Fields of a slot that have to be equal on all ranks."""
 TURNED = 2
-"""Times the number of ranks that a flag counts at most: above it, the gradient has turned sparse on some rank."""
+"""A flag is this times the number of ranks, more than all counts, on a rank whose gradient has turned sparse."""
 
 
 class Report(NamedTuple):
@@ -86,7 +86,7 @@ class Metadata(NamedTuple):
     odd: dict[str, list[int]]
     """Field that has to agree -> ranks that differ from rank 0; empty where all agree."""
     added: list[int]
-    """Added parameters, rank by rank."""
+    """Number of added parameters, rank by rank; empty: none."""
     used: np.ndarray
     """float32, one a parameter: how many ranks have a gradient of it."""
     turned: np.ndarray
@@ -107,7 +107,7 @@ def pack(rank: int, ranks: int, report: Report, flags: Sequence[float]) -> np.nd
 
 
 def flag(has_gradient: bool, turned_sparse: bool, ranks: int) -> float:
-    """What a rank says of a parameter: 1 for a gradient, and more than all ranks' ones if it has turned sparse."""
+    """A rank's flag of a parameter: 1 for a gradient, ``TURNED * ranks`` if that has turned sparse, else 0."""
     return float(TURNED * ranks if turned_sparse else has_gradient)
 
 
@@ -117,7 +117,7 @@ def read(total: np.ndarray, ranks: int) -> Metadata:
     behind = len(Sums._fields) + ranks * len(Slot._fields)
     # One row a field: with many ranks NumPy is several times quicker along rows.
     fields = np.ascontiguousarray(total[len(Sums._fields) : behind].reshape(ranks, len(Slot._fields)).T)
-    # Least and greatest of a field see a difference, and a NaN is not itself.
+    # A field differs where its minimum is not its maximum; NaN, unequal to itself, is found as well.
     low, high = fields.min(axis=1).tolist(), fields.max(axis=1).tolist()
     least, most = Slot(*low), Slot(*high)
     odd = _odd(fields, low, high)
@@ -163,9 +163,9 @@ def _odd(fields: np.ndarray, low: list[float], high: list[float]) -> dict[str, l
 
 
 def check_agreement(metadata: Metadata, level: str) -> None:
-    """Raise an error, on every rank alike, where ranks differ in what has to be equal, so that they would train apart.
+    """Raise an error, on every rank alike, if ranks differ in a field that has to be equal.
 
-    Weights are not checked here: the error about them names a parameter, which takes another round.
+    Weights are not checked here: their error names a parameter, which takes another gather.
 
     Args:
         level: name of the level that ran.
@@ -176,26 +176,26 @@ def check_agreement(metadata: Metadata, level: str) -> None:
     odd = {name: ", ".join(map(str, ranks)) for name, ranks in metadata.odd.items()}
     if "added" in odd:
         raise RuntimeError(
-            "Parameters that were unfrozen or added to the optimizer have to be so on all ranks at the same step. "
-            f"Received, rank by rank: {', '.join(map(str, metadata.added))} of them."
+            "Parameters have to be unfrozen or added to the optimizer on all ranks at the same step. New parameters, "
+            f"rank by rank: {', '.join(map(str, metadata.added))}."
         )
     if "missing" in odd:
         raise RuntimeError(
-            "Some variables have a gradient on some ranks only: what has none differs between rank 0 and rank(s) "
-            f"{odd['missing']}. Every rank has to compute gradients of the same variables: freeze layers on "
-            "all ranks alike, and add unused ones to the loss with a factor of 0."
+            "Some variables have a gradient on some ranks only: the variables without one differ between rank 0 and "
+            f"rank(s) {odd['missing']}. Every rank has to compute gradients of the same variables: freeze layers on "
+            "all ranks alike, and add unused variables to the loss with a factor of 0."
         )
     if "contexts" in odd:
         raise RuntimeError(
             f"The contexts of {level} differ between rank 0 and rank(s) {odd['contexts']}, so their sum has no "
-            "meaning. This happens when ranks run other library versions or CPUs of other capability: make them equal, "
-            "or set HVDPLUS_COMPRESSION=fp16."
+            "meaning. This happens when ranks have different library versions or CPU capabilities: make them equal, or "
+            "set HVDPLUS_COMPRESSION=fp16."
         )
     if "learning_rate" in odd:
         raise RuntimeError(
-            f"The learning rate differs between rank 0 and rank(s) {odd['learning_rate']}, so their weights would go "
-            "apart. Set it from values that all ranks share: a scheduler that follows a loss needs the mean loss of "
-            "all ranks (hvd.allreduce), and a loaded scheduler has to be loaded on every rank."
+            f"The learning rate differs between rank 0 and rank(s) {odd['learning_rate']}, so their weights will "
+            "drift apart. Set it from values that all ranks share: a scheduler that follows a loss needs all ranks' "
+            "mean loss (hvd.allreduce), and a loaded scheduler has to be loaded on every rank."
         )
 
 
@@ -210,22 +210,22 @@ def hash_flags(flags: Sequence[bool]) -> float:
 
 
 def fold24(checksum: int) -> float:
-    """24 bits of a 64-bit checksum, all of which have a say."""
+    """24 bits that depend on all bits of a 64-bit checksum."""
     bits = checksum & 0xFFFFFFFFFFFFFFFF
     return float((bits ^ bits >> 24 ^ bits >> 48) & 0xFFFFFF)
 
 
 def weights_differ(ranks: Sequence[int], checksums: Sequence[Sequence[int]], names: Sequence[str]) -> str:
-    """The message for ranks whose parameters are not equal any more.
+    """The message for ranks whose parameters are no longer equal.
 
     Args:
         ranks: those that differ from rank 0.
-        checksums: rank by rank, one a parameter.
+        checksums: rank by rank, one per parameter.
         names: of the parameters.
     """
     first = next((i for i, each in enumerate(zip(*checksums, strict=True)) if len(set(each)) > 1), 0)
     return (
-        f"The weights of rank(s) {', '.join(map(str, ranks))} are not those of rank 0 any more: {names[first]} is the "
+        f"The weights of rank(s) {', '.join(map(str, ranks))} no longer equal those of rank 0: {names[first]} is the "
         "first that differs. Broadcast them before training (hvd.broadcast_parameters, or Keras' "
         "BroadcastGlobalVariablesCallback), take the same steps with the same learning rate on every rank, and change "
         "weights on all ranks alike. HVDPLUS_WEIGHTS_CHECK_STEPS=0 turns this check off."

@@ -1,7 +1,7 @@
-"""One rank's part of the metadata: what it reports in a step, when it reads the others', what it checks in them.
+"""One rank's part in the metadata: it reports its own, reads all ranks', and checks them.
 
-Where a step's result depends on the metadata (residuals, contexts), they are read in the step itself; else one step
-later, while there is something else to wait for. When is the same on all ranks, as plans are made from what was read.
+If a step's result depends on the metadata (residuals, contexts), ranks read them in the step itself; else one step
+later, while they wait for other sums anyway. All ranks observe them at the same point, because plans follow from them.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ class MetadataInFlight:
         """Of this rank's parameters, in steps that check them."""
 
     def read(self) -> Metadata:
-        """Wait for the sum, the first time."""
+        """All ranks' metadata; the first call waits for the sum."""
         if self._read is None:
             self._read = read(self._wait(), self._ranks)
         return self._read
 
 
 class Reporter(Generic[EagerArray]):
-    """Reports this rank's part of a step, and observes all ranks'.
+    """Reports this rank's metadata, and observes all ranks'.
 
-    Holds no exchange, which holds it: an exchange that is dropped has to be gone at once.
+    Holds no reference to its exchange, so that an exchange is freed as soon as it is dropped.
     """
 
     def __init__(self, parameters: int) -> None:
@@ -67,11 +67,11 @@ class Reporter(Generic[EagerArray]):
         self._norms: list[EagerArray] = []
         self._steps = self._sums = 0
         self._unseen = set(range(parameters))
-        """Parameters that no rank has had a gradient of: until then all ranks read in the step, so that they agree
-        whether a gradient is sparse before an optimizer sees it."""
+        """Parameters without a gradient on any rank so far. While there are any, all ranks read metadata in the step,
+        so that they agree whether a gradient is sparse before an optimizer sees it."""
 
     def members_changed(self, parameters: int, moved: Mapping[int, int]) -> None:
-        """There are other ``parameters`` now. ``moved``: old number -> new number of those that stay."""
+        """Take over a new number of ``parameters``. ``moved``: old position -> new position of those that stay."""
         fresh = set(range(parameters)) - set(moved.values())
         self._unseen = fresh | {moved[i] for i in self._unseen if i in moved}
 
@@ -93,7 +93,7 @@ class Reporter(Generic[EagerArray]):
         wait = self._start_sum(x, x.backend.metadata_array(pack(x.transport.rank, ranks, report, flags)))
         self.metadata = MetadataInFlight(wait, ranks, checksums)
         self.observed_in_step = x.checks or x.now.carrier is not None or bool(self._unseen and not x.idle)
-        # Whether others use a parameter only matters to a rank that does not.
+        # Only a rank without a gradient needs to know whether other ranks have one.
         self.read_in_step = self.observed_in_step or added > 0 or not all(used)
 
     def observe_last(self, x: EagerExchange[EagerArray]) -> None:
@@ -113,11 +113,11 @@ class Reporter(Generic[EagerArray]):
         self.loss = math.nan
 
     def forget(self) -> None:
-        """Nothing is on its way any more, or counts."""
+        """Drop metadata in flight, without waiting, and norms."""
         self._late, self._norms = None, []
 
     def finish_last(self) -> None:
-        """Wait for what is on its way, and forget it: another state is loaded."""
+        """Wait for metadata in flight, and drop them: another state is loaded."""
         if self._late:
             self._late[1].read()
         self.forget()
@@ -133,14 +133,14 @@ class Reporter(Generic[EagerArray]):
         x.sparse.update(np.flatnonzero(metadata.turned).tolist())
 
     def _start_sum(self, x: EagerExchange[EagerArray], array: EagerArray) -> Callable[[], np.ndarray]:
-        # What waits does not hold the exchange either.
+        # The returned closure must not refer to the exchange either.
         carrier, scale, transport, to_host = x.now.carrier, x.scale, x.transport, x.backend.to_host
         if carrier is not None:
             with x.meter.codec():
                 name = x.ladder.tensor_name(x.now.prefix, carrier.bucket.number, x.plan)
                 carrier.handle = cast(Grouping, transport).start_all([*carrier.summed, array], name, scale)
                 x.meter.sum_begins(carrier.bucket.number, functools.partial(transport.done, carrier.handle))
-            return lambda: to_host(array) / np.float32(scale)  # in place: here when the carrier's sums are
+            return lambda: to_host(array) / np.float32(scale)  # summed in place, complete when the carrier is
         # Two names alternate: the last sum may still be in flight where it was not awaited.
         self._sums += 1
         handle = transport.start(array, f"{x.prefix}.metadata.{self._sums % 2}")
@@ -179,7 +179,7 @@ class Reporter(Generic[EagerArray]):
         return Report(sums, slot)
 
     def _contexts(self, x: EagerExchange[EagerArray], states: Sequence[BucketState[EagerArray]]) -> float:
-        """Checksum of all contexts that the step uses, those that it warms_up up among them."""
+        """Checksum of all contexts that the step uses or warms up."""
         total = 0
         levels = {x.plan.level, x.plan.warms_up or x.plan.level}
         for state in states:
@@ -188,7 +188,7 @@ class Reporter(Generic[EagerArray]):
         return fold24(total)
 
     def _measured_norms(self, x: EagerExchange[EagerArray]) -> tuple[float, float]:
-        """Norms of this rank's own gradients, taken when they were packed, and of its next residual."""
+        """Norms of this rank's own gradients, measured when they were packed, and of its next residual."""
         if not x.plan.measure_norms or x.idle:
             return 0.0, 0.0
         with x.meter.codec():
@@ -198,7 +198,8 @@ class Reporter(Generic[EagerArray]):
             return gradient / x.loss_scale, residual
 
     def _checks_weights(self, x: EagerExchange[EagerArray]) -> bool:
-        """After the first step, and every so often: ranks that train apart would not notice otherwise."""
+        """Whether this step checks weights, so that ranks notice if they drift apart: in the second step and then in
+        every ``weights_check_steps``-th."""
         every = x.settings.weights_check_steps
         if not every or x.idle or x.transport.size == 1:
             return False
