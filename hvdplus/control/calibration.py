@@ -2,8 +2,8 @@
 
 At most four buckets, spread over the model, stand for all of it. Each goes through the steps of an exchange (encode,
 check for finite values, compute the residual, decode, advance), once to warm up and a few times more. Packing gradients
-and writing means back is not measured: every level does that, dense too. (Dense steps of PyTorch over Horovod are the
-exception: they sum gradients in place, and next to them levels that have not run yet look cheaper than they are.)
+and writing means back is not measured: every level does that, dense too. (One exception: dense steps of PyTorch over
+Horovod sum gradients in place, so levels that have not run yet look cheaper than they are.)
 
 A level takes at most about twice ``SECONDS``, and memory for some six copies of the buckets tried, which hold 32 MB at
 most. All of it is freed.
@@ -25,7 +25,7 @@ BUCKETS = 4
 ELEMENTS = 2 << 20
 """Most elements of a bucket that are measured."""
 RUNS = 6
-"""Runs of a level. The first warms_up up; the fastest of the others counts."""
+"""Runs of a level. The first warms up; the fastest of the others counts."""
 SECONDS = 0.5
 """Time for a level's runs. Once it is spent, two runs are enough."""
 
@@ -44,12 +44,12 @@ def codec_seconds(
     transport: Transport,
     compiled: Callable[[Round[Array]], Any] = lambda a_round: a_round,
 ) -> tuple[float, ...]:
-    """Seconds that encoding and decoding all buckets takes in a step at each level, on the slowest rank.
+    """Seconds a step to encode and decode all buckets, for each compressor, on the slowest rank.
 
     All ranks call it at the same point.
 
     Args:
-        compiled: makes a graph of a function of arrays, for frameworks that train in graphs.
+        compiled: compiles a function of arrays into a graph, for frameworks that train in graphs.
     """
     tried, factor = _typical(specs)
     rng = np.random.default_rng(0)  # zeros would take short cuts; the script's own random state stays untouched
@@ -62,7 +62,7 @@ def codec_seconds(
 
 
 def _typical(specs: Sequence[Spec]) -> tuple[Sequence[Spec], float]:
-    """Buckets to measure, and the size of all buckets over theirs."""
+    """(buckets to measure, elements of all buckets divided by elements of these)."""
     specs = [spec for spec in specs if spec.size]
     if not specs:
         return (), 0.0

@@ -46,8 +46,8 @@ class Link(NamedTuple):
     def changed(self, cost: LevelCost, seconds: float) -> Link:
         """This link after the communication of one level took ``seconds``.
 
-        The change is put down to β, with one exception: where α took most of the time before and the time is shorter
-        now, so few bytes do not prove a faster link, and both are scaled alike.
+        The change is attributed to β. One exception: if α took most of the time before and the time is now shorter,
+        the few bytes are no proof of a smaller β alone, and α and β are scaled by the same factor.
         """
         before = self.seconds(cost)
         if not cost.payload_bytes or seconds < before > 2 * self.beta * cost.payload_bytes:
@@ -60,7 +60,7 @@ class Link(NamedTuple):
 def fit_link(measured: Sequence[tuple[LevelCost, float]]) -> Link:
     """The link that fits the measured seconds of communication best, by least squares of relative errors.
 
-    Neither α nor β is negative. A single measurement is put down to β alone.
+    Neither α nor β is negative. A single measurement is attributed to β alone.
     """
     points = [(cost.messages / seconds, cost.payload_bytes / seconds) for cost, seconds in measured if seconds > 0]
     mm = sum(m * m for m, _ in points)
@@ -119,7 +119,7 @@ def tree_all_reduce(payload_bytes: float, ranks: int, wire: Wire) -> float:
 
 
 def _stages(ranks: int) -> tuple[int, int]:
-    """Stages of a tree over the largest power of two up to ``ranks``; further messages for the ranks beyond it."""
+    """(stages of a tree over the largest power of two up to ``ranks``, more messages for the ranks beyond it)."""
     stages = ranks.bit_length() - 1
     return stages, 2 if ranks > 1 << stages else 0
 
@@ -129,7 +129,7 @@ ALL_REDUCES: Mapping[str, Collective] = {"ring": ring_all_reduce, "tree": tree_a
 
 
 def job_link(collective: Collective, ranks: int, wire: Wire, fixed: float) -> Link:
-    """The link as a job's all-reduces see it: every formula is a straight line in the payload.
+    """The link as a job's all-reduces see it. Every formula is linear in the payload, so α and β describe it.
 
     Args:
         fixed: seconds that each all-reduce takes in addition (negotiation, launching), on any number of ranks.

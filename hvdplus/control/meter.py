@@ -1,7 +1,7 @@
 """Where a step's time goes: compute, codec, exposed communication, input wait.
 
-``StepMeter`` is a stopwatch with an injectable clock; the torch adapter drives it, compiled Keras steps bring their
-own timestamps. ``reduce_times`` turns all ranks' figures into the one set that decisions are made from.
+``StepMeter`` is a stopwatch with an injectable clock, for frameworks that compute at once; compiled steps bring their
+own timestamps. ``reduce_times`` turns all ranks' figures into one set.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class StepTimes(NamedTuple):
     codec: float = 0.0
     """Packing, encoding, decoding."""
     exposed_comm: float = 0.0
-    """Standing still until sums arrive; what overlaps with computation does not count."""
+    """Waiting for sums; communication behind computation does not count."""
     input_wait: float = 0.0
     """From the end of a step to the first computation of the next."""
     overlapped_comm: float = 0.0
-    """Communication that went on while this rank computed: no part of the step's time, but of what the wire did."""
+    """Communication behind this rank's computation; no part of ``step``."""
     sounding: float = 0.0
-    """A sum that was sent for no other reason than to see how long it takes; 0: none was."""
+    """The step's bandwidth probe; 0: there was none."""
 
     @property
     def comm(self) -> float:
@@ -44,8 +44,8 @@ class StepTimes(NamedTuple):
 def reduce_times(ranks: Sequence[StepTimes]) -> StepTimes:
     """One set of figures for the job.
 
-    Whoever comes last waits least, and for the wire alone: the least exposed time over the ranks is communication,
-    the rest of the others' waiting is somebody's computation. So is it with all communication, exposed or not.
+    The rank that arrives last waits least, and only for the wire. So the least exposed time over the ranks is
+    communication; the longer waits of other ranks are that rank's computation. The same holds for ``comm``.
     """
     exposed = min(times.exposed_comm for times in ranks)
     return StepTimes(
@@ -64,7 +64,7 @@ def median_times(steps: Sequence[StepTimes]) -> StepTimes:
 
 
 def union_seconds(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of what (begin, end) intervals cover together; one that ends before it begins covers nothing."""
+    """Length of the union of (begin, end) intervals; an interval that ends before it begins is empty."""
     covered, until = 0.0, -math.inf
     for begin, end in sorted(intervals):
         covered += max(0.0, end - max(begin, until))
@@ -73,15 +73,14 @@ def union_seconds(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 LOOK_SECONDS = 0.0005
-"""The least time between two looks."""
+"""Least time between two looks (``StepMeter.look``)."""
 
 
 class StepMeter:
     """Stopwatch of one rank. Nothing is measured until the first ``end_step``, because no step has begun before.
 
-    The wire is busy while a sum is under way or is waited for. That a sum has ended is noticed when somebody looks: its
-    end is taken to lie half way between two looks, so it is known to half the time between them; an end that is waited
-    for is exact.
+    The wire is busy while a sum is in flight or awaited. The end of an awaited sum is exact. Any other end is noticed
+    by ``look``, and taken to lie half way between that look and the one before.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -111,7 +110,7 @@ class StepMeter:
 
     @contextmanager
     def sounding(self) -> Iterator[None]:
-        """Time spent inside is that of a sounding."""
+        """Time spent inside counts as a bandwidth probe."""
         began = self._clock()
         try:
             yield
@@ -119,12 +118,12 @@ class StepMeter:
             self._sounding += self._clock() - began
 
     def sum_begins(self, key: int, done: Callable[[], bool]) -> None:
-        """A sum is on its way; ``done`` tells whether it is there."""
+        """A sum is in flight. ``done``: whether it has ended."""
         self._under_way[key] = (self._clock(), done)
 
     def look(self) -> None:
-        """Notice which sums have ended. They end in the order in which they began, so that few are asked; and not too
-        often, because asking costs some microseconds."""
+        """Notice which sums have ended, at most once in ``LOOK_SECONDS``, because asking costs some microseconds. Sums
+        end in the order in which they began, so the first one that has not ended is the last one asked."""
         now = self._clock()
         if now - self._looked < LOOK_SECONDS:
             return
@@ -138,7 +137,7 @@ class StepMeter:
 
     @contextmanager
     def awaited(self, *keys: int) -> Iterator[None]:
-        """Time spent inside is exposed communication, and then the sums are there."""
+        """Time spent inside counts as exposed communication; at its end the sums ``keys`` have ended."""
         self.look()
         with self.exposed_comm():
             yield
@@ -166,7 +165,7 @@ class StepMeter:
 
 
 class _Codec:
-    """What ``StepMeter.codec`` returns; entered for every gradient, hence no generator."""
+    """Context manager of ``StepMeter.codec``. No generator, as every gradient enters it and a class is faster."""
 
     __slots__ = ("_began", "_meter")
 
