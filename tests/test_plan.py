@@ -185,7 +185,7 @@ def test_without_dense_steps_they_are_made_up() -> None:
 
 def test_other_things_that_a_run_does_not_show_are_said() -> None:
     texts = " ".join(what_the_run_showed(records(hosts={"a": 2}, collective="default")).assumptions)
-    assert "All ranks were on one host" in texts and "(default) is taken for a ring" in texts
+    assert "All ranks were on one host" in texts and "(default) is assumed to be a ring" in texts
     hidden = [window("lowrank:4") for _ in range(3)]
     assert "may be able to hide more" in " ".join(what_the_run_showed([about(), *hidden]).assumptions)
     assert "may be able to hide more" not in " ".join(what_the_run_showed(records("none")).assumptions)
@@ -379,11 +379,11 @@ def test_what_the_run_rejected_is_no_advice(tmp_path: Path, capsys: pytest.Captu
     assert {row[2] for row in forecasts(before).values()} == {"lowrank:4"}
     text = printed(capsys, write(tmp_path / "after.jsonl", [*records(), decision]), "--gbit", "1")
     assert {row[2] for row in forecasts(text).values()} == {"fp16", "int8"}
-    assert f"No forecast is for lowrank:4: the run rejected it from step 80 on, since {why}." in " ".join(text.split())
+    assert f"No forecast for lowrank:4: the run rejected it from step 80 on, since {why}." in " ".join(text.split())
     forbidden = {"kind": "forbid", "step": 5, "level": "fp16", "reason": "loss scaling"}
     only_dense = printed(capsys, write(tmp_path / "log", [*records(ladder=list(LEVELS)), forbidden]), "--gbit", "1")
     assert {row[2] for row in forecasts(only_dense).values()} == {"none"}
-    assert "No forecast is for int8: " in only_dense and "it never pays" in only_dense
+    assert "No forecast for int8: " in only_dense and "it never pays" in only_dense
 
 
 def test_a_wrong_level_is_named_before_a_missing_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -155,7 +155,7 @@ def spoken(job: Job) -> list[str]:
 def test_a_decision_is_read_out_with_what_it_rests_on() -> None:
     job = Job(limits={"memory_steps": 40}).run("none", 20).decide("fp16", "try it", **EVIDENCE)
     assert spoken(job) == [
-        "Decisions, and what each rests on: lower quartiles of pairs of a level's latest steps, 40 at most",
+        "Decisions and their evidence: lower quartiles over pairs of consecutive steps, a level's latest 40 at most",
         "  1. step 20, none -> fp16: try it Measured: none 19.80 ms a step (8.00 ms exposed, 2.25 ms hidden, 0.40 ms "
         "codec), topk:0.05 15.00 ms a step (0.10 ms exposed, 3.00 ms codec). Predicted: fp16 14.90 ms, lowrank:4 12.50 "
         "ms. Link: 0.12 ms an all-reduce and 50.0 MB/s. Residual at topk:0.05: 1.24 times the gradient.",

@@ -42,11 +42,11 @@ class Span(NamedTuple):
     payload_bytes: float
     """Bytes that one rank sends in a step."""
     loss: float
-    """The last one known."""
+    """The last known loss."""
 
     @property
     def exposed_share(self) -> float:
-        """Exposed communication as a share of the step, 1 at most: logs of older versions hold parts that exceed it."""
+        """Exposed communication as a share of the step; at most 1, because parts can exceed the step in older logs."""
         return min(self.exposed_comm_ms / self.step_ms, 1.0) if self.step_ms else math.nan
 
     @property
@@ -110,7 +110,7 @@ def weighted_median(values: Sequence[float], weights: Sequence[int]) -> float:
 
 
 def number_of(value: object) -> float:
-    """A figure of a record; NaN for null, missing, no number, or one that no float can hold."""
+    """A record's figure as a float; NaN if it is missing, null, not a finite number, or too large for a float."""
     try:
         return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else math.nan
     except OverflowError:
@@ -133,7 +133,7 @@ def windows_of(records: Iterable[Record]) -> list[Record]:
 
 
 def windows_in(windows: Iterable[Record]) -> int:
-    """How many windows they are, as the job wrote them: one in memory may stand for several."""
+    """Number of windows that the job wrote; one window in memory may stand for several."""
     return sum(window.get("windows", 1) for window in windows)
 
 

@@ -75,11 +75,11 @@ class Shown(NamedTuple):
     assumptions: tuple[str, ...]
     """Sentences on what the run did not show and this model assumes."""
     rejected: frozenset[str] = frozenset()
-    """Levels that the run may run no more; they are in ``costs``, and get no forecast."""
+    """Levels that the run has refused; they are in ``costs``, and get no forecast."""
 
     @property
     def gbit(self) -> float:
-        """Rate of a rank's link in Gbit/s; infinite where bytes took no time that could be seen."""
+        """Rate of a rank's link in Gbit/s; infinite if the fitted β is 0."""
         beta = ring_wire(self.link, self.ranks, 0.0)[0].beta
         return 8e-9 / beta if beta else math.inf
 
@@ -109,7 +109,7 @@ def what_the_run_showed(records: Sequence[Record]) -> Shown:
         raise ValueError("the job ran on one rank, which shows nothing of a network: run it on two hosts or more")
     seen = _levels_as_seen(records, costs)
     rows = max((round(level.sent_bytes) - costs[name].payload_bytes for name, level in seen.items()), default=0)
-    if rows > 0:  # of sparse gradients, when computing is over
+    if rows > 0:  # rows of sparse gradients, sent after the backward pass
         costs = {
             name: cost._replace(payload_bytes=cost.payload_bytes + rows, last_bytes=cost.last_bytes + rows)
             for name, cost in costs.items()
@@ -131,30 +131,30 @@ def what_the_run_showed(records: Sequence[Record]) -> Shown:
     if len(seen) == 1:
         (only,) = seen
         assumptions.append(
-            f"Only {only} ran: its communication is taken for bytes alone, as if an all-reduce took no time of its own."
+            f"Only {only} ran: its communication time is attributed to bytes alone, none to the number of all-reduces."
         )
     if DENSE not in costs:
         like, cost = next(iter(costs.items()))
         last = round(gradient_bytes * cost.last_bytes / cost.payload_bytes) if cost.payload_bytes else gradient_bytes
         costs = {DENSE: LevelCost(gradient_bytes, last, cost.messages, packing), **costs}
         assumptions.append(
-            f"No dense step ran: it is taken for fp32's bytes in as many messages as those of {like}, and "
+            f"No dense step ran: it is assumed to send fp32's bytes in as many all-reduces as {like}, with "
             f"{packing * 1e3:.2f} ms of codec."
         )
     bound = [name for name in seen if link.seconds(costs[name]) - hideable > 1.1 * link.exposed(costs[name], math.inf)]
     if not bound:
         assumptions.append(
-            f"Computing hid all communication but the last bucket's, and may be able to hide more than the "
-            f"{hideable * 1e3:.2f} ms it did: steps on slow links may be shorter than they are here."
+            f"Computation hid all communication but the last bucket's, and may be able to hide more than these "
+            f"{hideable * 1e3:.2f} ms: on slow links steps may be shorter than predicted."
         )
     hosts = max(1, len(about.get("hosts") or {}))
     if hosts == 1:
-        assumptions.append("All ranks were on one host, so what the run showed of its link is the host's memory.")
+        assumptions.append("All ranks were on one host: the fitted link is the host's memory.")
     collective = str(about.get("collective") or "unknown")
     if collective not in ("ring", "segmented ring"):
-        assumptions.append(f"The run's all-reduce ({collective}) is taken for a ring.")
+        assumptions.append(f"The run's all-reduce ({collective}) is assumed to be a ring.")
     rejected = {name: why for name, why in levels_refused(records).items() if name in costs and name != DENSE}
-    assumptions += [f"No forecast is for {name}: the run rejected it {why}." for name, why in rejected.items()]
+    assumptions += [f"No forecast for {name}: the run rejected it {why}." for name, why in rejected.items()]
     return Shown(
         ranks, hosts, collective, gradient_bytes // 4, seen, costs, link, compute, hideable, tuple(assumptions),
         frozenset(rejected),
@@ -162,7 +162,7 @@ def what_the_run_showed(records: Sequence[Record]) -> Shown:
 
 
 def _costs_as_tried(records: Sequence[Record]) -> dict[str, LevelCost]:
-    """Level -> its cost by the run record, or by the last record that corrects it."""
+    """Level -> its cost, from the last record that has costs (``run`` or ``resize``)."""
     levels = next((record["levels"] for record in reversed(records) if record.get("levels")), None)
     if not levels:
         raise ValueError(
@@ -222,8 +222,8 @@ def costs_on(shown: Shown, ranks: int) -> tuple[dict[str, LevelCost], dict[str, 
     """Costs of the levels that can serve ``ranks`` ranks, and level -> reason for those that cannot. Neither holds
     rejected levels.
 
-    Most payloads have the same size on any number of ranks. Those that hold sums of signs grow with the number of
-    ranks, as a matrix with the model's number of elements does. The metadata tensor has a slot for each rank.
+    Most payloads have the same size on any number of ranks. Sums of signs grow with it; the growth is computed for
+    one square matrix with the model's number of elements. The metadata tensor has a slot for each rank.
     """
     more_slots = 4 * len(Slot._fields) * max(0, ranks - shown.ranks)
     costs, reasons = {}, {}
@@ -278,7 +278,7 @@ def predict(
 
 
 def best_level(steps: Mapping[str, Step]) -> str:
-    """The least compression that is as fast as the fastest level, but for ``MARGIN``.
+    """The least compression whose step is within ``MARGIN`` of the fastest level's.
 
     ``auto`` chooses by the same rule; it also stays dense where communication is no bottleneck, and rejects levels over
     the error budget.

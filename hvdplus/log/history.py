@@ -13,32 +13,32 @@ from statistics import median
 from hvdplus.log.facts import Record, level_of, span_of, windows_in
 
 MOST_WINDOWS = 1600
-"""More windows than these are condensed."""
+"""Most windows; beyond this number, older ones are condensed."""
 NEWEST_WINDOWS = 400
-"""The newest windows, which are kept whole."""
+"""Number of newest windows that are never condensed."""
 MOST_EVENTS = 400
-"""Decisions and other records that are no windows. They are few; of more, the oldest are left out."""
+"""Most records that are no windows, such as decisions; beyond this number, the oldest are left out."""
 MOST_VALUES = 999
-"""Values of one ``Medians``."""
+"""Values in the memory of one ``Medians``, at most."""
 
 
 class History:
     """The records of a run log, with older windows condensed.
 
-    Neighbouring windows of one level become one window with their medians, weighted by steps: at first three, and three
-    times as many whenever that is too little. So all of the run but its newest windows is kept in equal detail.
+    Neighbouring windows of one level are merged into one, with medians weighted by steps: three at first, and three
+    times as many whenever memory is still too full. So the run is kept in equal detail, except its newest windows.
     """
 
     def __init__(self) -> None:
         self._records: list[Record] = []
         self._windows = 0
-        """Windows among them."""
+        """Windows in ``_records``."""
         self._written = 0
         """Windows that the job wrote."""
         self._together = 1
-        """Windows that a condensed one may stand for."""
+        """Most windows that one condensed window may stand for."""
         self._left_out = 0
-        """Records that are in the file alone."""
+        """Records that only the file has."""
 
     @property
     def records(self) -> list[Record]:
@@ -64,13 +64,13 @@ class History:
             self._windows = sum(record["kind"] == "window" for record in self._records)
             if self._windows <= enough:
                 return
-            if self._together > self._written:  # levels change all the time, so that few windows have neighbours
+            if self._together > self._written:  # levels change so often that few windows have a neighbour to merge with
                 self._leave_out(windows=True, count=self._windows - enough)
                 return
             self._together *= 3
 
     def _leave_out(self, *, windows: bool, count: int) -> None:
-        """Drop the ``count`` oldest windows, or of the other records those that come after the first, the run's."""
+        """Drop the ``count`` oldest windows, or the ``count`` oldest other records except the first, the run's."""
         kept = []
         for place, record in enumerate(self._records):
             if count and place and (record["kind"] == "window") == windows:
@@ -83,8 +83,8 @@ class History:
 
 
 def _condensed(records: Sequence[Record], old: int, most: int) -> Iterator[Record]:
-    """The ``records``, with neighbours of one level among the first ``old`` windows taken together. ``most``: the most
-    windows, as the job wrote them, that become one."""
+    """The ``records``, with neighbours of one level merged among the first ``old`` windows. ``most``: windows that the
+    job wrote and one merged window may stand for."""
     group: list[Record] = []
     for record in records:
         fits = record["kind"] == "window" and old > 0
@@ -118,7 +118,7 @@ class Medians:
     def __init__(self) -> None:
         self._values = array("d")
         self._waiting: list[list[float]] = []
-        """For each time that values were taken together: those that wait for a third one."""
+        """For each merge of values so far: the values that wait until they are three."""
 
     def add(self, value: float) -> None:
         """Take in one more value."""
@@ -136,5 +136,5 @@ class Medians:
 
     @property
     def median(self) -> float:
-        """NaN: there was no value."""
+        """The median so far; NaN if there was no value."""
         return median(self._values) if self._values else math.nan

@@ -28,8 +28,8 @@ from hvdplus.log.words import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Parts of a step, bottom of the stack first: field, name, colour. From Okabe and Ito's colour-blind-safe palette; the
-# warm one for what hvdplus is about.
+# Parts of a step, bottom of the stack first: field, name, colour. From Okabe and Ito's colour-blind-safe palette; a
+# warm colour marks exposed communication, which hvdplus shortens.
 PARTS = (
     ("compute_ms", "compute", "#c3cad3"),
     ("codec_ms", "codec", "#0072b2"),
@@ -72,7 +72,7 @@ def picture(records: Sequence[Record], path: str | os.PathLike[str]) -> Path:
     notes = _notes(decisions)
     headline, subline = _headline(run_record), textwrap.wrap(closing(records), 150)
 
-    # Names of hosts and levels may hold a dollar sign, which is no formula.
+    # A dollar sign in the name of a host or level starts no formula.
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, "text.parse_math": False, "text.color": INK}):
         figure = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI)
         FigureCanvasAgg(figure)
@@ -115,8 +115,7 @@ def picture(records: Sequence[Record], path: str | os.PathLike[str]) -> Path:
 
 
 def _columns(windows: Sequence[Record], run_record: Record) -> tuple[list[Span], int]:
-    """The columns to draw, each a span of one window or of a few windows of one level; and how many windows a column
-    stands for, at most."""
+    """(columns to draw, each a span of one window or of a few windows of one level; most windows in a column)."""
     together = math.ceil(len(windows) / MOST_COLUMNS)
     columns = []
     for _, group in groupby(windows, key=level_of):

@@ -14,18 +14,18 @@ from hvdplus.transport import World
 
 
 class Job(Protocol):
-    """The part of a job that is needed here; the coordinator of an optimizer has it."""
+    """The part of a job that a report needs; an optimizer's coordinator provides it."""
 
     log: RunLog
 
     def finish(self, **facts: Any) -> dict[str, Any]:
-        """Write the end of the log with ``facts`` in it; returns what the run came to."""
+        """Write the log's last record with ``facts`` in it; returns the run's summary."""
 
 
 def report(job: Job, world: World, png: str | os.PathLike[str] | None, facts: dict[str, Any]) -> dict[str, Any]:
     """End a run: close its log with ``facts``, and on rank 0 print the table and draw the picture to ``png``.
 
-    A picture that cannot be drawn is no reason to lose a run: it says so and goes on. Returns what the run came to.
+    A picture that cannot be drawn does not fail the job: its error is printed. Returns the run's summary.
     """
     summary = job.finish(**facts)
     if world.transport.rank == 0:

@@ -7,7 +7,7 @@ One JSON object a line, written by rank 0; each line reaches the operating syste
     trace     the controller's input, step by step, in whole microseconds: [level, step, codec, exposed_comm,
               input_wait, overlapped_comm, sounding, error, gradient_norm, learning_rate, sounding_bytes]
     decision  a change of level (or a choice to stay): from, to, reason, evidence
-    resize    levels: their costs since the buckets were made anew (sparse gradients)
+    resize    levels: their costs, after the buckets were cut anew
     forbid    level: it and the levels above it may run no more, with the reason
     resume    a checkpoint was loaded: its step and level, and the controller's state
     end       steps, wall_seconds, and further figures of the job
@@ -42,7 +42,7 @@ except ImportError:  # no POSIX system: two jobs that write one file go unnotice
 
 FORMAT = 1
 DRAINING = "draining"
-"""Level of windows of dense steps that flush a residual: no level of the ladder, and not plain dense."""
+"""Level of windows of dense steps that flush a residual; not a level of the ladder."""
 WARMING = "warming"
 """Level of windows of dense warm-up steps, from which a level's contexts learn before it begins."""
 
@@ -66,8 +66,8 @@ class RunLog:
         """Open ``path`` (``~`` is the home folder) and create its folder; with None (or "") there is no file.
 
         Args:
-            keep: records stay in memory, in ``records``. False for ranks that make no report: ``last_window`` and
-                ``medians`` serve them all the same.
+            keep: keep records in memory, in ``records``. False for ranks that make no report: they have
+                ``last_window`` and ``medians`` all the same.
 
         Raises:
             OSError: the file cannot be written, or another job is writing it; the message names it and the reason.
@@ -93,12 +93,12 @@ class RunLog:
 
     @property
     def records(self) -> list[Record]:
-        """The records of the job so far, older windows of one level taken together; empty unless they are kept."""
+        """The job's records so far, older windows of one level merged; empty if this log keeps none."""
         return self._history.records if self._history else []
 
     def medians(self, level: str) -> dict[str, float]:
-        """``TIMES`` as medians over the windows at ``level``, in milliseconds; over all windows where none ran at it,
-        and NaN where there is none at all."""
+        """Medians of ``TIMES`` over the windows at ``level``, in milliseconds; over all windows if none ran at it, NaN
+        if there is no window."""
         found = self._medians.get(level) or self._medians.get(None) or {}
         return {name: found[name].median if name in found else math.nan for name in TIMES}
 
@@ -107,7 +107,7 @@ class RunLog:
 
         ``keep``: also in memory, if this log keeps records.
 
-        A disk that fills up later does not end the training: the file ends there with a warning, memory goes on.
+        A disk that fills up does not end the training: the file ends there, with a warning; memory goes on.
 
         Raises:
             TypeError: a field is none of these; the message names it.
@@ -156,7 +156,7 @@ def _open(path: Path) -> BinaryIO:
     try:
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             _lock(descriptor)
-            os.ftruncate(descriptor, 0)  # not before it is ours
+            os.ftruncate(descriptor, 0)  # not before the lock is ours
         os.set_blocking(descriptor, True)
         return os.fdopen(descriptor, "wb", buffering=0)
     except BaseException:
@@ -176,7 +176,7 @@ def _lock(descriptor: int) -> None:
 
 
 def _close(file: BinaryIO) -> None:
-    """Close it and let go of the lock, which a forked child (of a data loader) would hold on to."""
+    """Close the file and release its lock, which a forked child (of a data loader) would keep."""
     if file.closed:
         return
     if fcntl is not None:

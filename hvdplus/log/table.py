@@ -116,7 +116,7 @@ def _decision_list(records: Sequence[Record]) -> str:
     decisions = decisions_of(records)
     memory = (run_of(records).get("limits") or {}).get("memory_steps")
     rests_on = (
-        f", and what each rests on: lower quartiles of pairs of a level's latest steps, {memory} at most"
+        f" and their evidence: lower quartiles over pairs of consecutive steps, a level's latest {memory} at most"
         if memory
         else ""
     )

@@ -54,7 +54,7 @@ def closing(records: Sequence[Record]) -> str:
     for window in windows:
         by_level.setdefault(level_of(window), []).append(window)
     steps = sum(map(steps_in, windows))
-    # Nobody chose the steps that flush a residual or warm up.
+    # No decision chose the steps that flush a residual or warm up.
     chosen = {level: group for level, group in by_level.items() if level not in (DRAINING, WARMING)}
     levels = {level: span_of(group, run_record) for level, group in chosen.items()}
     if not levels:
@@ -133,7 +133,7 @@ def like_for_like(span: Span, dense: Span) -> float:
 
 
 def saved_share(span: Span, dense: Span) -> float:
-    """Share of the dense step that a level saves by less communication and codec, whatever computation took."""
+    """Share of the dense step that a level saves in communication and codec, whatever computation took."""
     least = min(like_for_like(span, dense), dense.step_ms)
     return 1 - span.step_ms / least if least else 0.0
 
