@@ -26,7 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 not usable, 2 refused or failed, 141 not read."""
+    """Run one command and return its exit code: 0 done, 1 its check failed, 2 error, 130 interrupted, 141 not read."""
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="hvdplus", description="Adaptive gradient compression on Horovod and MPI.")
     parser.add_argument("--version", action="version", version=f"hvdplus {__version__}")

@@ -43,7 +43,7 @@ UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9}
 RANKS, RATES = "8,64,1024,4096", "1,10,25,100"
 """Ranks and rates for which a run log is extrapolated by default."""
 LATENCY_US = "20"
-"""Microseconds of a message between hosts by TCP over Ethernet of 1 to 10 Gbit/s: some tens."""
+"""Microseconds that a message takes between hosts: some tens by TCP over Ethernet of 1 to 10 Gbit/s."""
 LINE = 110
 """Letters in a line of text."""
 
@@ -64,24 +64,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the arguments of ``hvdplus plan``."""
     parser.add_argument(
         "what", nargs="*", metavar="RUNLOG|COMPRESSOR",
-        help="run log of a job (HVDPLUS_RUN_LOG), or compressors such as int8, and auto for its ladder "
-        "(default: that, and a choice of others)",
+        help="run log of a job (HVDPLUS_RUN_LOG), or compressors such as int8; auto means the levels of its ladder "
+        "(default: auto, and a choice of others)",
     )  # fmt: skip
     parser.add_argument(
         "--shape", action="append", metavar="AxB", help="shape of a tensor, such as 4096x1024 or 1024; once for each"
     )
-    parser.add_argument("--parameters", metavar="D", help="instead of shapes, how many there are, such as 25M")
-    parser.add_argument("--ranks", metavar="N", help=f"number of ranks (default: 2; of a run log, several: {RANKS})")
+    parser.add_argument("--parameters", metavar="D", help="number of parameters, instead of shapes, such as 25M")
+    parser.add_argument("--ranks", metavar="N", help=f"number of ranks (default: 2; with a run log, several: {RANKS})")
     parser.add_argument(
         "--gbit", metavar="RATE",
-        help="speed of a rank's link in Gbit/s; adds the ring's time (of a run log, several: the run's own and "
+        help="rate of a rank's link in Gbit/s; adds the ring's time (with a run log, several: the run's own and "
         f"{RATES})",
     )  # fmt: skip
     parser.add_argument(
-        "--latency-us", metavar="T", help=f"of a run log: microseconds a message takes (default: {LATENCY_US})"
+        "--latency-us", metavar="T", help=f"with a run log: microseconds a message takes (default: {LATENCY_US})"
     )
     parser.add_argument(
-        "--all-reduce", metavar="KIND", help="of a run log: ring or tree (default: whichever makes the step shorter)"
+        "--all-reduce", metavar="KIND", help="with a run log: ring or tree (default: whichever makes the step shorter)"
     )
 
 
@@ -121,7 +121,7 @@ def _from_shapes(args: argparse.Namespace) -> str:
 def _model(shapes: Sequence[str] | None, parameters: str | None) -> Model:
     if bool(shapes) == bool(parameters):
         received = "both" if shapes else "neither"
-        raise ValueError(f"the model: --shape once for each tensor, or --parameters. Received: {received}")
+        raise ValueError(f"describe the model by --shape, once for each tensor, or by --parameters. Received: {received}")
     return Model(tuple(map(_shape, shapes))) if shapes else _one_matrix(parameters or "")
 
 
@@ -326,17 +326,17 @@ def _assumed(shown: Shown, latency: float, kinds: Mapping[str, Collective]) -> s
     less = "" if fixed else f"; the run showed less than its {2 * (shown.ranks - 1)} messages would take"
     notes = [
         *shown.assumptions,
-        f"A message takes {latency * 1e6:g} us (--latency-us), an all-reduce {_ms(fixed)} ms besides{less}. One run "
+        f"A message takes {latency * 1e6:g} us (--latency-us), and an all-reduce {_ms(fixed)} ms more{less}. One run "
         "cannot tell the two apart.",
         f"All-reduce: {' or '.join(kinds)}"
         + (", whichever makes the step shorter: " if len(kinds) > 1 else ": ")
-        + "2 (N-1) messages in a ring, 2 log N in a tree, about twice the payload over each link in both. The run went "
-        f"by {shown.collective}; Horovod over Gloo always goes by ring, and hvdplus has Open MPI do so unless "
+        + "2 (N-1) messages in a ring, 2 log N in a tree, about twice the payload over each link in both. The run "
+        f"used {shown.collective}; Horovod over Gloo always uses a ring, and hvdplus sets Open MPI to one unless "
         "OMPI_MCA_coll_tuned_allreduce_algorithm says otherwise (6 is the tree).",
         "Every rank has a link of its own and as many samples a step as in the run. A rate is what payloads get: by "
-        "TCP about 95% of the nominal one. Above some 10 Gbit/s the hosts' memory may be slower than the link.",
-        "The log says nothing of slow ranks, of other jobs on the network, of how long Horovod takes to agree among "
-        "so many ranks, nor of what a level costs in accuracy there.",
+        "TCP about 95% of the nominal rate. Above some 10 Gbit/s the hosts' memory may be slower than the link.",
+        "Not in the log: slow ranks, other jobs on the network, Horovod's negotiation among so many ranks, and a "
+        "level's loss of accuracy there.",
     ]
     return "\n".join(_wrapped(note) for note in notes)
 

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the decisions that the log's figures lead to, and whether they are the logged ones.
 
-    Returns 0 if they are, or if other limits were asked for; 1 if they are not; 2 with a message for a log or a limit
+    Returns 0 if they are, or if ``--limit`` was given; 1 if they are not; 2 with a message for a log or a limit
     that cannot be used.
     """
     try:
@@ -68,7 +68,7 @@ def _compared(records: Sequence[Record], names: Sequence[str], replayed: Sequenc
         return "\n".join([*lines, f"\nAll {same} decisions are the run's, figure for figure."]), True
     lines.append(f"\n{same} of the run's {len(logged)} decisions come out the same, figure for figure.")
     if same < len(decided):
-        lines.append("Later decisions here rest on steps that the run took at other levels than those decided here.")
+        lines.append("Later decisions here rest on steps that the run took at other levels than replayed here.")
     if same < len(logged):
         lines.append(f"The run's next decision was:\n\n{explain(same + 1, logged[same])}")
     return "\n".join(lines), False

@@ -21,8 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the table and draw the picture.
 
-    Returns 0, or 2 with a message if the log cannot be read or a picture that was asked for by name not be drawn. The
-    picture beside the log is an extra: without it, the message comes and the exit code stays 0.
+    Returns 0; 2 with a message if the log cannot be read, or the picture of ``--png`` cannot be drawn. If the default
+    picture cannot be drawn, it prints the message and returns 0.
     """
     try:
         records = read_log(args.runlog)
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     if args.no_png:
         return 0
-    # What ends otherwise, such as RUNLOG.1, is another optimizer's log and wants a picture of its own.
+    # A log with another ending, such as RUNLOG.1, is another optimizer's and gets a picture of its own.
     target = args.png or f"{args.runlog.removesuffix('.jsonl')}.png"
     try:
         print(f"\nPicture: {picture(records, target)}")

@@ -11,7 +11,7 @@ from hvdplus.log.runlog import read
 from hvdplus.log.words import printable
 
 FOREIGN = (ArithmeticError, AttributeError, LookupError, RuntimeError, StopIteration, TypeError, ValueError)
-"""Errors of code that expects the records of a run log, and finds JSON of another make."""
+"""Errors of code that expects a run log's records and finds other JSON."""
 
 
 def whole(option: str, text: str) -> int:
@@ -26,7 +26,7 @@ def whole(option: str, text: str) -> int:
 
 
 def reason(error: Exception) -> str:
-    """An error in one line. Errors of other types than ValueError, which are not written for users, name their type."""
+    """An error in one line. Only a ValueError is written for users; any other error is shown with its type."""
     words = " ".join(str(error).split())
     return words if type(error) is ValueError else f"{type(error).__name__}: {words}"
 

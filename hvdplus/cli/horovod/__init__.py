@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     if args.jobs is not None and args.jobs < 1:
-        raise InstallError(f"--jobs takes a number from 1 on. Received: {args.jobs}")
+        raise InstallError(f"--jobs must be at least 1. Received: {args.jobs}")
     stack = find_stack(args)
     jobs = args.jobs or default_jobs()
     folder = cache_folder(stack)
