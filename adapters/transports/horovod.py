@@ -15,11 +15,11 @@ from typing import Any
 from hvdplus.transport import OBJECTS, TransportError, gather_in_parts
 
 SECONDS_TO_END = 20
-"""What a rank that failed has for ending in order: the others' waiting ends with it at the latest."""
+"""Time that a failed rank has for an orderly exit. Then it is killed, so that the others stop waiting for it."""
 
 
 class Horovod:
-    """What both bindings share. ``binding`` is ``horovod.torch`` or ``horovod.tensorflow``."""
+    """Base of both bindings. ``binding`` is ``horovod.torch`` or ``horovod.tensorflow``."""
 
     negotiates = True
     summable = ("float16", "float32", "float64")
@@ -39,8 +39,8 @@ class Horovod:
     def gather_objects(self, value: Any, what: str = OBJECTS) -> list[Any]:
         if self.size == 1:
             return [value]
-        # With a name: Horovod would take the type's, and wait for ever where ranks bring different types. One name for
-        # all purposes: ranks that gather for different ones meet, and learn of it.
+        # Horovod's default name contains the object's type, so ranks with different types would wait for ever. With one
+        # name for all purposes, ranks that gather for different purposes meet and get an error.
         gather = functools.partial(self.binding.allgather_object, name="hvdplus.objects")
         return gather_in_parts(value, what, self.size, gather)
 
@@ -78,7 +78,7 @@ class HorovodTorch(Horovod):
 
 
 class HorovodTensorFlow(Horovod):
-    """TensorFlow: the sum is an op, the graph waits where it needs it."""
+    """TensorFlow: a sum is an op; the graph waits where the sum is used."""
 
     def start(self, array: Any, name: str, scale: float = 1.0) -> Any:
         return self.binding.allreduce(

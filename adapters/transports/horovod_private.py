@@ -21,7 +21,7 @@ def elastic() -> Any:
     """``horovod.common.elastic``: ``run_fn`` runs a function anew when ranks come or go, ``ObjectState`` is a state.
 
     Raises:
-        TransportError: this Horovod does not have what is needed.
+        TransportError: this Horovod lacks one of the names.
     """
     return _checked("horovod.common.elastic", ELASTIC)
 
@@ -36,7 +36,7 @@ def torch_states() -> Any:
     """``horovod.torch.elastic.state``: handlers of what a ``TorchState`` holds, and their registry.
 
     Raises:
-        TransportError: this Horovod does not have what is needed.
+        TransportError: this Horovod lacks one of the names.
     """
     return _checked("horovod.torch.elastic.state", TORCH_STATES)
 

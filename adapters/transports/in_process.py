@@ -2,8 +2,8 @@
 
     means = run(4, lambda transport: train(transport))        # one result a rank
 
-A call that not every rank makes, or that ranks make with other shapes or types, is an error on every rank that waits,
-and names who is missing.
+If a rank does not make a call, or ranks make it with different shapes or types, every rank that waits for it raises
+an error, which names the missing ranks.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Hub:
             arrived = self._lock.wait_for(lambda: len(parts) == self.ranks or self.failed is not None, self._patience)
             if len(parts) < self.ranks:
                 missing = ", ".join(str(rank) for rank in range(self.ranks) if rank not in parts)
-                why = f"a rank has failed: {self.failed!r}" if arrived else f"{self._patience:g} s are over"
+                why = f"a rank has failed: {self.failed!r}" if arrived else f"not within {self._patience:g} s"
                 raise TransportError(f"Rank(s) {missing} did not make the call {key[0]!r}: {why}")
             self._taken[key] = self._taken.get(key, 0) + 1
             if self._taken[key] == self.ranks:
@@ -165,7 +165,7 @@ def run(
     """``body(transport)`` on every rank, each in a thread of its own; returns their results in rank order.
 
     Raises:
-        BaseException: the first error of a rank; the others' waiting ends with it.
+        BaseException: the first error of any rank; it also ends the other ranks' waiting.
     """
     hub = Hub(ranks, in_order=not negotiates, patience_seconds=patience_seconds)
     results: list[Any] = [None] * ranks

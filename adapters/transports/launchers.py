@@ -17,7 +17,7 @@ from hvdplus.transport import TransportError
 
 
 class Launcher(NamedTuple):
-    """One row of the table: how a launcher can be told, and how it can be used so that ranks reach each other."""
+    """One row of the table: how to recognise a launcher, and how to use it so that ranks reach each other."""
 
     name: str
     size: str
@@ -26,9 +26,9 @@ class Launcher(NamedTuple):
     """Variable that holds the number of this rank."""
     way_out: str
     marks: tuple[str, ...] = ()
-    """Further variables without which ``size`` says nothing of this launcher."""
+    """Further variables that this launcher sets: without them ``size`` comes from elsewhere."""
     silent: bool = False
-    """Whether it tells neither MPI nor Horovod anything, so that no transport can work."""
+    """Whether it tells neither MPI nor Horovod of the ranks, so that no transport works."""
 
 
 _ANOTHER_MPI = "Start the job with the mpirun of the MPI that mpi4py (or Horovod) was built with"
@@ -75,11 +75,11 @@ LAUNCHERS = (
     ),
     Launcher("the environment", "WORLD_SIZE", "RANK", _TORCHRUN, ("RANK", "LOCAL_RANK")),
 )
-"""``SLURM_NTASKS`` is not here: it tells what was allocated, and one plain process may run there."""
+"""``SLURM_NTASKS`` is not here: it counts allocated tasks, also where a single plain process runs."""
 
 
 class Announced(NamedTuple):
-    """What one launcher said to this process."""
+    """A launcher's variables, as this process sees them."""
 
     launcher: Launcher
     size: int | None
@@ -103,7 +103,7 @@ def announced(environ: Mapping[str, str] = os.environ) -> list[Announced]:
 
 
 def check_reachable(environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse ranks that no transport can connect, before MPI is started, which might end with an error of its own.
+    """Refuse ranks that no transport can connect, before MPI starts and fails with an error of its own.
 
     Raises:
         TransportError: ``torchrun`` or a plain ``srun`` started several ranks.
@@ -119,18 +119,18 @@ def check_reachable(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def check_size(transport: str, size: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Compare what was announced with what the transport has found.
+    """Compare the announced number of ranks with the transport's.
 
     Args:
         transport: name of the transport, for the message.
         size: number of ranks that it connects.
 
     Raises:
-        TransportError: it is another number of ranks than the launcher started.
+        TransportError: the transport connects another number of ranks than the launcher started.
     """
     found = announced(environ)
     if not found or (size > 1 and any(one.size == size for one in found)):
-        return  # whichever launcher connected these ranks, it is the one that agrees
+        return  # one launcher announced this number, and so connected these ranks
     nearest = found[0]
     at_least = nearest.size if nearest.size is not None else (nearest.rank or 0) + 1
     if at_least > size or nearest.size not in (size, None):

@@ -1,4 +1,4 @@
-"""Transport for one rank: sums over one are what they were. No MPI, nothing to install."""
+"""Transport for one rank: a sum over one rank is the array itself. No MPI, nothing to install."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 MPI has no negotiation, so sums must start in the same order on every rank. One thread makes them one after the other
 with blocking calls: a non-blocking all-reduce makes no progress while Python computes, and ignores the tuned
 algorithms. The thread works on a communicator of its own, so that the script's own calls, which another thread makes,
-cannot mix with it. The main thread waits for both, and looks from time to time whether a rank has left.
+cannot mix with its calls. The main thread waits for both, and checks from time to time whether a rank has left.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from mpi4py import MPI
 from hvdplus.transport import OBJECTS, TransportError, check_same_call, gather_in_parts
 
 LOOK_SECONDS, LOOKS = 5.0, 12
-"""A rank that waits looks this often whether another rank has left, and gives up after so many looks that found one:
-until then the bytes of a call may still be on their way."""
+"""A waiting rank looks every ``LOOK_SECONDS`` whether another rank has left, and gives up after ``LOOKS`` looks that
+found so: until then the bytes of a call may still be in flight."""
 WARN_SECONDS = 60.0
-"""A rank that waits says so this often."""
+"""A waiting rank prints a line this often."""
 MEET_SECONDS = 30.0
-"""How long after the start of MPI, which all ranks go through together, ranks may come to this transport."""
+"""Time after the start of MPI, which all ranks pass together, within which every rank must come to this transport."""
 MEETING_TAG = 7681
 
 
 class _Call(NamedTuple):
-    """A handle: what is under way, and in words what it is."""
+    """A handle: a call in flight, and its description."""
 
     result: Future[Any]
     words: str
@@ -57,10 +57,10 @@ class Mpi4py:
         """
         Args:
             chosen_by: where this rank's choice of the transport comes from, for the message.
-            patient: wait for the other ranks without an end, because MPI has not been started just now.
+            patient: wait for the other ranks without a limit, because the script started MPI, some time ago.
 
         Raises:
-            TransportError: a rank does not come, as it uses another transport.
+            TransportError: a rank does not come, because it uses another transport.
             RuntimeError: MPI does not allow calls from several threads.
         """
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -94,7 +94,7 @@ class Mpi4py:
         """
         Raises:
             TransportError: another rank makes another call.
-            RuntimeError: a rank has left that the call waits for.
+            RuntimeError: a rank that the call waits for has left.
         """
         before, looks = (self.rank - 1) % self.size, 0
         began, warnings = time.monotonic(), 0
@@ -108,8 +108,8 @@ class Mpi4py:
                     warnings += 1
                     _say(self.rank, f"has waited {seconds:.0f} seconds for other ranks in: {handle.words}")
         raise RuntimeError(
-            f"Rank {before} has ended, and the other ranks wait for it: every rank has to take as many steps, and make "
-            "the same calls, as all others."
+            f"Rank {before} has ended, and the other ranks wait for it: every rank has to take the same number of "
+            "steps and make the same calls."
         )
 
     def gather_objects(self, value: Any, what: str = OBJECTS) -> list[Any]:
@@ -142,8 +142,8 @@ class Mpi4py:
         self._calls.shutdown()
 
     def _leave(self) -> None:
-        """Tell the next rank. Of ranks in a circle, somebody who waits is next to somebody who has left, if there are
-        both."""
+        """Tell the next rank that this one leaves. In a circle, if some ranks wait and others have left, a waiting rank
+        comes next after one that has left."""
         if not MPI.Is_finalized():
             self._main.isend(None, (self.rank + 1) % self.size)
 
@@ -170,7 +170,7 @@ class Mpi4py:
 
 
 def _words(what: str, array: Any, name: str = "", scale: float = 1.0) -> str:
-    """A call as ranks compare it, and as it stands in messages: ``sum 'hvdplus0.b1' of float32 (3,)``."""
+    """Description of a call, compared between ranks and used in messages: ``sum 'hvdplus0.b1' of float32 (3,)``."""
     view = np.asarray(array)
     named = f" {name!r}" if name else ""
     scaled = f", times {scale!r}" if scale != 1.0 else ""
@@ -179,20 +179,20 @@ def _words(what: str, array: Any, name: str = "", scale: float = 1.0) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _digest(words: str) -> int:
-    """63 bits, so that the negative is an int64, too."""
+    """A hash of 63 bits: its negative is an int64, too."""
     return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def _meet(chosen_by: str, patient: bool) -> None:
-    """Return when the rank before this one has come to this transport, too: where one does not, its neighbour tells.
+    """Wait until the previous rank has come to this transport, too.
 
     Raises:
-        TransportError: it does not come; unless ``patient``.
+        TransportError: it has not come within ``MEET_SECONDS``; never if ``patient``.
     """
     world = MPI.COMM_WORLD
     rank, size = world.Get_rank(), world.Get_size()
     before, began, warnings = (rank - 1) % size, time.monotonic(), 0
-    # Point to point, as calls of a rank that has chosen Horovod might be taken for the other half of a collective one.
+    # Point to point: MPI could match a collective call with a call of a rank that has chosen Horovod.
     world.Isend([np.zeros(0, np.uint8), MPI.BYTE], (rank + 1) % size, MEETING_TAG).Free()
     while not world.Iprobe(before, MEETING_TAG):
         time.sleep(0.002)

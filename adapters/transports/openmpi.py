@@ -26,21 +26,21 @@ DYNAMIC_RULES = "OMPI_MCA_coll_tuned_use_dynamic_rules"
 ALLREDUCE_ALGORITHM = "OMPI_MCA_coll_tuned_allreduce_algorithm"
 YIELD_WHEN_IDLE = "OMPI_MCA_mpi_yield_when_idle"
 
-#: Variable -> value that hvdplus wants where the user has no wish of their own.
+#: Variable -> value that hvdplus sets where the user has chosen none.
 SETTINGS: dict[str, str] = {
     DYNAMIC_RULES: "1",  # without it Open MPI ignores the next one
     ALLREDUCE_ALGORITHM: "4",  # 4 is the ring
     YIELD_WHEN_IDLE: "1",
 }
 
-# Which parameters are one decision: a user who touches any tuned collective has tuned them, so both stay theirs.
+# Variable -> prefix of the parameters that are one decision: hvdplus sets none of them if the user has set one.
 _DECISION = {
     DYNAMIC_RULES: "coll_tuned_",
     ALLREDUCE_ALGORITHM: "coll_tuned_",
     YIELD_WHEN_IDLE: "mpi_yield_when_idle",
 }
 
-# What hvdplus set itself, so that a second call (or a child process) does not take it for the user's wish.
+# Names that hvdplus has set, so that a second call (or a child process) does not take them for the user's choice.
 _OURS = "_HVDPLUS_OPENMPI_SET"
 
 # Open MPI 4.1's numbers and names (`ompi_info --all`: coll_tuned_allreduce_algorithm).
@@ -68,7 +68,7 @@ class Setting(NamedTuple):
 
 
 def locate_wheel(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Tell Open MPI from PyPI's wheel where it was installed, so that it also starts without a launcher.
+    """Tell Open MPI from PyPI's wheel where it is installed, so that it also starts without a launcher.
 
     Its ``mpirun`` sets this for its ranks; a process started by itself (or by srun) would look in the folder that the
     wheel was built in. The user's own ``OPAL_PREFIX``, and any other MPI, is left alone.
@@ -79,10 +79,10 @@ def locate_wheel(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def load_wheel() -> None:
-    """Load Open MPI from PyPI's wheel with all its symbols bound; before MPI starts. Any other MPI is left alone.
+    """Load Open MPI from PyPI's wheel, all symbols bound; call it before MPI starts. Any other MPI is left alone.
 
-    TensorFlow brings a hwloc of its own. Imported after MPI has started, as Keras does on its PyTorch backend, it would
-    be taken for MPI's own when MPI ends, and the process would end with a segmentation fault.
+    TensorFlow brings its own hwloc. If TensorFlow is imported after MPI has started (by Keras on its PyTorch backend),
+    MPI would call that hwloc when it ends, and the process would end with a segmentation fault.
     """
     library = Path(sys.prefix) / "lib" / "libmpi.so.40"
     if Path(os.environ.get("OPAL_PREFIX", "/")) == Path(sys.prefix) and library.exists():

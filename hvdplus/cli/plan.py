@@ -121,7 +121,7 @@ def _from_shapes(args: argparse.Namespace) -> str:
 def _model(shapes: Sequence[str] | None, parameters: str | None) -> Model:
     if bool(shapes) == bool(parameters):
         received = "both" if shapes else "neither"
-        raise ValueError(f"describe the model by --shape, once for each tensor, or by --parameters. Received: {received}")
+        raise ValueError(f"give the model by --shape, once for each tensor, or by --parameters. Received: {received}")
     return Model(tuple(map(_shape, shapes))) if shapes else _one_matrix(parameters or "")
 
 
