@@ -1,4 +1,4 @@
-"""``torch.amp.GradScaler`` and an optimizer that exchanges: the scaler looks at gradients after their exchange."""
+"""``torch.amp.GradScaler`` with a ``DistributedOptimizer``: the scaler looks at gradients after their exchange."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from hvdplus.adapters.torch.hooks import HookedExchange
 
 
 def scaler_says_skip(optimizer: torch.optim.Optimizer, exchange: HookedExchange, synchronized: bool) -> bool:
-    """Whether the scaler found infinities, so that the step is not taken. A scaler that leaves it to the optimizer has
-    its gradients unscaled here.
+    """Whether the scaler found infinities, so that the step is skipped. Where it leaves unscaling to the optimizer,
+    gradients are unscaled here.
 
     Args:
         synchronized: the script has called ``synchronize``.

@@ -1,8 +1,8 @@
 """The engine's backend in PyTorch: gradients are where PyTorch keeps them, in ``parameter.grad``.
 
 A gradient is copied once, into its bucket's vector, together with its share of the residual; the mean is written to
-``.grad``. As in Horovod, a gradient keeps its identity, and gets the mean's memory where neither is anybody else's.
-Plain dense steps over Horovod need no bucket: every gradient is summed where it is.
+``.grad``. As in Horovod, ``.grad`` stays the same tensor; it takes over the mean's memory if no other tensor shares it.
+Plain dense steps over Horovod need no bucket: every gradient is summed in place.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TorchBackend:
         self.take(parameters, names)
 
     def take(self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str] = ()) -> None:
-        """These are the parameters from now on."""
+        """Use these parameters from now on."""
         self.parameters = list(parameters)
         self.shapes = [tuple(real_view(parameter).shape) for parameter in self.parameters]
         self.dtypes = [DENSE_ONLY if p.is_complex() else type_name(p) for p in self.parameters]
@@ -116,10 +116,10 @@ class TorchBackend:
         with torch.no_grad():
             if grad is None or grad.is_sparse or grad.is_complex() or sparse:
                 whole = like(mean, parameter)
-                # One form on all ranks: optimizers tell them apart.
+                # Sparse or dense, but alike on all ranks: optimizers treat the two differently.
                 parameter.grad = rows_in_use(whole) if sparse else whole
             elif grad.data_ptr() == mean.data_ptr():
-                pass  # was summed where it is
+                pass  # was summed in place
             elif adopt and takes(grad, mean):
                 grad.set_(mean)  # type: ignore[call-overload]
             else:
@@ -197,8 +197,8 @@ class TorchBackend:
         return one is not None and other is not None and one.data_ptr() == other.data_ptr()
 
     def wait_for_device(self) -> None:
-        # All gradients are on their way, and the host has nothing left to do but to look at the device for the
-        # metadata. What the device still computes is neither that nor waiting for sums, which wait for it, too.
+        # All gradients have been handed to the transport, and the host would next wait for the device to make the
+        # metadata. Waiting here instead counts the rest of the device's work as computation.
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -212,7 +212,7 @@ class TorchBackend:
 
 
 def real_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Complex numbers as pairs, in a last dimension more; all else as it is."""
+    """Complex numbers as pairs of real ones, in one more dimension at the end; other tensors unchanged."""
     return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
 
 
@@ -229,13 +229,13 @@ def type_name(tensor: torch.Tensor) -> str:
 
 
 def takes(grad: torch.Tensor, mean: torch.Tensor) -> bool:
-    """Whether ``grad`` can have the memory of ``mean``: it is alike, and its own memory is no part of a buffer."""
+    """Whether ``grad`` can take over the memory of ``mean``: same type, and its own memory is no part of a buffer."""
     alike = grad.dtype == mean.dtype and grad.is_contiguous()
     return alike and grad.untyped_storage().nbytes() == grad.nbytes and alone_in_memory(grad)
 
 
 def norm(tensor: torch.Tensor) -> torch.Tensor:
-    """Euclidean norm; not in half precision, where it may be infinite already."""
+    """Euclidean norm, 0-d float32; computed in float32 or wider, because half precision overflows."""
     with torch.no_grad():
         wider = torch.promote_types(tensor.dtype, torch.float32)
         found: torch.Tensor = torch.linalg.vector_norm(tensor, dtype=wider)
@@ -243,7 +243,7 @@ def norm(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rows_in_use(dense: torch.Tensor) -> torch.Tensor:
-    """A sparse tensor of the rows that are not zero: an optimizer leaves all others alone."""
+    """A sparse tensor of the rows that are not zero, so that an optimizer leaves the others alone."""
     used = dense.flatten(1).ne(0).any(1).nonzero()[:, 0] if dense.dim() > 1 else dense.nonzero()[:, 0]
     return as_sparse(used, dense[used], dense.shape)
 

@@ -1,6 +1,6 @@
 """The part of ``horovod.torch`` that works without Horovod: over mpi4py, or alone.
 
-Names, arguments and results are Horovod's. What is not here needs Horovod, and says so.
+Names, arguments and results are Horovod's. Other names need Horovod, and raise an error that says so.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HOROVODS = {*_CARRIERS.values(), torch.int8, torch.float16, torch.float32, torc
 
 
 class Collectives:
-    """Horovod's functions, bound to one world. ``names`` lists what there is."""
+    """Horovod's functions, bound to one world."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -67,7 +67,7 @@ class Collectives:
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise TransportError("Without Horovod, in-place reductions need a contiguous tensor on the CPU.")
         op = op or (Sum if average is False else Average)
-        # Made at once: there is no negotiation that could order it among gradients in flight.
+        # Blocking: without negotiation nothing would order this sum among gradients in flight.
         with torch.no_grad():
             narrow = tensor.dtype == torch.bfloat16  # which NumPy does not know
             sums = tensor.float() if narrow else tensor.detach()
@@ -78,7 +78,7 @@ class Collectives:
         return tensor, op == Average
 
     def synchronize(self, handle: Any) -> Any:
-        """Wait for ``allreduce_async`` and give its result."""
+        """Wait for ``allreduce_async`` and return its result."""
         tensor, average = handle
         if average:
             with torch.no_grad():
@@ -100,7 +100,7 @@ class Collectives:
     def allreduce(
         self, tensor: torch.Tensor, average: Any = None, name: Any = None, compression: Any = None, op: Any = None
     ) -> Any:
-        """Mean (or sum) over ranks, as a new tensor. As in Horovod, its gradient is reduced alike."""
+        """Mean (or sum) over ranks, as a new tensor. As in Horovod, its gradient is reduced in the same way."""
         if tensor.requires_grad:
             return _AllReduce.apply(tensor, self, average, op)  # type: ignore[no-untyped-call]
         return self.synchronize(self.allreduce_async(tensor, average, name, op))
@@ -151,15 +151,15 @@ class Collectives:
     ) -> None:
         """Load rank ``root_rank``'s optimizer state on every rank.
 
-        Where it has none yet, gradients that are missing are zeros afterwards, as scripts know it from Horovod, which
-        takes a step for that. ``model`` tells which parameters get sparse gradients: they are left alone.
+        If it has no state yet, missing gradients become zeros, as in Horovod, which takes a step there. Parameters
+        that get sparse gradients according to ``model`` are left alone.
         """
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError("cannot broadcast torch.optim.LBFGS state")
         self._check_root(root_rank)
         mine = self.rank() == root_rank
         state = self.broadcast_state(optimizer.state_dict() if mine else None, root_rank)
-        if not mine or "hvdplus" in state:  # where exchanges go on, all of them do so together
+        if not mine or "hvdplus" in state:  # exchanges resume together, the root's too
             optimizer.load_state_dict(state)
         if not state["state"] and not isinstance(optimizer, torch.optim.SparseAdam):
             tables = [m.weight for m in model.modules() if getattr(m, "sparse", False)] if model is not None else []
@@ -169,8 +169,8 @@ class Collectives:
                     parameter.grad = torch.zeros_like(parameter)
 
     def broadcast_state(self, state: Any, root_rank: int) -> Any:
-        """Rank ``root_rank``'s nested state with its tensors, on the CPU, on every rank: whatever holds them in one
-        message, and the tensors one by one."""
+        """Rank ``root_rank``'s nested state on every rank, its tensors on the CPU. The structure travels in one
+        message, then the tensors one by one."""
         what = f"broadcast_optimizer_state from rank {root_rank}"
         file, mine = io.BytesIO(), self.rank() == root_rank
         writer = _Writer(file, pickle.HIGHEST_PROTOCOL)
@@ -187,7 +187,7 @@ class Collectives:
 
 
 class _Writer(pickle.Pickler):
-    """Pickles a state without its tensors and arrays, which it lists."""
+    """Pickles a state without its tensors and arrays, and lists these."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -205,7 +205,7 @@ class _Writer(pickle.Pickler):
 
 
 class _Reader(pickle.Unpickler):
-    """Puts them back; what stood in two places is one tensor again."""
+    """Puts the tensors back; one that stood in two places is one tensor again."""
 
     contents: list[Any]
 
@@ -217,7 +217,7 @@ class _Reader(pickle.Unpickler):
 
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor's content, on the host: torch's own pickles hold the whole base of a view, and know fewer types."""
+    """A tensor's bytes on the host, 1-D: torch's own pickles hold the whole base of a view, and know fewer types."""
     content: np.ndarray = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return content
 
@@ -227,7 +227,7 @@ def _tensor(content: np.ndarray, dtype: torch.dtype, shape: Sequence[int]) -> to
 
 
 class _AllReduce(torch.autograd.Function):
-    """For losses that hang on a reduced tensor."""
+    """An all-reduce with a gradient, for losses that depend on a reduced tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, collectives: Collectives, average: Any, op: Any) -> torch.Tensor:
@@ -255,15 +255,15 @@ def identical(values: torch.nn.Module | Iterable[Any], world: World) -> bool:
 
 
 def needs_carrier(tensor: torch.Tensor) -> bool:
-    """Whether Horovod refuses to broadcast a tensor for its type alone: its bytes can travel as another's."""
+    """Whether Horovod refuses to broadcast a tensor only for its type, so that its bytes can travel as another type."""
     return tensor.dtype not in _HOROVODS and tensor.layout == torch.strided
 
 
 def broadcast_carried(tensors: Sequence[torch.Tensor], broadcast: Callable[[list[torch.Tensor]], Any]) -> None:
-    """Overwrite tensors with the root's by ``broadcast``, which is Horovod's, also those of types that Horovod refuses.
+    """Overwrite tensors with the root's by Horovod's ``broadcast``, also tensors of types that Horovod refuses.
 
     Args:
-        broadcast: overwrites the tensors that it is given, of types that Horovod knows.
+        broadcast: overwrites a list of tensors of types that Horovod knows.
     """
     carriers = []
     for tensor in tensors:
@@ -280,5 +280,5 @@ def broadcast_carried(tensors: Sequence[torch.Tensor], broadcast: Callable[[list
 
 
 def _call(kind: str, name: Any, root_rank: int | None = None) -> str:
-    """A call of the script's in words, as ranks compare it."""
+    """Description of a script's call, compared between ranks."""
     return kind + (f" {name!r}" if name else "") + (f" from rank {root_rank}" if root_rank is not None else "")

@@ -1,8 +1,8 @@
 """Which vector instructions PyTorch uses, and how to make ranks agree on them.
 
 The same sum or product gives other bits with AVX2 than with AVX-512, so ranks on unequal CPUs drift apart, also where
-nothing is compressed. PyTorch reads ``ATEN_CPU_CAPABILITY`` when its first kernel runs, MKL reads ``MKL_CBWR`` then:
-before that, and only then, all ranks can be held at the least.
+nothing is compressed. PyTorch reads ``ATEN_CPU_CAPABILITY``, and MKL ``MKL_CBWR``, when the first kernel runs. Only
+before that can all ranks be limited to the least capability.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LEVELS = ("DEFAULT", "AVX2", "AVX512")
 
 
 def expected() -> str:
-    """What PyTorch will use here, found out without making it decide."""
+    """The capability that PyTorch will use here; on x86-64 found out without making PyTorch decide."""
     if platform.machine() != "x86_64":
         return capability()
     wanted = os.environ.get("ATEN_CPU_CAPABILITY", "").upper()
@@ -34,7 +34,7 @@ def expected() -> str:
 
 
 def pin(everyone: Sequence[str]) -> None:
-    """Hold this rank at the least of what the ranks expect; without effect once PyTorch has decided."""
+    """Limit this rank to the least that any rank expects; without effect once PyTorch has decided."""
     if set(everyone) <= set(_LEVELS):
         least = min(everyone, key=_LEVELS.index)
         os.environ["ATEN_CPU_CAPABILITY"] = least.lower()
@@ -42,5 +42,5 @@ def pin(everyone: Sequence[str]) -> None:
 
 
 def capability() -> str:
-    """What PyTorch uses; from now on it can no longer be changed."""
+    """The capability that PyTorch uses; from now on it can no longer be changed."""
     return str(torch.backends.cpu.get_cpu_capability())

@@ -39,7 +39,7 @@ class HookedExchange(EagerExchange[torch.Tensor]):
             parameters: those that have gradients, in the same order on every rank.
             passes: backward passes that accumulate before one exchange.
             names: of the parameters, for messages.
-            get_loss_scale: tells by how much the script scales its losses, and so its gradients.
+            get_loss_scale: returns the factor by which the script scales its losses, and so its gradients.
         """
         super().__init__(TorchBackend(parameters, names), transport, settings, **keywords)
         self._place = {id(parameter): i for i, parameter in enumerate(self.backend.parameters)}
@@ -47,27 +47,27 @@ class HookedExchange(EagerExchange[torch.Tensor]):
         self.get_loss_scale = get_loss_scale
         self._passes_left = [passes] * len(parameters)
         self._sent: dict[int, tuple[torch.Tensor, int]] = {}
-        """Parameter -> gradient that is on its way, and how often it had been written to: how a change is noticed."""
+        """Parameter -> its gradient in flight, and how often that had been written to: a change is noticed."""
         self._added: Sequence[torch.nn.Parameter] = ()
         self._hooks: dict[int, Any] = {}
-        """By the ids of their parameters."""
+        """id of a parameter -> its hook."""
         self._listen(self.backend.parameters)
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Those whose gradients are exchanged, in order."""
+        """The parameters whose gradients are exchanged, in order."""
         return self.backend.parameters
 
     @property
     def in_flight(self) -> bool:
-        """Whether gradients of the current step are on their way."""
+        """Whether gradients of the current step are in flight."""
         return bool(self._sent)
 
     def finish(
         self, learning_rate: float = 0.0, added: Sequence[torch.nn.Parameter] = (), missing: float = 0.0
     ) -> None:
-        """See ``step.finish``. ``added``: parameters that are not in the exchange yet; their gradients are summed
-        besides, dense (see ``add_parameters``)."""
+        """See ``step.finish``. ``added``: parameters that are not in the exchange yet (see ``add_parameters``); their
+        gradients are summed one by one, dense."""
         self._check_unchanged()
         self._added = added
         step.finish(self, learning_rate, len(added), missing)
@@ -83,23 +83,23 @@ class HookedExchange(EagerExchange[torch.Tensor]):
         """See ``Exchange.load``.
 
         Raises:
-            RuntimeError: gradients are on their way.
+            RuntimeError: gradients are in flight.
         """
         if self.in_flight:
             raise RuntimeError(
-                "load_state_dict() was called between backward() and step(), with gradients on their way."
+                "load_state_dict() was called with gradients in flight. Call it before backward() or after step()."
             )
         self.resumed = super().load(state)
         return self.resumed
 
     def abandon(self) -> None:
-        """Forget what is on its way, as the transport has failed or has ended."""
+        """Forget the sums in flight: the transport has failed or has ended."""
         super().abandon()
         self._sent.clear()
         self.restart()
 
     def close(self) -> None:
-        """Let gradients be: another exchange takes over."""
+        """Remove the hooks: another exchange takes over."""
         self.abandon()
         for hook in self._hooks.values():
             hook.remove()
@@ -108,7 +108,7 @@ class HookedExchange(EagerExchange[torch.Tensor]):
 
     def _listen(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         if not self.alone:
-            # One that is frozen now takes part without a hook.
+            # A parameter that is frozen now takes part without a hook.
             listening = [p for p in parameters if p.requires_grad]
             for p in listening:
                 self._hooks[id(p)] = p.register_post_accumulate_grad_hook(self._make_hook())  # type: ignore[no-untyped-call]
@@ -150,7 +150,7 @@ class HookedExchange(EagerExchange[torch.Tensor]):
     # -- parameters that come later
 
     def exchange_added(self) -> None:
-        """As they are rare, ranks just tell each other who has gradients, and sum them one by one."""
+        """Ranks tell each other which added parameters have gradients, and sum one by one: such steps are rare."""
         forms = [(p.grad is not None, p.grad is not None and p.grad.is_sparse) for p in self._added]
         used, sparse = np.any(self.transport.gather_objects(forms, f"added parameters of {self.prefix}"), axis=0).T
         handles = []
@@ -171,10 +171,10 @@ class HookedExchange(EagerExchange[torch.Tensor]):
                     parameter.grad.copy_(mean)
 
     def add_parameters(self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str] = ()) -> None:
-        """``parameters``, those of before among them, are exchanged from the coming step on. All ranks call it alike.
+        """Exchange ``parameters``, which include the old ones, from the coming step on. All ranks call it alike.
 
-        The residual of a parameter stays with it, and goes with it, too; buckets that stay the same keep what their
-        levels have learned.
+        A parameter keeps its residual, and a parameter that is gone takes it along; buckets that stay the same keep
+        their contexts.
         """
         before, residuals, learned = self.parameters, checkpoint.residuals(self), {}
         for state in self.states:

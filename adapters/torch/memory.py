@@ -16,11 +16,11 @@ SMALLEST = 1 << 16
 SPARE = 1.25
 """A block serves arrays down to its size divided by this."""
 MOST = 64
-"""Blocks that are remembered; those that were not asked for the longest are given back."""
+"""Most blocks that are kept; the least recently used are given back."""
 
 
 def alone_in_memory(tensor: torch.Tensor) -> bool:
-    """Whether no other tensor is known to share ``tensor``'s memory."""
+    """Whether certainly no other tensor shares ``tensor``'s memory."""
     found = private.uses(tensor.untyped_storage())
     return found is not None and found <= 2  # the tensor, and the storage asked for
 
@@ -29,7 +29,7 @@ class Pool:
     """Blocks that are handed out again once no array holds them any more."""
 
     def __init__(self) -> None:
-        self._blocks: list[torch.UntypedStorage] = []  # the one that was handed out last stands last
+        self._blocks: list[torch.UntypedStorage] = []  # least recently used first
 
     def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised 1-D array."""
@@ -38,7 +38,7 @@ class Pool:
             return torch.empty(count, dtype=dtype, device=device)
         fitting = (
             i
-            for i in reversed(range(len(self._blocks)))  # those of other levels, not used any more, stand in front
+            for i in reversed(range(len(self._blocks)))  # blocks of levels no longer used stand in front
             if size <= (block := self._blocks[i]).nbytes() <= size * SPARE and private.uses(block) == 1
         )
         found = next(fitting, None)

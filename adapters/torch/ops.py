@@ -1,7 +1,7 @@
 """``Ops`` in PyTorch: on the CPU, and on devices that compute while the host goes on.
 
-Where an operation has several passes over a bucket it works through chunks that stay in the cache, so that memory is
-read and written once.
+An operation that makes several passes over a bucket works in chunks that stay in the cache, so that memory is read and
+written once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hvdplus.adapters.torch.packing import CHUNK, SAFE, DeviceRounding, PackingO
 from hvdplus.compression.ops import HALF_LIMIT, Halves, Packed, Piece, Product, Rows
 
 FAINT = 1e-15
-"""Norms above this, and below its reciprocal, are made of squares that have not left float32."""
+"""A norm between this and its reciprocal has squares that stayed within float32."""
 
 
 class TorchOps(PackingOps):
@@ -106,7 +106,7 @@ class TorchOps(PackingOps):
         return values
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor, transpose_a: bool = False) -> torch.Tensor:
-        with torch.autocast(self._device.type, enabled=False):  # a script may take its step inside of one
+        with torch.autocast(self._device.type, enabled=False):  # a script may call step() inside autocast
             if transpose_a:  # this way round both are read along their rows
                 return torch.matmul(b.mT, a).mT
             return torch.matmul(a, b)
@@ -156,7 +156,7 @@ class TorchOps(PackingOps):
         values = torch.nan_to_num(values, nan=torch.inf, posinf=torch.inf)  # NaN compares with nothing
         least = torch.topk(values, count, sorted=False).values.amin()
         above, equal = values > least, values == least
-        # Of those at the threshold, the first in line. Sorting all of them would take several times as long.
+        # Of values equal to the threshold, the first ones. Sorting all of them would take several times as long.
         chosen = above | (equal & (equal.cumsum(0) <= count - above.sum()))
         return self._places(chosen, count)
 
@@ -182,7 +182,7 @@ class TorchOps(PackingOps):
         if values.dtype == torch.float16 and values.numel():
             if bool(torch.isfinite(values.sum())):
                 return torch.ones((), dtype=torch.bool, device=values.device)
-            least, largest = torch.aminmax(values)  # of what holds a NaN both are NaN
+            least, largest = torch.aminmax(values)  # both are NaN if one value is
             return torch.isfinite(largest.float() - least.float())
         if values.dim() == 1 and bool(torch.isfinite(torch.dot(values, values))):
             return torch.ones((), dtype=torch.bool, device=values.device)
@@ -192,7 +192,7 @@ class TorchOps(PackingOps):
         return values.view(torch.int32).sum(dtype=torch.int64)
 
     def _places(self, chosen: torch.Tensor, count: int) -> torch.Tensor:
-        """Where a vector is true, which is ``count`` times."""
+        """Indices (int32, ascending) of the ``count`` true elements of a vector."""
         return chosen.nonzero().reshape(-1).to(torch.int32)
 
     def _row_rms(self, matrix: torch.Tensor) -> torch.Tensor:
@@ -203,8 +203,8 @@ class TorchOps(PackingOps):
 
 
 class DeviceOps(TorchOps):
-    """The same for CUDA, which computes while the host goes on: no method looks at a value, as that would wait for all
-    that the device has been given to do. It has double precision to spare, and no caches worth small chunks."""
+    """``Ops`` for CUDA, which computes while the host goes on. No method reads a value on the host: that would wait for
+    all queued work. Double precision costs little there, and small chunks bring nothing."""
 
     _chunk_length = CHUNK << 8
     _rounding = DeviceRounding
@@ -213,7 +213,7 @@ class DeviceOps(TorchOps):
         here = torch.tensor(values)
         if self._device.type != "cuda":
             return here.to(self._device)
-        return here.pin_memory().to(self._device, non_blocking=True)  # any other copy would wait
+        return here.pin_memory().to(self._device, non_blocking=True)  # a copy from other memory would wait
 
     def rms(self, values: torch.Tensor) -> torch.Tensor:
         square: torch.Tensor = torch.linalg.vector_norm(values, dtype=torch.float64).square()

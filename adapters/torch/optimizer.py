@@ -27,10 +27,10 @@ from hvdplus.transport import World
 STATE_KEY = "hvdplus"
 """Key of ours in ``state_dict``."""
 TYPES = (*FLOATS, "complex64", "complex128")
-"""Of gradients that are exchanged here."""
+"""Types of gradients that are exchanged here."""
 
 _alive: weakref.WeakValueDictionary[int, Distributed] = weakref.WeakValueDictionary()
-"""Optimizers by their numbers, which begin the names of their sums."""
+"""Number of an optimizer, which begins the names of its sums -> the optimizer."""
 
 
 def wrap(
@@ -93,7 +93,7 @@ def wrap(
     kind = type(optimizer.__class__.__name__, (Distributed, optimizer.__class__), {"__module__": __name__})
     wrapped: Any = kind.__new__(kind)  # type: ignore[call-overload]
     wrapped.__dict__.update(optimizer.__dict__)
-    # A learning-rate scheduler patches `step` on the instance; ours has to come first. It still sees our groups.
+    # A learning-rate scheduler patches `step` on the instance, which would hide ours. It still sees our groups.
     wrapped.__dict__.pop("step", None)
     wrapped._join, wrapped._times_joined = join_ranks, 0
     wrapped._exchange = join_ranks(world, parameters, 0)
@@ -107,7 +107,7 @@ def wrap(
 
 
 def rejoin(world: World) -> None:
-    """Let all optimizers go on among the ranks that there are now, in the order in which they were made.
+    """Let all optimizers go on in ``world``, which has other ranks, in the order in which they were made.
 
     Every rank calls it, or makes the same optimizers anew.
     """
@@ -123,11 +123,11 @@ def refuses_join() -> bool:
 
 
 class Distributed(torch.optim.Optimizer):
-    """What is put before the user's optimizer class."""
+    """Base class that comes before the user's optimizer class."""
 
     _exchange: HookedExchange
     _join: Callable[[World, list[torch.nn.Parameter], int], HookedExchange]
-    """Makes it."""
+    """Makes the exchange, for a world, parameters, and how often it was made before."""
     _times_joined: int
     _known: frozenset[int]
     _added: list[torch.nn.Parameter]
@@ -136,8 +136,8 @@ class Distributed(torch.optim.Optimizer):
     _synchronized: bool
     _should_synchronize: bool
     _input_hook: Any = None
-    # Tells GradScaler to leave gradients alone and to say what it knows (see scaler_says_skip): by itself it would
-    # unscale this rank's gradients while they are on their way.
+    # Makes GradScaler leave gradients alone and set its findings as attributes (see scaler_says_skip): otherwise it
+    # would unscale this rank's gradients in flight.
     _step_supports_amp_scaling = True
 
     def synchronize(self) -> None:
@@ -146,9 +146,9 @@ class Distributed(torch.optim.Optimizer):
         Raises:
             RuntimeError: a gradient was changed before its exchange, or a parameter was unfrozen or added on some ranks
                 only.
-            ValueError: a parameter was added that cannot be reduced, or that is another one on another rank.
+            ValueError: an added parameter cannot be reduced, or is another one on another rank.
         """
-        if self._synchronized and not self._exchange.in_flight:  # the means would be exchanged, with residuals, again
+        if self._synchronized and not self._exchange.in_flight:  # or means and residuals would be exchanged again
             warnings.warn("optimizer.synchronize() called twice. Nothing is exchanged a second time.", stacklevel=2)
             return
         self._finish()
@@ -175,7 +175,7 @@ class Distributed(torch.optim.Optimizer):
         if closure is not None:
             closure = self._exchanging(closure)
         elif self._should_synchronize:
-            # The mean of equal means is the same again: Horovod sends it for nothing.
+            # Horovod would exchange the means once more, without effect.
             if self._synchronized and not self._exchange.in_flight:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
@@ -184,7 +184,7 @@ class Distributed(torch.optim.Optimizer):
                 )
             else:
                 self.synchronize()
-        # What the scaler said has been heard; the user's optimizer may not expect to be told.
+        # The scaler's findings have been used; the user's optimizer may not expect these attributes.
         said: dict[str, Any] = {
             name: self.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in self.__dict__
         }
@@ -198,18 +198,18 @@ class Distributed(torch.optim.Optimizer):
         self._watch_input()
         return result
 
-    # Tells PyTorch that hooks of steps run already: in the user's class, after the exchange.
+    # Keeps PyTorch from adding step hooks to this method: the user's class runs them, after the exchange.
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, *arguments: Any, **keywords: Any) -> None:
-        """As in PyTorch; refused between ``backward`` and ``step``, where gradients are on their way."""
+        """As in PyTorch; an error between ``backward`` and ``step``, while gradients are in flight."""
         if self._exchange.in_flight:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition."
             )
-        self._synchronized = False  # the script skipped a step
-        self._exchange.restart()  # or passes of one
+        self._synchronized = False  # the script may have skipped a step
+        self._exchange.restart()  # or some of its backward passes
         super().zero_grad(*arguments, **keywords)
 
     @property
@@ -225,8 +225,8 @@ class Distributed(torch.optim.Optimizer):
         self._exchange.restart()
 
     def state_dict(self) -> dict[str, Any]:
-        """As in PyTorch, with one key more: ``hvdplus`` holds what the compressors and the controller have learned, and
-        what this rank has held back (see ``consolidate_state_dict``). Other optimizers pass over it."""
+        """As in PyTorch, with one key more: ``hvdplus`` holds contexts, the controller's state and this rank's
+        residuals (see ``consolidate_state_dict``). Other optimizers ignore it."""
         state = super().state_dict()
         if not self._exchange.idle:
             state[STATE_KEY] = self._exchange.state()
@@ -238,19 +238,19 @@ class Distributed(torch.optim.Optimizer):
 
         Raises:
             ValueError: the state is of another model.
-            RuntimeError: gradients are on their way.
+            RuntimeError: gradients are in flight.
         """
         if STATE_KEY in state_dict:
             saved = state_dict[STATE_KEY]
             self._add_saved_parameters(saved.get("shapes") if isinstance(saved, Mapping) else None)
             self._exchange.load(saved)
         elif not self._exchange.idle and self._exchange.transport.rank == 0:
-            note = "the checkpoint has no state of hvdplus, whose compressors and controller go on as they are."
+            note = "the checkpoint has no state of hvdplus: compressors and controller keep theirs."
             print(f"hvdplus: {note}", file=sys.stderr, flush=True)
         self._exchange.restart()
         groups, state = self.param_groups, self.state
         super().load_state_dict({key: value for key, value in state_dict.items() if key != STATE_KEY})
-        # A scheduler that was made before we were holds the bare optimizer, which shares these very objects.
+        # A scheduler made before the wrapping holds the bare optimizer, which shares these very objects.
         for group, loaded in zip(groups, self.param_groups, strict=True):
             group.clear()
             group.update(loaded)
@@ -259,12 +259,12 @@ class Distributed(torch.optim.Optimizer):
         self.param_groups, self.state = groups, state
 
     def _abandon(self) -> None:
-        """Forget the exchange that is under way, after a failure that ended the transport."""
+        """Forget the step in flight, after a failure that ended the transport."""
         self._exchange.abandon()
         self._synchronized, self._added = False, []
 
     def _rejoin(self, world: World) -> None:
-        """Go on in ``world``, which has other ranks, with what this rank has held back. See ``rejoin``."""
+        """Go on in ``world``, which has other ranks, with this rank's residuals. See ``rejoin``."""
         before = self._exchange
         before.close()
         before.coordinator.finish()
@@ -276,10 +276,10 @@ class Distributed(torch.optim.Optimizer):
             self._exchange.load({**before.state(), "rank": KEEP_LOCAL})
 
     def consolidate_state_dict(self) -> None:
-        """Let the ``state_dict`` of any rank be everybody's, until the next step; every rank has to call it.
+        """Make any one rank's ``state_dict`` valid for all ranks, until the next step; every rank has to call it.
 
-        What levels hold back is every rank's own. This gives all of them the mean, which comes to the same, so that a
-        checkpoint of one rank is complete, and can be loaded on any number of ranks. It takes a dense all-reduce.
+        Residuals are each rank's own. This gives all ranks their mean, which leaves their sum as it is, so that one
+        rank's checkpoint is complete, and can be loaded on any number of ranks. It takes a dense all-reduce.
         """
         self._exchange.consolidate()
 
@@ -314,12 +314,12 @@ class Distributed(torch.optim.Optimizer):
             parameters = [p for group in self.param_groups for p in group["params"] if id(p) in members]
             check_same_model([(tuple(p.shape), str(p.dtype)) for p in parameters], self._world)
             self._exchange.add_parameters(parameters)
-            # Of those that are gone, another may get the id.
+            # Another parameter may get the id of one that is gone.
             self._known, self._added = frozenset(map(id, parameters)), []
 
     def _add_saved_parameters(self, shapes: Any) -> None:
-        """Parameters that were unfrozen or added since the last step, or will be, join at once where a state of such
-        ``shapes`` has them."""
+        """Exchange parameters that were, or will be, unfrozen or added since the last step, if a saved state has them,
+        whose parameters have these ``shapes``."""
         known, everything = self._known, [p for group in self.param_groups for p in group["params"]]
         for members in ([p for p in everything if p.requires_grad or id(p) in known], everything):
             if len(members) > len(self._known) and [list(p.shape) for p in members] == shapes:
@@ -328,7 +328,7 @@ class Distributed(torch.optim.Optimizer):
                 self._known = frozenset(map(id, members))
 
     def _learning_rate(self) -> float:
-        """The first group's, which schedulers change with all others; 0: it has none."""
+        """The first group's learning rate, which schedulers change with all others; 0: it has none."""
         return float(self.param_groups[0].get("lr", 0.0))
 
     def _exchanging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -336,7 +336,7 @@ class Distributed(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
             self._finish()
-            # LBFGS decides by losses how far it goes and when it stops: all ranks have to see the same.
+            # LBFGS decides by the loss how far it goes and when it stops: all ranks have to see the same loss.
             if isinstance(self, torch.optim.LBFGS) and not self._exchange.idle:
                 mine = torch.as_tensor(loss).detach()
                 losses = self._world.transport.gather_objects(mine.item(), "LBFGS's loss")
@@ -366,7 +366,7 @@ class Distributed(torch.optim.Optimizer):
 
 
 def check_groups(groups: Any) -> None:
-    """Horovod's rules for ``groups``, which hvdplus makes no use of.
+    """Check ``groups`` by Horovod's rules; hvdplus does not use them.
 
     Raises:
         ValueError: with Horovod's words.
@@ -386,7 +386,7 @@ def check_groups(groups: Any) -> None:
 
 
 def _check_devices(parameters: list[torch.nn.Parameter], world: World) -> None:
-    """Raise ValueError where gradients could not be joined, or not be sent."""
+    """Raise ValueError where gradients cannot share a bucket, or cannot be sent."""
     devices = sorted({str(p.device) for p in parameters})
     if len(devices) > 1:
         raise ValueError(f"One optimizer's parameters have to be on one device. Received: {', '.join(devices)}")

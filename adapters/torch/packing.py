@@ -1,4 +1,5 @@
-"""Integers of a few bits in lanes of words, in PyTorch: rounding, packing, unpacking, and noise to round by chance.
+"""Integers of a few bits in lanes of words, in PyTorch: rounding, packing, unpacking, and noise for stochastic
+rounding.
 
 Everything works through chunks that stay in the cache.
 """
@@ -17,13 +18,13 @@ from hvdplus.compression.ops import Packed, Packing, sign_bits
 CHUNK = 1 << 17
 """Elements that are worked on at a time on the CPU; 512 kB fit into a core's second-level cache."""
 SAFE = 1e-30
-"""Sums of squares above this, and below its reciprocal, have not left float32 on the way."""
+"""A sum of squares between this and its reciprocal has stayed within float32."""
 BYTES = {8: torch.int8, 16: torch.int16}
-"""Lanes that are a type of their own."""
+"""Bits of a lane -> its type, where it is a type of its own."""
 
 
 class Rounding:
-    """Rounds a bucket in stretches, and measures it."""
+    """Rounds a bucket chunk by chunk, and measures it."""
 
     def __init__(
         self,
@@ -43,14 +44,14 @@ class Rounding:
         known, stands = int(exponent), int(left_exponent)
         self._inverse: Any = 2.0**-known if known > -127 else 0.0
         self._level: Any = 2.0**stands if stands > -127 else 0.0
-        # Below, no value is rounded beyond the levels: noise adds nearly 1, and is itself rounded.
+        # A value up to this is never rounded beyond the levels: noise adds nearly 1, and is itself rounded.
         self._within = self._levels if self._noise is None else 0.99 * self._levels
         self._square: Any = 0.0
         self._largest: Any = 0.0
         self._clipped: Any = 0.0
 
     def __call__(self, part: torch.Tensor, start: int) -> torch.Tensor:
-        """Elements from ``start`` on as floats that are whole; the caller uses them before the next call."""
+        """The chunk ``part``, which begins at element ``start``, rounded to whole floats; valid until the next call."""
         largest = self._measure(part)
         scaled = torch.mul(part, self._inverse, out=self._scratch[: len(part)])
         if self._noise is not None:
@@ -63,7 +64,7 @@ class Rounding:
         return scaled
 
     def _measure(self, part: torch.Tensor) -> Any:
-        """The stretch's largest magnitude."""
+        """Count the chunk in ``rms`` and ``largest``; returns its largest magnitude."""
         square = torch.dot(part, part).item()
         if not SAFE < square < 1 / SAFE:  # squares may have left float32
             square = torch.linalg.vector_norm(part, dtype=torch.float64).item() ** 2
@@ -92,7 +93,7 @@ class Rounding:
 
 
 class DeviceRounding(Rounding):
-    """The same without a look at any value."""
+    """``Rounding`` that reads no value on the host."""
 
     _square: torch.Tensor
     _largest: torch.Tensor
@@ -193,11 +194,11 @@ class PackingOps:
         return self._empty(min(self._chunk(), count), torch.float32)
 
     def _chunk(self, multiple: int = 1) -> int:
-        """Length of a chunk: a multiple, CHUNK or a little more."""
+        """Length of a chunk: the first multiple of ``multiple`` that is not less than ``_chunk_length``."""
         return -(-self._chunk_length // multiple) * multiple
 
     def _chunks(self, count: int) -> Iterator[tuple[int, int]]:
-        """Bounds of chunks."""
+        """(start, stop) of each chunk of ``count`` elements."""
         return ((start, min(start + self._chunk(), count)) for start in range(0, count, self._chunk()))
 
     def _number(self, value: torch.Tensor) -> Any:
@@ -225,7 +226,7 @@ class PackingOps:
     def _unpacked(
         self, piece: Packed[torch.Tensor], out: torch.Tensor | None = None
     ) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """(from, to, integers as floats), stretch by stretch: in ``out``, or until the next is asked for."""
+        """(start, stop, integers as floats) by chunks: in ``out``, or else valid until the next chunk."""
         word = 8 * piece.words.element_size()
         scratch = self._scratch(piece.length)
 

@@ -17,7 +17,7 @@ def uses(storage: torch.UntypedStorage) -> int | None:
 
 
 def counts_uses() -> bool:
-    """Whether ``uses`` tells anything."""
+    """Whether PyTorch tells ``uses``."""
     return _use_count is not None
 
 

@@ -28,7 +28,7 @@ from hvdplus.transport import NeedsHorovod, TransportError, World
 
 _BINDING = "horovod.torch"
 JOIN_SECONDS = 20.0
-"""How long a rank that may not join waits for the others to say the same."""
+"""How long a rank whose ``join`` would be refused waits for the others."""
 _world: World | None = None
 _collectives: Collectives | None = None
 
@@ -39,13 +39,13 @@ def init(*arguments: Any, **keywords: Any) -> None:
     Rank 0 prints one line: ranks, hosts, transport, collective.
 
     Raises:
-        TransportError: nothing that could carry the bytes is installed; the message names the command that mends it.
+        TransportError: no transport is installed; the message names the command that installs one.
         ValueError: a setting in the environment or the file is wrong.
     """
     global _world, _collectives
     if _world is None:
         _world = connect(_BINDING, Cpu(cpu.expected, cpu.pin, cpu.capability), *arguments, **keywords)
-        for sentence in private.check():  # not before: it computes, and so decides which instructions are used
+        for sentence in private.check():  # not before: it runs a kernel, which fixes the CPU capability
             print(f"hvdplus: {sentence}", file=sys.stderr, flush=True)
         if not _world.transport.name.startswith("horovod"):
             _collectives = Collectives(_world)
@@ -91,13 +91,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         op: ``Average`` (default) or ``Sum``; ``Adasum`` runs on Horovod's own optimizer, with Horovod's compression.
         gradient_predivide_factor: accepted; hvdplus divides before the cast where a narrow type could overflow.
         num_groups, groups: accepted; hvdplus makes its own groups (buckets).
-        sparse_as_dense: sparse gradients are exchanged dense. Otherwise those that use few rows in the first step have
-            these rows exchanged, exact and uncompressed, and the others are exchanged dense. All come back sparse.
-        process_set: other than the global one runs on Horovod's own optimizer, with Horovod's compression.
+        sparse_as_dense: sparse gradients are exchanged dense. Otherwise, for gradients that are sparse in the first
+            step, every step in which ranks use few rows exchanges these rows alone, exact and uncompressed, and any
+            other step exchanges them dense. All come back sparse.
+        process_set: any but the global one runs on Horovod's own optimizer, with Horovod's compression.
         settings: name -> value, over ``HVDPLUS_*`` and over the file that ``HVDPLUS_CONFIG`` names, e.g.
             ``{"dense_steps": 20, "ladder": ["none", "fp16"]}``; ``hvdplus doctor`` lists them.
-        grad_scaler: the script's ``torch.amp.GradScaler``. Levels with a residual need to know how losses are scaled;
-            without it they are left out as soon as a scaler is at work. Used in Horovod's sequence: ``synchronize``,
+        grad_scaler: the script's ``torch.amp.GradScaler``. Levels with a residual need the scale of losses; without
+            this argument they are left out as soon as a scaler is used. Call in Horovod's order: ``synchronize``,
             ``scaler.unscale_``, then ``scaler.step`` inside ``skip_synchronize``.
 
     Raises:
@@ -148,8 +149,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0, model: Any = None) -> None:
     """Load rank ``root_rank``'s optimizer state on every rank. ``model``: tells which gradients are sparse.
 
-    Horovod's own function takes steps with optimizers that have no state yet, which would exchange gradients. Of them
-    this one leaves the gradients: zeros, where there were none.
+    If an optimizer has no state yet, Horovod's own function takes a step with it, which would exchange gradients. This
+    function takes no step, but makes missing gradients zeros, as Horovod's does.
     """
     Collectives(_require_world()).broadcast_optimizer_state(optimizer, root_rank, model)
 
@@ -183,7 +184,7 @@ def broadcast_(tensor: torch.Tensor, root_rank: int, *arguments: Any, **keywords
 
 
 def broadcast(tensor: torch.Tensor, root_rank: int, *arguments: Any, **keywords: Any) -> torch.Tensor:
-    """As Horovod's, for tensors of any type; of those that Horovod refuses, without a gradient."""
+    """As Horovod's, also for types that Horovod refuses, if the tensor needs no gradient."""
     if _with_horovod() and _functions.needs_carrier(tensor) and not tensor.requires_grad:
         return broadcast_(tensor.clone(), root_rank, *arguments, **keywords)
     return __getattr__("broadcast")(tensor, root_rank, *arguments, **keywords)  # type: ignore[no-any-return]
@@ -200,12 +201,12 @@ def identical(values: torch.nn.Module | Iterable[Any]) -> bool:
 
 
 def report(optimizer: Any, png: str | None = None, **facts: Any) -> dict[str, Any]:
-    """Close the run log; on rank 0, print what the run came to and draw it to ``png``.
+    """Close the run log; on rank 0, print the report and draw its picture to ``png``.
 
     Args:
         optimizer: what ``DistributedOptimizer`` returned.
         png: file for the picture; None: no picture.
-        facts: go into the log's last record (``accuracy=0.98``).
+        facts: values for the log's last record (``accuracy=0.98``).
 
     Returns:
         level, steps, and median times in milliseconds (``step_ms``, ``compute_ms``, ``exposed_comm_ms``, ...), and the
@@ -223,7 +224,7 @@ def _require_world() -> World:
 
 
 def _horovods_own(optimizer: Any, named_parameters: Any, what: str, **keywords: Any) -> Any:
-    """What does not add up in a ring of all ranks is Horovod's business."""
+    """Horovod's own optimizer, for process sets and ops that hvdplus does not compress."""
     if not _with_horovod():
         raise NeedsHorovod(f"Process sets and ops other than Average and Sum need Horovod. {INSTALL_HOROVOD}.")
     import horovod.torch
@@ -241,7 +242,7 @@ def _horovods_own(optimizer: Any, named_parameters: Any, what: str, **keywords: 
 
 
 def _ours(name: str) -> Any:
-    """A function that works without Horovod; what it does not know of Horovod's arguments needs Horovod."""
+    """Our function of that name. An argument that only Horovod's function has raises ``NeedsHorovod``."""
     function = getattr(_collectives, name)
     signature = inspect.signature(function)
 
@@ -265,8 +266,8 @@ def join(*arguments: Any, **keywords: Any) -> Any:
     """As Horovod's, for a rank that has run out of data.
 
     Raises:
-        RuntimeError: an optimizer runs at another level than a fixed ``none``. Ranks decide it together: one whose
-            garbage collector has left an optimizer alive joins with the others.
+        RuntimeError: an optimizer runs at another level than a fixed ``none``, and no other rank has joined. (A rank on
+            which such an optimizer waits for the garbage collector may join after the others.)
     """
     if refuses_join() and not _others_have_joined():
         raise RuntimeError(NO_JOIN)
@@ -274,7 +275,7 @@ def join(*arguments: Any, **keywords: Any) -> Any:
 
 
 def _others_have_joined() -> bool:
-    """Whether another rank is in Horovod's ``join``, which adds zeros to what the ranks that are not in it sum up."""
+    """Whether another rank is in Horovod's ``join``, which adds zeros to the sums of ranks that are not."""
     if not _with_horovod():
         return False
     handle = _horovods("allreduce_async")(torch.ones(1), name="hvdplus.join", op=_horovods("Sum"))

@@ -1,6 +1,6 @@
 """``horovod.torch.elastic``: ranks may come and go, and hvdplus's optimizers follow.
 
-``TorchState`` and ``ElasticSampler`` are Horovod's own; ``run`` is Horovod's, with a reset that reaches us, too.
+``TorchState`` and ``ElasticSampler`` are Horovod's own; ``run`` is Horovod's, with a reset that also reaches hvdplus.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _reset() -> None:
 
 
 class _OptimizerState(_states.OptimizerStateHandler):  # type: ignore[misc]
-    """Everything of rank 0's, but what a rank has held back: that is its own, and newcomers have nothing."""
+    """Rank 0's optimizer state on all ranks, but each rank keeps its own residuals; newcomers have none."""
 
     def save(self) -> None:
         self._saved_optimizer_state = copy.deepcopy(_own(self.value.state_dict()))
@@ -70,7 +70,7 @@ class _ModelState(_states.ModelStateHandler):  # type: ignore[misc]
 
 
 def _own(state: dict[str, Any]) -> dict[str, Any]:
-    """The state as one that stays on its rank, whatever number that has by then."""
+    """The state, marked to stay on its rank, whatever number the rank has later."""
     if STATE_KEY in state:
         state[STATE_KEY]["rank"] = KEEP_LOCAL
     return state

@@ -538,7 +538,7 @@ def test_states_that_cannot_be_gone_on_from_are_an_error_on_every_rank():
         raises_everywhere(ValueError, match, lambda damaged=damaged: optimizer.load_state_dict(damaged))
     x, y = batch(0)
     torch.nn.functional.cross_entropy(net(x), y).backward()
-    raises_everywhere(RuntimeError, "on their way", lambda: optimizer._exchange.load(ours))
+    raises_everywhere(RuntimeError, "in flight", lambda: optimizer._exchange.load(ours))
     optimizer.step()
 
 
