@@ -1,4 +1,4 @@
-"""The engine's backend in NumPy, in the plainest words there are: the reference for every framework.
+"""The engine's backend in NumPy, in its plainest form: the reference for every framework.
 
 exchange = NumpyExchange(shapes, transport, level="lowrank:4")
 means = exchange.reduce(gradients)          # arrays, ``Rows`` for sparse ones, or None
@@ -78,7 +78,7 @@ class NumpyBackend:
         return [self._flat(i).astype(dtype).reshape(self.shapes[i]) for i in bucket.parameters]
 
     def norm(self, array: np.ndarray) -> np.ndarray:
-        with np.errstate(over="ignore"):  # then it is infinite, and counts for nothing
+        with np.errstate(over="ignore"):  # an infinite norm is ignored
             norm: Any = np.linalg.norm(np.ravel(array).astype(np.float64))
         return norm
 

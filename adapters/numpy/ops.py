@@ -1,4 +1,4 @@
-"""``Ops`` in NumPy, in the plainest words there are: this is the reference."""
+"""``Ops`` in NumPy, in its plainest form: the reference for every framework."""
 
 from __future__ import annotations
 
