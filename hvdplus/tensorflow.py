@@ -1,4 +1,4 @@
-"""``import hvdplus.tensorflow as hvd``: ``horovod.tensorflow`` for training loops of one's own, with the same levels.
+"""``import hvdplus.tensorflow as hvd``: ``horovod.tensorflow`` for custom training loops, with the same levels.
 
 ``DistributedGradientTape`` exchanges gradients; ``DistributedOptimizer``, ``init`` and all else that hvdplus changes
 are those of ``hvdplus.keras``, and the rest is Horovod's own.
@@ -67,21 +67,21 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
 ) -> tf.GradientTape:
     """Wrap a tape so that ``gradient`` returns means over all ranks.
 
-    Whether a step was taken is seen at the next ``gradient``: a source has changed since. Where a script leaves a step
-    out, nothing is lost. A step that changes no weight (a learning rate of 0) counts as left out; a script that adds up
-    several gradients of the same sources before one step should use ``none`` or ``fp16``, which hold nothing back.
+    The next call of ``gradient`` finds out whether the step was taken: a source has changed since. A step that a script
+    skips loses nothing. A step that changes no weight (a learning rate of 0) counts as skipped; a script that adds up
+    several gradients of the same sources before one step should use ``none`` or ``fp16``, which keep no residual.
 
     Args:
         gradtape: the tape, before or after recording.
-        compression, sparse_as_dense, op, gradient_predivide_factor, settings: as of ``DistributedOptimizer``.
+        compression, sparse_as_dense, op, gradient_predivide_factor, settings: as for ``DistributedOptimizer``.
         device_dense, device_sparse, num_groups, groups: accepted; TensorFlow places ops, hvdplus makes its own groups.
         process_set: only the global one.
         scale_local_gradients: divide gradients of local sources (``tape.register_local_source``) by the number of
             ranks, as all others are.
 
     Raises:
-        ValueError: wrapped twice, not a tape, an argument that has no meaning here; when ``gradient`` is called also
-            for unknown compression, wrong settings, other sources on another rank.
+        ValueError: wrapped twice, not a tape, an argument that has no meaning here. The call of ``gradient`` raises it
+            for an unknown compression, a wrong setting, or other sources on another rank.
         TransportError: ``hvd.init()`` was not called.
     """
     world = collectives.current()

@@ -1,4 +1,4 @@
-"""One bucket's exchange in the graph: a branch a step variant, all of which return tensors of the same kinds."""
+"""One bucket's exchange in the graph: one branch for each step variant, all with results of the same types."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def exchange_bucket(
         vector: gradients, 1-D, in their own type.
         union: rows that any rank used; None: the gradients are dense.
     """
-    # Variables are read outside, so that no branch is stateful: TensorFlow would run stateful ones one by one.
+    # Variables are read outside, so that no branch is stateful: TensorFlow runs stateful branches one by one.
     residual = None if state.held is None else state.held.read_value()
     values = {level: known.variable.read_value() for level, known in state.contexts.items()}
     fraction = tf.cast(fraction, tf.float32)
@@ -113,7 +113,7 @@ def _branch(
         )
 
     def share() -> Exchanged:
-        """Exact, so the residual waits; contexts learn from it only where they would learn from a dense step."""
+        """Exchange rows: exact, so the residual waits. Contexts learn from them only in warm-up."""
         total, sent_bytes = _sum_of_rows(x, tf.cast(vector, wide(bucket.dtype)), union, state.height, f"{name}.rows")
         after = nothing
         if check:

@@ -27,17 +27,17 @@ from hvdplus.exchange.metadata import read, weights_differ
 from hvdplus.exchange.plan import Plan
 
 COMPILED_FOR_OTHERS = (
-    "Ranks have come or gone since this step was compiled. Make its tf.function anew inside of what hvd.elastic.run "
-    "runs."
+    "Ranks have come or gone since this step was compiled. Make its tf.function anew inside the function that "
+    "hvd.elastic.run runs."
 )
 
 
 class Heard(NamedTuple):
-    """Of the step that is being traced."""
+    """Loss and input of the step that is being traced."""
 
     loss: Any = None
     data_time: Any = None
-    """When its input was there."""
+    """When the step's input was there; None: unknown."""
 
 
 class GraphExchange(VariablesExchange):
@@ -46,7 +46,7 @@ class GraphExchange(VariablesExchange):
     def __init__(
         self, variables: Callable[[], Sequence[Any]], names: Sequence[str], *args: Any, **keywords: Any
     ) -> None:
-        """``variables``: returns those whose equality on all ranks is checked, ``names`` for messages about them."""
+        """``variables``: returns the variables to compare between ranks; ``names``: theirs, for messages."""
         super().__init__(*args, **keywords)
         self.variables, self.names = variables, list(names)
         self.traces = 0
@@ -58,24 +58,24 @@ class GraphExchange(VariablesExchange):
             checkpoint.say(line)
 
     def abandon(self) -> None:
-        """Forget what is on its way, as the transport has failed or has ended."""
+        """Forget the step in flight: the transport has failed or has ended."""
         self._heard = Heard()
         self._clock.forget()
 
     def close(self) -> None:
-        """Let gradients be: another exchange takes over. A step that was compiled with this one is an error."""
+        """Stop: another exchange takes over. To run a step that was compiled with this one is an error."""
         self._closed = True
 
     def hear(self, loss: tf.Tensor) -> None:
-        """The step's loss, for the run log; from where the step's input was there first, in a compiled step."""
+        """Note the step's loss, for the run log, and in a compiled step when its input was there."""
         self._heard = Heard(loss, private.input_time())
 
     def agree(self, here: tf.Tensor) -> tf.Tensor:
-        """Whether it is so on all ranks."""
+        """Whether ``here`` is true on all ranks."""
         return self.sum(tf.reshape(tf.where(here, 0.0, 1.0), [1]), f"{self.prefix}.agree")[0] == 0
 
     def sum(self, array: tf.Tensor, name: str, scale: float = 1.0) -> tf.Tensor:
-        """Over all ranks."""
+        """The sum over all ranks, times ``scale``."""
         return self.transport.wait(self.transport.start(array, name, scale))
 
     @tf.autograph.experimental.do_not_convert
@@ -85,10 +85,10 @@ class GraphExchange(VariablesExchange):
         """Mean gradients over all ranks. Call ``end_step`` or ``skip_step`` afterwards.
 
         Args:
-            grads: gradients of all variables, in order; IndexedSlices come back dense. None: there is none, on no rank
-                (else the step is an error), and none comes back; zeros are sent.
+            grads: gradients of all variables, in order; IndexedSlices come back dense. None: no rank has a gradient
+                (else the step is an error); zeros are sent, and None comes back.
             learning_rate: 0-d, of this step, for the coordinator; None: unknown.
-            loss_scale: by which gradients are divided first; None: 1.
+            loss_scale: divisor of the gradients; None: 1.
         """
         self.traces += 1
         heard, self._heard = self._heard, Heard()
@@ -150,14 +150,14 @@ class GraphExchange(VariablesExchange):
             tf.cond(self.pends, store, lambda: False)
 
     def skip_step(self) -> None:
-        """The optimizer has not taken the step: what it flushed is still outstanding."""
+        """The optimizer has not taken the step: the residual that it flushed is still outstanding."""
         if self.states:
             self.pends.assign(False)
             coming = tf.numpy_function(self._note_skipped, [], tf.float64)
             self.coming.assign(tf.ensure_shape(coming, self.coming.shape))
 
     def see_sparse(self, grads: Sequence[Any]) -> None:
-        """When gradients are seen for the first time: those that are sparse travel apart from the others."""
+        """In the first step: give every sparse gradient a bucket of its own."""
         if self.order_known or self.idle:
             return
         mine = [i for i, grad in enumerate(grads) if isinstance(grad, tf.IndexedSlices)]
@@ -166,7 +166,7 @@ class GraphExchange(VariablesExchange):
             if not found:
                 self.order_known = True
                 return
-            residuals = checkpoint.residuals(self)  # of a state that knew nothing of a first step
+            residuals = checkpoint.residuals(self)  # of a loaded state that was saved before any step
             self.know_gradients(self.order, found, found)
             for i, residual in residuals.items():
                 self.hold(i, residual)
@@ -183,7 +183,7 @@ class GraphExchange(VariablesExchange):
         weights: np.ndarray,
         stamps: np.ndarray,
     ) -> np.ndarray:
-        """Once a step: (``Coming``, 1 if all was finite, 1 if contexts learn from the step, what is delivered)."""
+        """Once a step: (``Coming``, 1 if all was finite, 1 if contexts learn from the step, ``settle.remedy``)."""
         if self._closed:
             raise RuntimeError(COMPILED_FOR_OTHERS)
         step = Coming(*ran.tolist())

@@ -41,7 +41,7 @@ class TensorFlowOps:
     def subtract(self, values: tf.Tensor, pieces: Sequence[Piece[tf.Tensor]]) -> tf.Tensor:
         if not any(isinstance(piece, Rows) for piece in pieces):
             return values - self.assemble(pieces)
-        # What is sent as it is leaves nothing behind: rows are cleared where they stand.
+        # Only the rows that are sent change: no dense copy of them is made.
         left, start = [], 0
         for piece in pieces:
             if isinstance(piece, Rows):

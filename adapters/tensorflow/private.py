@@ -1,7 +1,7 @@
-"""Everything of TensorFlow's that hvdplus uses and TensorFlow does not promise to keep.
+"""Every private interface of TensorFlow that hvdplus uses.
 
-Nothing here is needed for right results: where a name is gone, something is measured less well, or an error is less
-clear. ``missing`` says so once, at the start.
+No result depends on one: where a name is gone, a measurement is less exact, or an error less clear. ``missing`` says so
+once, at the start.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def in_condition(graph: Any) -> bool:
 def timestamp(after: Sequence[Any]) -> Any:
     """Seconds since the epoch when all tensors are there, float64 0-d.
 
-    TensorFlow would keep timestamps in the order of the program, and everything else that has effects with them.
+    By itself TensorFlow would run timestamps, and everything else that has effects, in the order of the program.
     """
     order = None if tf.executing_eagerly() else _order_of(tf.compat.v1.get_default_graph())
     if order is None and not tf.executing_eagerly() and after:
@@ -70,11 +70,11 @@ def np_time() -> Any:
 
 
 def input_time() -> Any:
-    """When the input of the step under tracing was there: its function's arguments are that input. None: unknown.
+    """When the input of the step being traced, the arguments of its function, was there; None: unknown.
 
-    The forward pass is made to wait for the timestamp. Left to itself, TensorFlow takes it on another thread, and on a
-    busy machine (a core for each rank) milliseconds late. It waits where it reads variables, because operations on the
-    input itself would no longer be fused.
+    The forward pass waits for the timestamp. Otherwise TensorFlow takes it on another thread, and on a busy machine (a
+    core for each rank) milliseconds late. Reads of variables wait, because operations on the input that waited would no
+    longer be fused.
     """
     if tf.executing_eagerly():
         return None
@@ -110,6 +110,6 @@ def _xla_test() -> Any:
 
 
 def _order_of(graph: Any) -> Any:
-    """What keeps a graph's effects in order; None: nothing does, or it is not known."""
+    """The object that keeps a graph's effects in order; None: there is none, or it is unknown."""
     order = getattr(graph, "experimental_acd_manager", None)
     return order if hasattr(order, "run_independently") else None

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from hvdplus.adapters.tensorflow.graph import GraphExchange
 
 AS_IS, NOT_FINITE, SEND_LEFT = range(3)
-"""What is delivered: the means; NaN, where a payload hides what a plain all-reduce would have delivered; the means and
-what they left, in full width."""
+"""Remedies: deliver the means; deliver NaN, where a payload hides that a gradient was not finite; send what encoding
+left in full width, and deliver it with the means."""
 
 
 def remedy(x: GraphExchange, used: Variant, healthy: bool, overflow: bool) -> int:
-    """One of the above; the same on every rank."""
+    """The step's remedy; the same on every rank."""
     compressor = x.ladder.compressors[used.level]
     if healthy:
         return SEND_LEFT if overflow else AS_IS
@@ -30,7 +30,7 @@ def remedy(x: GraphExchange, used: Variant, healthy: bool, overflow: bool) -> in
 
 
 def mended(x: GraphExchange, which: tf.Tensor, parts: Sequence[Exchanged]) -> Sequence[Exchanged]:
-    """``parts`` with the means and residuals that remain."""
+    """``parts`` after remedy ``which``: the means to deliver, and the next residuals."""
     compressors = x.ladder.compressors
     if not parts or not any(compressor.needs_finite_check for compressor in compressors):
         return parts
@@ -57,14 +57,14 @@ def mended(x: GraphExchange, which: tf.Tensor, parts: Sequence[Exchanged]) -> Se
 
 
 def _with_left(x: GraphExchange, state: GraphState, part: Exchanged) -> tuple[tf.Tensor, tf.Tensor]:
-    """(mean of all that the ranks meant to send, next residual)"""
+    """(mean that includes what encoding left, next residual)."""
     if state.held is None:
         return part.mean, part.left
 
     def send() -> tuple[tf.Tensor, tf.Tensor]:
         left = tf.ensure_shape(part.left, [state.bucket.spec.size])
         rest = x.sum(left, f"{x.prefix}.{state.bucket.number}.left", x.scale)
-        # A sum beyond float32 is delivered, as a plain all-reduce would, and leaves no trace.
+        # A sum beyond float32 is delivered, as by a plain all-reduce, and the residual stays as it was.
         stays = tf.cond(x.ops.all_finite(rest), lambda: tf.zeros_like(left), state.held.read_value)
         return part.mean + rest, stays
 
@@ -81,8 +81,8 @@ def keep(
     parts: Sequence[Exchanged],
     absent: Sequence[bool],
 ) -> None:
-    """Take over contexts, if the step is one to learn from, and make residuals pending, unless some rank's gradient was
-    not finite. What is held back of variables that are ``absent`` in this step stays: nobody takes what was sent of it.
+    """Unless some rank's gradient was not finite: take over contexts, if the step ``learns``, and make residuals
+    pending. Variables that are ``absent`` in this step keep their residuals, because no mean of theirs is delivered.
     """
 
     def store(used: Variant) -> Callable[[], tf.Tensor]:
@@ -121,7 +121,7 @@ def _pending(state: GraphState, part: Exchanged, absent: Sequence[bool]) -> tf.T
 
 
 def hand_over(x: GraphExchange, variant: tf.Tensor, following: tf.Tensor) -> None:
-    """Where the coming level follows the last one, it takes over its contexts."""
+    """If the coming level can reuse the last level's contexts, it takes them over."""
     levels = tf.constant([used.level for used in x.ladder.variants])
     last, coming = tf.gather(levels, variant), tf.gather(levels, following)
     compressors = x.ladder.compressors

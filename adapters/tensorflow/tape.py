@@ -1,12 +1,12 @@
 """``DistributedGradientTape``: a tape whose gradients are means over all ranks, for training loops without Keras.
 
-Scripts make a new tape in every step, or once in every trace of a compiled one. What has to last lives with the
-variables: residuals, contexts and decisions belong to the list of sources, and are found again by it.
+Scripts make a new tape in every step, or once in every trace of a compiled one. So residuals, contexts and decisions
+belong to the list of sources, and are found again by it.
 
 A tape does not see whether its gradients are used. The next call of ``gradient`` does: the step was taken if a source
-has changed since. If none has, what the step left behind is forgotten, and what it flushed is sent once more, as if it
-had not been. Hence the limits: a step that changes no weight (a learning rate of 0) counts as not taken, and of several
-gradients that a script adds up before one step, the last one's rest alone is kept.
+has changed since. If none has, the pending residual is dropped, and the flushed one is sent again. Two limits follow: a
+step that changes no weight (a learning rate of 0) counts as not taken; if a script adds up several gradients before one
+step, only the last one's residual is kept.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hvdplus.transport import World
 
 _Key = tuple[Any, ...]
 _exchanges: dict[_Key, tuple[list[weakref.ref[Any]], TapeExchange]] = {}
-"""Which sources, and how they are exchanged -> those sources, for as long as they are alive, and their exchange."""
+"""ids of sources, and how they are exchanged -> (weak references to the sources, their exchange)."""
 
 
 def wrap(
@@ -58,17 +58,17 @@ def wrap(
 
 
 def forget() -> None:
-    """Let go of all exchanges: the job has ended, or ranks have come or gone."""
+    """Close all exchanges: the job has ended, or ranks have come or gone."""
     for _, exchange in _exchanges.values():
         exchange.close()
     _exchanges.clear()
 
 
 class TapeExchange(GraphExchange):
-    """Of a tape's sources, which may be gone before it."""
+    """The exchange of a tape's sources, which it does not keep alive."""
 
     def __init__(self, sources: Sequence[Any], *args: Any, **keywords: Any) -> None:
-        # What a script computes may differ between ranks; variables may not.
+        # Only variables are compared between ranks: tensors that a script computes may differ.
         variables = [source for source in sources if hasattr(source, "assign")]
         refs = [weakref.ref(variable) for variable in variables]
         names = [getattr(variable, "path", variable.name) for variable in variables]
@@ -77,16 +77,16 @@ class TapeExchange(GraphExchange):
         with tf.init_scope():
             zeros = tf.zeros(len(refs), tf.int64)
             self._seen = tf.Variable(zeros, trainable=False, name="hvdplus_fingerprints")
-            """Of the variables at the last call."""
+            """Fingerprints of the variables at the last call."""
 
     def reduce(self, grads: Sequence[Any], *arguments: Any, **keywords: Any) -> list[Any]:
-        """As everywhere; nobody calls ``end_step`` or ``skip_step``."""
+        """See ``GraphExchange.reduce``; no call of ``end_step`` or ``skip_step`` follows."""
         self.see_sparse(grads)
         self.settle_last_step()
         return super().reduce(grads, *arguments, **keywords)
 
     def settle_last_step(self) -> None:
-        """Has the optimizer taken the last step? Equal on all ranks, as weights are."""
+        """Commit the last step if a variable has changed, else skip it; alike on all ranks, as their weights are."""
         if not (self._places and any(state.held is not None for state in self.states)):
             return
         pairs = zip(self._places, self.variables(), strict=True)
@@ -109,14 +109,14 @@ class TapeExchange(GraphExchange):
         return tf.constant(0)
 
     def state(self) -> dict[str, Any]:
-        """As everywhere, when it is known whether the last step was taken."""
+        """See ``Exchange.state``; first finds out whether the last step was taken."""
         self.settle_last_step()
-        self.note_taken()  # or it was a skipped one, and that is known by now
+        self.note_taken()  # a skipped step has been repeated by now
         return super().state()
 
 
 class _Distributed:
-    """What is put before the tape's class."""
+    """Base class that comes before the tape's class."""
 
     _world: World
     _compression: Any
@@ -151,7 +151,7 @@ class _Distributed:
 
     def _exchange_of(self, sources: Sequence[Any]) -> TapeExchange:
         settings = Settings.load(self._settings)
-        how = getattr(self._compression, "name", self._compression)  # a script may make an object a step
+        how = getattr(self._compression, "name", self._compression)  # a script may make a new object in every step
         key = (*map(id, sources), str(how), str(settings), self._average)
         known, exchange = _exchanges.get(key, ([], None))
         gone = any(ref() is not source for ref, source in zip(known, sources, strict=False))

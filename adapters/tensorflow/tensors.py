@@ -14,30 +14,30 @@ SAMPLES = 16
 """Elements of a variable that a fingerprint looks at."""
 _BITS = {2: tf.int16, 4: tf.int32, 8: tf.int64}
 _ODD = 0x1E3779B97F4A7C15
-"""Factors of checksums are its odd multiples, so that no bit is without a say."""
+"""Factors of checksums are its odd multiples, so that every bit counts."""
 
 
 def flat(arrays: Sequence[Any]) -> tf.Tensor:
-    """Arrays of 32 bits an element as one vector of float32 of the same bits."""
+    """Arrays of 32-bit elements, end to end, as one float32 vector of the same bits."""
     parts = [tf.bitcast(tf.reshape(array, [-1]), tf.float32) for array in arrays]
     return tf.concat(parts, axis=0) if parts else tf.zeros(0)
 
 
 def packed(bucket: Bucket, grads: Sequence[tf.Tensor]) -> tf.Tensor:
-    """A bucket's gradients, end to end, in their own type."""
+    """A bucket's gradients, end to end, in the bucket's type; 1-D."""
     parts = [tf.reshape(tf.cast(grads[i], bucket.dtype), [-1]) for i in bucket.parameters]
     return tf.concat(parts, axis=0) if len(parts) > 1 else parts[0]
 
 
 def parts_of(vector: tf.Tensor, bucket: Bucket) -> list[tf.Tensor]:
-    """The opposite: a tensor for every parameter of the bucket."""
+    """The opposite of ``packed``: a tensor for every parameter of the bucket."""
     # Slices, because tf.split would copy.
     pairs = itertools.pairwise(bucket.offsets)
     return [tf.reshape(vector[a:b], shape) for (a, b), shape in zip(pairs, bucket.shapes, strict=True)]
 
 
 def with_parts(new: tf.Tensor, old: tf.Tensor, bucket: Bucket, of: Sequence[bool]) -> tf.Tensor:
-    """``new``, with the parts of ``old`` that belong to those parameters ``of`` which it is so."""
+    """``new``, but with the parts of ``old`` for the parameters whose flag in ``of`` is true; both 1-D."""
     if not any(of[i] for i in bucket.parameters):
         return new
     pairs = zip(bucket.parameters, parts_of(old, bucket), parts_of(new, bucket), strict=True)
@@ -45,14 +45,14 @@ def with_parts(new: tf.Tensor, old: tf.Tensor, bucket: Bucket, of: Sequence[bool
 
 
 def divided(grad: Any, scale: Any) -> Any:
-    """A gradient, dense or sparse, by a number."""
+    """A gradient, dense or sparse, divided by ``scale``."""
     if isinstance(grad, tf.IndexedSlices):
         return tf.IndexedSlices(grad.values / tf.cast(scale, grad.dtype), grad.indices, grad.dense_shape)
     return grad / tf.cast(scale, grad.dtype)
 
 
 def number(value: Any) -> tf.Tensor:
-    """0-d float32; None: 0."""
+    """``value`` as 0-d float32; None: 0."""
     return tf.constant(0.0) if value is None else tf.cast(tf.reshape(tf.convert_to_tensor(value), []), tf.float32)
 
 
@@ -73,21 +73,21 @@ def fold24(checksum: tf.Tensor) -> tf.Tensor:
 
 
 def weighed(numbers: tf.Tensor) -> tf.Tensor:
-    """Sum of int64 numbers, each times another odd factor, modulo 2**64: a hash that knows their order."""
+    """Sum of int64 numbers, each times another odd factor, modulo 2**64: a hash that depends on their order."""
     odd = 2 * tf.range(tf.size(numbers, tf.int64), dtype=tf.int64) + 1
     return tf.reduce_sum(numbers * (odd * tf.constant(_ODD, tf.int64)))
 
 
 def checksum(variable: Any) -> tf.Tensor:
-    """Of a variable's bits, 0-d int64."""
+    """Sum of the bits of a variable's elements, 0-d int64."""
     return tf.reduce_sum(_bits(tf.reshape(tf.convert_to_tensor(variable), [-1])))
 
 
 def fingerprint(variable: Any, *, whole: bool) -> tf.Tensor:
-    """Changes, as good as certainly, where an optimizer has changed the variable; 0-d int64.
+    """A hash, 0-d int64, that almost certainly changes when an optimizer changes the variable.
 
     Args:
-        whole: look at all of it, because an optimizer may change few rows; else at some elements.
+        whole: hash all elements, because an optimizer may change few rows; else some.
     """
     values = tf.reshape(tf.convert_to_tensor(variable), [-1])
     if not whole:

@@ -13,24 +13,24 @@ from hvdplus.control.meter import StepTimes, union_seconds
 
 
 class Stamps(NamedTuple):
-    """Of one step, in seconds since the epoch (but for ``probe``)."""
+    """Timestamps of one step, in seconds since the epoch, and the duration ``probe``."""
 
     data: Any
     """The step's input is there."""
     ready: Any
-    """All gradients are."""
+    """All gradients are there."""
     done: Any
-    """All sums are."""
+    """All sums are there."""
     probe: Any
-    """Seconds that a bandwidth probe took after it."""
+    """Seconds of the bandwidth probe after ``done``; 0: there was none."""
     begins: Any
     """For every bucket, when its gradients are there."""
     ends: Any
-    """For every bucket, when its sum is."""
+    """For every bucket, when its sum is there."""
 
 
 def timed(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """A tensor and when it was there. Its users wait for the timestamp: left to itself, it may be taken late."""
+    """A tensor, and when it was there. Users of the tensor wait for the timestamp, which else may be taken late."""
     now = private.timestamp([tensor])
     with tf.control_dependencies([now]):
         return tf.identity(tensor), now
@@ -43,14 +43,14 @@ def packed(stamps: Stamps) -> tf.Tensor:
 
 
 def unpacked(values: np.ndarray) -> Stamps:
-    """What ``packed`` made."""
+    """The opposite of ``packed``."""
     begins, ends = np.split(values[4:], 2)
     data, ready, done, probe = values[:4].tolist()
     return Stamps(data, ready, done, probe, begins, ends)
 
 
 class StepClock:
-    """Turns timestamps into times. Clocks are set back now and then: no time is negative, or longer than the step."""
+    """Turns timestamps into times. Even if the clock is set back, no time is negative or longer than the step."""
 
     def __init__(self) -> None:
         self._last_done = self._last_end = 0.0
@@ -64,11 +64,11 @@ class StepClock:
         self._last_end = now
 
     def read(self, stamps: Stamps, sizes: Sequence[int], codec: float, alone: bool) -> StepTimes:
-        """Times of the step whose sums are done; zeros of the first.
+        """Times of the step whose sums are done; zeros for the first step.
 
         Args:
             sizes: elements of the buckets.
-            codec: seconds of the level, as tried beforehand: within a compiled step it cannot be told from the wire.
+            codec: the level's seconds, measured before training: a compiled step cannot tell it from communication.
         """
         data, ready, done, probe = (float(value) for value in stamps[:4])
         probe = max(0.0, probe)

@@ -23,7 +23,7 @@ from hvdplus.transport import Transport
 
 
 class Coming(NamedTuple):
-    """What a step tells the next one in the graph: a plan, and its own times."""
+    """What the next step in the graph is given: its plan, and the last step's times."""
 
     variant: Any = 0
     fraction: Any = 0.0
@@ -67,11 +67,11 @@ class GraphState:
         self.height = bucket.shapes[0][0] if table else 0
         """Rows of the only parameter, if its gradients are sparse; else 0."""
         self.contexts: dict[int, ContextVariable] = {}
-        """Of all levels that have any."""
+        """Level -> its context, for levels that have one."""
         self.held: Any = None
         """The residual; zeros where nothing is outstanding. None: no level keeps one."""
         self.next_held: Any = None
-        """The pending one. Assigning one variable to the other copies nothing."""
+        """The pending residual. Assigning one variable to the other copies nothing."""
         self.outstanding = False
         """Whether any rank's residual may be other than zeros."""
         if not bucket.compressible:
@@ -84,7 +84,7 @@ class GraphState:
             self.make_residual()
 
     def make_residual(self) -> None:
-        """Room for it."""
+        """Make the residual's variables, if there are none yet."""
         if self.held is None:
             zeros, name = tf.zeros(self.bucket.spec.size), f"hvdplus_residual_{self.bucket.number}"
             self.held = tf.Variable(zeros, trainable=False, name=name)
@@ -123,14 +123,14 @@ class VariablesExchange(Exchange[tf.Tensor]):
             )
             self.finished_steps = 0
             self.times = StepTimes()
-            """Of the last step."""
+            """Times of the last step."""
             self.coming = tf.Variable(self.told(), trainable=False, name="hvdplus_coming")
             self.pends = tf.Variable(False, trainable=False, name="hvdplus_pends")
             """Whether residuals are pending."""
         self.make_states()
 
     def told(self) -> np.ndarray:
-        """``Coming`` as float64."""
+        """``Coming`` of the next step, as a float64 vector."""
         plan, times = self.coordinator.plan, self.times
         every, done = self.settings.weights_check_steps, self.finished_steps
         due = bool(every) and self.transport.size > 1 and (done == 1 or (done > 0 and done % every == 0))
@@ -170,7 +170,7 @@ class VariablesExchange(Exchange[tf.Tensor]):
             ]
 
     def know_gradients(self, order: Sequence[int], sparse: Sequence[int], tables: Sequence[int]) -> None:
-        """A checkpoint, or the first step, tells which gradients are sparse. A graph has no order."""
+        """Take over from a checkpoint, or the first step, which gradients are sparse. A graph has no ``order``."""
         self.sparse, self.order_known = set(sparse), True
         self._start_anew(list(tables))
 
@@ -182,14 +182,14 @@ class VariablesExchange(Exchange[tf.Tensor]):
     def _start_anew(self, tables: list[int]) -> None:
         if tables != self.tables:
             self.tables = tables
-            with tf.init_scope():  # a class of Horovod's is asked for its costs by compressing zeros
+            with tf.init_scope():  # costs of a Horovod compression class come from compressing zeros
                 self.buckets = self.make_buckets()
                 self.coordinator.resize(self.costs())
         self.make_states()
 
     def hold(self, i: int, residual: Any, share: float = 1.0) -> None:
-        """Make ``residual``, times ``share``, the residual of a parameter. None: zeros; whether there is a residual has
-        to be the same on all ranks."""
+        """Set a parameter's residual to ``residual`` times ``share``. None: zeros, because all ranks must have a
+        residual, or none."""
         state = next(state for state in self.states if i in state.bucket.parameters)
         if not state.bucket.compressible:
             return
@@ -204,7 +204,7 @@ class VariablesExchange(Exchange[tf.Tensor]):
         """The optimizer has taken the step."""
         self.not_taken = self.consolidated = False
         plan = self.coordinator.plan
-        # Neither flushed nor waiting in the coming plan: this step has sent the last of it.
+        # If the coming plan neither adds a residual nor lets it wait, this step has sent the last of it.
         outstanding = bool(plan.flush_fraction or plan.warms_up)
         for state in self.states:
             state.outstanding = outstanding and state.held is not None
@@ -224,14 +224,14 @@ class VariablesExchange(Exchange[tf.Tensor]):
         return np.array(array)
 
     def on_host(self, array: Any) -> np.ndarray:
-        """For a digest."""
+        """An array in NumPy, for a digest."""
         return np.asarray(array)
 
     def load(self, state: Mapping[str, Any]) -> str:
-        """As everywhere."""
+        """See ``Exchange.load``."""
         with tf.init_scope():
             digest = super().load(state)
-            if self.not_taken:  # what its last step flushed goes once more
+            if self.not_taken:  # what its last step flushed is sent again
                 self.not_taken = False
                 self.follow(self.coordinator.repeat())
             return digest
