@@ -1,4 +1,4 @@
-"""A rank's metadata in the graph: times, norms, checksums; and the bandwidth probe, whose time the next step reports."""
+"""A rank's metadata in the graph: times, norms, checksums; and the bandwidth probe, which the next step reports."""
 
 from __future__ import annotations
 
