@@ -16,7 +16,7 @@ from hvdplus.adapters.keras import collectives
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Start all ranks from rank ``root_rank``'s variables.
 
-    A model that is built already is broadcast before the first step, one that builds itself late after it.
+    A model that is built already is broadcast before the first step, any other model after it.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -65,8 +65,8 @@ class ExchangeLogsCallback(keras.callbacks.Callback):
 
     List it before those. All are numbers, medians over the last complete window of steps: ``hvdplus_step_ms``,
     ``hvdplus_compute_ms``, ``hvdplus_codec_ms``, ``hvdplus_exposed_comm_ms``, ``hvdplus_overlapped_comm_ms``,
-    ``hvdplus_input_wait_ms``; and of the present level ``hvdplus_level``, its position in the ladder (0 is none), and
-    ``hvdplus_ratio``, by how much it sends less than ``none``.
+    ``hvdplus_input_wait_ms``. Two describe the present level: ``hvdplus_level`` is its position in the ladder (0 is
+    ``none``), ``hvdplus_ratio`` the gradients' bytes over the bytes that it sends.
     """
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -80,12 +80,12 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     Args:
         initial_lr: learning rate that the multiplier refers to.
-        multiplier: a factor, or a function from the epoch (a fraction, if not ``staircase``) to one.
+        multiplier: a factor, or a function from the epoch (a fraction, if not ``staircase``) to a factor.
         start_epoch, end_epoch: first epoch, and the one after the last (None: no end).
         staircase: change once an epoch; else every batch, for which ``steps_per_epoch`` is needed.
         momentum_correction: accepted, without effect: a compiled Keras step holds momentum as a constant, so that
             a correction (Goyal et al., arXiv 1706.02677) during its first batch would stay for ever.
-        steps_per_epoch: batches an epoch; found out from Keras if None.
+        steps_per_epoch: batches an epoch; None: taken from Keras.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         verbose: int = 0,
     ) -> None:
         def multiplier(epoch: float) -> float:
-            # A batch ahead, so that every epoch ends on a round number.
+            # One batch ahead, so that every epoch ends on a round number.
             size = collectives.current().transport.size
             epoch += 1.0 / (self.steps_per_epoch or 1)
             return 1.0 / size * (epoch * (size - 1) / warmup_epochs + 1)

@@ -20,7 +20,7 @@ _world: World | None = None
 
 
 def use(world: World | None) -> None:
-    """The world that callbacks talk to."""
+    """Set the world that callbacks and functions use; None: there is none."""
     global _world
     _world = world
 
@@ -37,12 +37,12 @@ def current() -> World:
 
 
 def is_initialized() -> bool:
-    """Whether there is one."""
+    """Whether ``hvd.init()`` has made a world."""
     return _world is not None
 
 
 def from_horovod(name: str, binding: str) -> Any:
-    """A name of Horovod's."""
+    """Horovod's object of that name. Raises AttributeError if it has none."""
     for module in ("horovod.tensorflow.keras", binding) if binding == "horovod.tensorflow" else (binding,):
         found = getattr(importlib.import_module(module), name, None)
         if found is not None:
@@ -68,7 +68,7 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
                 f"{len(shapes)} against {len(theirs)}, shapes {shapes} against {theirs}"
             )
     values = (np.asarray(variable) for variable in variables)
-    # Horovod and mpi4py both gather Python objects, and this happens once a run.
+    # As Python objects, which every transport gathers: this happens once a run.
     for variable, value in zip(variables, broadcast_each(world.transport, values, root_rank, what), strict=True):
         if world.transport.rank != root_rank:
             variable.assign(value)
@@ -91,7 +91,7 @@ def broadcast_model(model: keras.Model, root_rank: int, local_variables: Sequenc
 
 
 def identical(values: Sequence[Any], world: World) -> bool:
-    """Whether variables or arrays, in order, are equal on all ranks bit for bit; rank 0 prints the first unlike one."""
+    """Whether variables or arrays, in order, are bit-identical on all ranks; rank 0 prints the first that differs."""
     digests = []
     for place, value in enumerate(values):
         array = np.asarray(value)
@@ -101,7 +101,7 @@ def identical(values: Sequence[Any], world: World) -> bool:
 
 
 def saved_state(path: Any) -> dict[str, Any] | None:
-    """What a model saved in the ``.keras`` format holds of hvdplus; None: nothing, or the file has another format."""
+    """hvdplus's state in a saved ``.keras`` model; None: it has none, or the file has another format."""
     if not zipfile.is_zipfile(path):
         return None
     with zipfile.ZipFile(path) as archive:
@@ -173,5 +173,5 @@ class Essentials:
 
 
 def _call(kind: str, name: Any) -> str:
-    """A call of the script's in words, as ranks compare it."""
+    """Description of a script's call, compared between ranks."""
     return kind + (f" {name!r}" if name else "")

@@ -26,7 +26,7 @@ def check(transport: Transport) -> None:
 
 
 class Exchange(GraphExchange):
-    """Of Keras variables."""
+    """The exchange of Keras variables' gradients."""
 
     def __init__(
         self, variables: Sequence[Any], transport: Transport, settings: Any, *, accumulates: bool, **keywords: Any
@@ -37,7 +37,7 @@ class Exchange(GraphExchange):
         self._accumulates = accumulates
 
     def hear(self, loss: tf.Tensor) -> None:
-        """As TensorFlow's; where a step is of several batches, no input is the step's."""
+        """See ``GraphExchange.hear``. A step of several batches has no input time."""
         if self._accumulates:
             self._heard = Heard(loss)
         else:
@@ -46,11 +46,11 @@ class Exchange(GraphExchange):
     def reduce(
         self, grads: Sequence[Any], learning_rate: Any = None, loss_scale: Any = None, applied: Sequence[bool] = ()
     ) -> list[Any]:
-        """As TensorFlow's; ``grads`` show to which variables they are applied."""
+        """See ``GraphExchange.reduce``. ``applied`` is not needed: variables that are not applied have no gradient."""
         return super().reduce(grads, learning_rate, loss_scale)
 
     def end_step(self, updated: Sequence[Any]) -> None:
         super().end_step([tf.convert_to_tensor(variable) for variable in updated])
 
     def scales_losses(self, scale: Any) -> None:
-        """Losses are scaled from now on; ``reduce`` is told by how much."""
+        """Nothing to do: ``reduce`` is given the loss scale."""

@@ -1,4 +1,4 @@
-"""Keras on PyTorch: PyTorch's own exchange, whose hooks send gradients while the backward pass goes on."""
+"""Keras on PyTorch: hvdplus's PyTorch exchange, whose hooks send gradients while the backward pass goes on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU = Cpu(cpu.expected, cpu.pin, cpu.capability)
 make_ops = TorchOps
 outside_of_traces = nullcontext
 NEVER = 1 << 62
-"""Backward passes before hooks send anything: Keras accumulates by itself, and hands over the sum."""
+"""Backward passes before hooks send: they never do where Keras accumulates by itself and hands over the sum."""
 
 
 def adapt(transport: Transport) -> Transport:
@@ -34,13 +34,13 @@ def check(transport: Transport) -> None:
     others = torch.distributed
     if transport.size > 1 and others.is_available() and others.is_initialized() and others.get_world_size() > 1:
         raise ValueError(
-            "torch.distributed is initialised, so that models may be wrapped in DistributedDataParallel, and gradients "
-            "averaged twice. Use either it or hvdplus: call torch.distributed.destroy_process_group() first."
+            "torch.distributed is initialised: Keras may wrap models in DistributedDataParallel, and gradients be "
+            "averaged twice. Call torch.distributed.destroy_process_group() first, or train without hvdplus."
         )
 
 
 class Exchange(HookedExchange):
-    """Of Keras variables."""
+    """The exchange of Keras variables' gradients."""
 
     def __init__(
         self, variables: Sequence[Any], transport: Transport, settings: Any, *, accumulates: bool, **keywords: Any
@@ -55,11 +55,11 @@ class Exchange(HookedExchange):
         self.reporter.loss = float(loss.detach())
 
     def scales_losses(self, scale: Callable[[], Any]) -> None:
-        """Losses are scaled from now on."""
+        """Losses are scaled by ``scale()`` from now on."""
         self.get_loss_scale = lambda: float(scale())
 
     def agree(self, here: Any) -> torch.Tensor:
-        """Whether it is so on all ranks."""
+        """Whether ``here`` is true on all ranks."""
         elsewhere = torch.tensor([0.0 if bool(here) else 1.0])
         return self.transport.wait(self.transport.start(elsewhere, f"{self.prefix}.agree"))[0] == 0
 
@@ -68,21 +68,21 @@ class Exchange(HookedExchange):
     ) -> list[torch.Tensor | None]:
         """Mean gradients over all ranks, None where no rank has one. Call ``end_step`` or ``skip_step`` afterwards.
 
-        ``applied``: to which variables; alike on all ranks, else the coming step is an error.
+        ``applied``: whether each variable is updated; if ranks differ, the coming step is an error.
 
         Raises:
-            RuntimeError: gradients that are on their way are not those that are applied.
+            RuntimeError: the gradients in flight are not those that are applied.
         """
         for parameter, grad in zip(self.parameters, grads, strict=True):
             if grad is not parameter.grad:
                 if self.in_flight:
                     raise RuntimeError(
-                        "The gradients to apply are not those that backward() computed, which are on their way to the "
+                        "The gradients to apply are not those that backward() computed, which have been sent to the "
                         "other ranks already. Change gradients after their exchange (clipnorm, global_clipnorm and "
                         "clipvalue do), or compute them with torch.autograd.grad."
                     )
                 parameter.grad = None if grad is None else grad.detach().to(parameter.dtype, copy=True)
-        if loss_scale is not None and self.get_loss_scale is None:  # the first step of a loop that was not built before
+        if loss_scale is not None and self.get_loss_scale is None:  # first step of an optimizer not built before
             self.scales_losses(lambda: loss_scale)
         rate = float(keras.ops.convert_to_numpy(learning_rate))
         self.finish(rate, missing=hash_flags([not each for each in applied]))
@@ -100,11 +100,11 @@ class Exchange(HookedExchange):
         self.meter.end_step()
 
     def state(self) -> dict[str, Any]:
-        """As PyTorch's, with NumPy arrays."""
+        """See ``HookedExchange``; with NumPy arrays."""
         return {name: _as_arrays(value) for name, value in super().state().items()}
 
     def load(self, state: Mapping[str, Any]) -> str:
-        """As PyTorch's."""
+        """See ``HookedExchange``; takes NumPy arrays."""
         return super().load({name: _as_tensors(value) for name, value in state.items()})
 
 

@@ -1,9 +1,9 @@
 """``DistributedOptimizer`` for Keras 3: the user's own optimizer, exchanging before it updates.
 
 Keras 3 never calls the methods that stock Horovod overrides, so its ranks train apart without an error (horovod#4290
-reports a symptom). Every update of every Keras 3 optimizer passes through ``apply``. There gradients are exchanged;
-where Keras accumulates them first, at ``_backend_update_step``, which comes after it and which Keras keeps for backends
-to override. Clipping comes behind the exchange, where it belongs.
+reports a symptom). Every update of every Keras 3 optimizer passes through ``apply``, where gradients are exchanged. If
+Keras accumulates gradients, they are exchanged later, in ``_backend_update_step``, which Keras keeps for backends to
+override. Clipping comes after the exchange.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from hvdplus.transport import World
 
 private.check()
 backend: Any = importlib.import_module(f"hvdplus.adapters.keras.on_{keras.backend.backend()}")
-"""What is different between Keras' backends."""
+"""The module with all that differs between Keras' backends."""
 _alive: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""Optimizers by their numbers, which begin the names of their sums."""
+"""Number of an optimizer, which begins the names of its sums -> the optimizer."""
 
 
 def wrap(
@@ -44,7 +44,7 @@ def wrap(
 ) -> keras.optimizers.Optimizer:
     """The optimizer as an instance of a subclass of its own class, sharing its variables.
 
-    Of a ``LossScaleOptimizer``, the optimizer in it. ``state``: of a checkpoint, to go on from.
+    In a ``LossScaleOptimizer`` the inner optimizer is wrapped. ``state``: a checkpoint's, to resume from.
 
     Raises:
         ValueError: wrapped twice, not a Keras 3 optimizer, an unknown compression, or a wrong setting.
@@ -84,7 +84,7 @@ def wrap(
 
 
 def rejoin(world: World) -> None:
-    """Let all optimizers go on among the ranks that there are now, in the order in which they were made.
+    """Let all optimizers go on in ``world``, which has other ranks, in the order in which they were made.
 
     Every rank calls it, or makes the same optimizers anew.
     """
@@ -93,7 +93,7 @@ def rejoin(world: World) -> None:
 
 
 class _Setup:
-    """What the wrapper carries: the job, the choice of levels and, once variables are known, the exchange."""
+    """Attributes of a wrapped optimizer: the job, the ladder and, once variables are known, the exchange."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class _Setup:
         self.updated = False
         """Whether Keras has called ``_backend_update_step`` in the current step."""
         self.places: dict[int, int] = {}
-        """Position of a variable in the optimizer -> in the exchange; without those that stay local."""
+        """Position of a variable in the optimizer -> in the exchange; without local variables."""
         self._enter(world)
 
     def _enter(self, world: World) -> None:
@@ -126,7 +126,7 @@ class _Setup:
         self.local_divisor = float(world.transport.size) if self.scale_local_gradients else 1.0
 
     def rejoin(self, optimizer: Any, world: World) -> None:
-        """Go on in ``world``, which has other ranks, with what this rank has held back."""
+        """Go on in ``world``, which has other ranks, with this rank's residuals."""
         before = self.exchange
         self._enter(world)
         if before is not None:
@@ -177,7 +177,7 @@ class _Setup:
             self._resume()
 
     def _resume(self) -> None:
-        """Go on from the checkpoint of each rank, or, on ranks that have loaded none, from the first one's that has."""
+        """Resume from each rank's checkpoint; a rank that has loaded none takes that of the first rank that has one."""
         gather = functools.partial(self.world.transport.gather_objects, what="an optimizer's checkpoint")
         loaded = [rank for rank, has in enumerate(gather(self.state is not None)) if has]
         if not loaded:
@@ -201,7 +201,7 @@ class _Setup:
 
 
 class Distributed:
-    """What is put before the user's optimizer class."""
+    """Base class that comes before the user's optimizer class."""
 
     _hvdplus: _Setup
     # Keras' own.
@@ -222,7 +222,7 @@ class Distributed:
     def register_local_var(self, variable: Any) -> None:
         """Leave this variable's gradient out of the exchange; before the optimizer is built."""
         if self._hvdplus.exchange is not None:
-            raise ValueError("register_local_var() comes too late: the optimizer has been built.")
+            raise ValueError("register_local_var() has to be called before the optimizer is built, and it has been.")
         self._hvdplus.local_variables.append(variable)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
@@ -230,7 +230,7 @@ class Distributed:
         grads = list(grads)
         variables = self._variables_of(grads, trainable_variables)
         if variables is None:
-            self._take_step(grads, trainable_variables)  # which says what is wrong
+            self._take_step(grads, trainable_variables)  # Keras raises its own error
             return
         backend.check(self._hvdplus.world.transport)
         accumulates = self.gradient_accumulation_steps
@@ -242,17 +242,17 @@ class Distributed:
         return super().scale_loss(loss)  # type: ignore[misc]
 
     def consolidate_state_dict(self) -> None:
-        """Let what any rank saves be everybody's, until the next step; every rank has to call it.
+        """Make what any one rank saves valid for all ranks, until the next step; every rank has to call it.
 
-        What levels hold back is every rank's own. This gives all of them the mean, which comes to the same, so that a
-        model saved by one rank is complete, and can be loaded on any number of ranks. It takes a dense all-reduce.
+        Residuals are each rank's own. This gives all ranks their mean, which leaves their sum as it is, so that a model
+        saved by one rank is complete, and can be loaded on any number of ranks. It takes a dense all-reduce.
         """
         if self._hvdplus.exchange is not None:
             self._hvdplus.exchange.consolidate()
 
     def save_assets(self, folder: str | os.PathLike[str]) -> None:
-        """Called by Keras when a model is saved in its ``.keras`` format: what compressors and the controller have
-        learned, and what this rank has held back. Keras by itself passes over it, ``hvd.load_model`` reads it."""
+        """Write contexts, the controller's state and this rank's residuals; Keras calls it when it saves a ``.keras``
+        model. Keras alone ignores them, ``hvd.load_model`` reads them."""
         if self._hvdplus.exchange is not None:
             checkpoint.write(self._hvdplus.exchange.state(), folder)
 
@@ -264,12 +264,14 @@ class Distributed:
         return self._hvdplus.exchange.coordinator
 
     def _variables_of(self, grads: Sequence[Any], variables: Any) -> list[Any] | None:
-        """The variables of these gradients, for which the optimizer is built by now; None: Keras will not take them."""
+        """The variables of these gradients, after the optimizer was built for them; None: Keras will refuse them."""
         if variables is None:
             variables = private.trainable_variables(self) if self.built else []
         variables = list(variables)
         if grads and variables and len(grads) != len(variables):
-            raise ValueError(f"apply() wants a gradient for every variable. Received: {len(grads)}, {len(variables)}")
+            raise ValueError(
+                f"apply() wants a gradient for every variable. Received: {len(grads)} for {len(variables)} variables"
+            )
         if not grads or not variables:
             return None
         if not self.built:
@@ -302,12 +304,12 @@ class Distributed:
 
     def _take_step(self, grads: Sequence[Any], variables: Any) -> None:
         setup = self._hvdplus
-        setup.updated = bool(self.gradient_accumulation_steps)  # not in every step
+        setup.updated = bool(self.gradient_accumulation_steps)  # Keras then does not update in every step
         super().apply(grads, variables)  # type: ignore[misc]
         private.check_updated(setup.updated or setup.exchange is None)
 
     def _clip_gradients(self, grads: list[Any]) -> list[Any]:
-        """Not yet where gradients have been accumulated: clipping comes after the exchange, once."""
+        """As in Keras; accumulated gradients are clipped later, once, after their exchange."""
         return grads if self.gradient_accumulation_steps else super()._clip_gradients(grads)  # type: ignore
 
     def _backend_update_step(self, grads: list[Any], trainable_variables: list[Any], learning_rate: Any) -> None:
@@ -319,15 +321,14 @@ class Distributed:
 
 
 def _complete(grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-    """Zeros for None, which Keras drops while it accumulates: a rank that has none would not take the others' mean."""
+    """Zeros for None, which Keras drops while it accumulates: this rank would then miss the other ranks' mean."""
     pairs = zip(grads, variables, strict=True)
     return [keras.ops.zeros(v.shape, v.dtype) if grad is None else grad for grad, v in pairs]
 
 
-# Keras wraps optimizers in a LossScaleOptimizer by itself, in compile() under mixed_float16, and leaves no place to
-# hand it another class. It looks for infinities in this rank's gradients and then skips `apply`: one rank would send
-# nothing while the others wait. So where there is an optimizer of ours in it, gradients are exchanged first, and all
-# ranks look at the same means.
+# Keras wraps optimizers in a LossScaleOptimizer by itself, in compile() under mixed_float16, and takes no other class.
+# It looks for infinities in this rank's gradients and then skips `apply`: one rank would send nothing while the others
+# wait. So if the inner optimizer is ours, gradients are exchanged first, and all ranks look at the same means.
 
 _LossScaleOptimizer = keras.optimizers.LossScaleOptimizer
 _keras_apply, _keras_scale_loss = _LossScaleOptimizer.apply, _LossScaleOptimizer.scale_loss

@@ -1,7 +1,7 @@
 """Every private interface of Keras that hvdplus relies on, with a check that says which version of Keras broke one.
 
-Keras 3 has no public place between an optimizer's gradients and its update. ``Optimizer.apply`` is public, but which
-variables are meant, clipping and accumulation are behind underscores.
+Keras 3 has no public place between an optimizer's gradients and its update. ``Optimizer.apply`` is public, but the
+list of variables, clipping and accumulation are private.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def handle_non_finite(scaler: Any) -> None:
 
 
 def missing(kind: type, names: Sequence[str]) -> list[str]:
-    """Those methods that a class does not have."""
+    """Those of ``names`` that are no methods of a class."""
     return [name for name in names if not callable(getattr(kind, name, None))]
 
 
 def check() -> None:
-    """Raise ImportError if this Keras lacks an interface, or calls it no longer: ranks would train apart.
+    """Raise ImportError if this Keras lacks an interface: ranks would train apart.
 
     Raises:
         ImportError: the message names the version, the interface and its use.
@@ -53,7 +53,7 @@ def check() -> None:
 
 
 def check_updated(updated: bool) -> None:
-    """Raise RuntimeError if an optimizer was applied without the method that hvdplus hears of it by."""
+    """Raise RuntimeError unless ``updated``: ``Optimizer.apply`` has called ``_backend_update_step``."""
     if not updated:
         raise RuntimeError(
             f"hvdplus does not work with Keras {keras.__version__}: Optimizer.apply() no longer calls "

@@ -1,8 +1,8 @@
 """``import hvdplus.keras as hvd``: Horovod for Keras 3, with the same hooks and levels as ``hvdplus.torch``.
 
-What ``horovod.tensorflow.keras`` exports is here under the same names; what does not work under Keras 3 in stock
-Horovod (its optimizer trains ranks apart without an error, its callbacks fail) is done anew. Without Horovod, in a job
-over mpi4py, the essentials are here too.
+What ``horovod.tensorflow.keras`` exports is here under the same names. The parts of stock Horovod that do not work
+under Keras 3 (its optimizer trains ranks apart without an error, its callbacks fail) are replaced. Without Horovod, in
+a job over mpi4py, the essentials are here too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def init(*arguments: Any, **keywords: Any) -> None:
     Rank 0 prints one line: ranks, hosts, transport, collective.
 
     Raises:
-        TransportError: nothing that could carry the bytes is installed; the message names the command that mends it.
+        TransportError: no transport is installed; the message names the command that installs one.
         ValueError: a setting in the environment or the file is wrong.
     """
     if not is_initialized():
@@ -78,8 +78,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """Wrap any Keras 3 optimizer so that gradients are averaged over all ranks before each update.
 
     Args:
-        optimizer: the optimizer; the result is an instance of its class and shares its variables. What is in a
-            ``LossScaleOptimizer`` is wrapped there.
+        optimizer: the optimizer; the result is an instance of its class and shares its variables. In a
+            ``LossScaleOptimizer`` the inner optimizer is wrapped.
         name: accepted.
         device_dense, device_sparse: accepted; TensorFlow places the ops.
         compression: ``auto`` (measure, and compress as much as it takes; the setting of that name may say otherwise),
@@ -99,7 +99,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         settings: name -> value, over ``HVDPLUS_*`` and over the file that ``HVDPLUS_CONFIG`` names, e.g.
             ``{"dense_steps": 20, "ladder": ["none", "fp16"]}``; ``hvdplus doctor`` lists them.
         local_layers: layers whose gradients stay on their rank.
-        state: what a saved model holds of hvdplus, to go on from; ``load_model`` passes it on.
+        state: hvdplus's state in a saved model, to resume from; ``load_model`` passes it.
 
     Raises:
         ValueError: wrapped twice, not an optimizer, unknown compression or a wrong setting, or an argument that has no
@@ -110,7 +110,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     average = check_op(op, process_set, gradient_predivide_factor)
     if backward_passes_per_step > 1 and not average_aggregated_gradients:
         warnings.warn(
-            "Keras averages over accumulated passes; pass average_aggregated_gradients=True to say that you know.",
+            "Keras averages over accumulated passes; pass average_aggregated_gradients=True to silence this warning.",
             stacklevel=2,
         )
     return wrap(
@@ -146,10 +146,10 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     """``DistributedOptimizer`` that leaves the gradients of some layers on their rank, because every rank has its own.
 
     Args:
-        local_layers: those layers, or one; none: all gradients are exchanged.
+        local_layers: these layers, or one layer; None: all gradients are exchanged.
 
-    The others, and what is raised, are those of ``DistributedOptimizer``. Leave such layers out of what is broadcast,
-    too: ``callbacks.BroadcastGlobalVariablesCallback(0, local_variables=layer.variables)``.
+    Other arguments and errors are those of ``DistributedOptimizer``. Do not broadcast these layers either:
+    ``callbacks.BroadcastGlobalVariablesCallback(0, local_variables=layer.variables)``.
     """
     layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or [])
     return DistributedOptimizer(
@@ -172,7 +172,7 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
 
 
 def check_op(op: Any, process_set: Any, gradient_predivide_factor: float) -> bool:
-    """Whether gradients are averaged, and not added up; ValueError for what cannot be done."""
+    """Whether gradients are averaged (else added up). Raises ValueError for arguments that hvdplus cannot serve."""
     average, sum_ = __getattr__("Average"), __getattr__("Sum")
     op = average if op is None else op
     if op not in (average, sum_):
@@ -206,13 +206,13 @@ def load_model(
     legacy_opts: bool = False,
     settings: Mapping[str, Any] | None = None,
 ) -> keras.Model:
-    """Load a Keras model and wrap its optimizer, so that training goes on where it was; on every rank.
+    """Load a Keras model and wrap its optimizer, so that training resumes where it was; on every rank.
 
-    What was saved in the ``.keras`` format by a model with a ``DistributedOptimizer`` holds its compressors' and its
-    controller's memory, and what the rank that saved it had held back (see ``optimizer.consolidate_state_dict``).
+    A ``.keras`` file saved with a ``DistributedOptimizer`` holds contexts, the controller's state, and the residuals of
+    the rank that saved it (see ``optimizer.consolidate_state_dict``).
 
-    Args are Horovod's, and ``settings`` as of ``DistributedOptimizer``; ``legacy_opts`` must stay False: Keras 3 has no
-    legacy optimizers.
+    Arguments are Horovod's, and ``settings`` as for ``DistributedOptimizer``; ``legacy_opts`` must stay False: Keras 3
+    has no legacy optimizers.
     """
     if legacy_opts:
         raise ValueError("Keras 3 has no legacy optimizers. Received: legacy_opts=True")
@@ -229,8 +229,8 @@ def identical(values: keras.Model | Iterable[Any]) -> bool:
 
     If they are not, rank 0 prints the first variable that differs, and the ranks.
 
-    The states of random generators (dropout) do not count: they differ on purpose. What batch normalisation averages
-    does, and is each rank's own, as with Horovod: give ``model.trainable_variables`` to leave it out.
+    The states of random generators (dropout) do not count: they differ on purpose. Running statistics of batch
+    normalisation count, and are each rank's own, as with Horovod: give ``model.trainable_variables`` to leave them out.
     """
     if isinstance(values, keras.Model):
         values = collectives.shared_variables(values)
@@ -238,12 +238,12 @@ def identical(values: keras.Model | Iterable[Any]) -> bool:
 
 
 def report(optimizer: Any, png: str | None = None, **facts: Any) -> dict[str, Any]:
-    """Close the run log; on rank 0, print what the run came to and draw it to ``png``.
+    """Close the run log; on rank 0, print the report and draw its picture to ``png``.
 
     Args:
         optimizer: what ``DistributedOptimizer`` returned.
         png: file for the picture; None: no picture.
-        facts: go into the log's last record (``accuracy=0.98``).
+        facts: values for the log's last record (``accuracy=0.98``).
 
     Returns:
         level, steps, and median times in milliseconds (``step_ms``, ``compute_ms``, ``exposed_comm_ms``, ...), and the

@@ -1,6 +1,6 @@
 """``horovod.tensorflow.keras.elastic`` for Keras 3: ranks may come and go, and hvdplus's optimizers follow.
 
-Stock Horovod's ``KerasState`` fails under Keras 3, whose optimizers' ``variables`` is no method any more.
+Stock Horovod's ``KerasState`` fails under Keras 3, where an optimizer's ``variables`` is no longer a method.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def _reset() -> None:
 
 
 class KerasState(ObjectState):
-    """What ranks share: a model, its optimizer, and whatever else is given by name (``epoch=0, batch=0``).
+    """State that ranks share: a model, its optimizer, and further values by name (``epoch=0, batch=0``).
 
-    Everything becomes rank 0's when ranks have come or gone, but for what a rank's optimizer has held back.
+    When ranks have come or gone, all take over rank 0's state, but each rank keeps its own residuals.
 
     Args:
         model: a Keras model, built.
-        optimizer: None: the one that the model was compiled with.
+        optimizer: its optimizer; None: the one that the model was compiled with.
         attributes: further values, picklable; they become attributes.
 
     Raises:
@@ -86,7 +86,7 @@ class KerasState(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        """Go back to where it was when it was saved last."""
+        """Go back to the last ``save``."""
         for variable, value in zip(self._variables(), self._values, strict=True):
             variable.assign(value)
         if self._exchange is not None and self._exchanged is not None:
@@ -96,10 +96,10 @@ class KerasState(ObjectState):
 
     def reset(self) -> None:
         """Ranks have come or gone."""
-        self.model.train_function = None  # the compiled step knows the ranks that there were
+        self.model.train_function = None  # the compiled step is for the old ranks
 
     def sync(self) -> None:
-        """Take over rank 0's."""
+        """Take over rank 0's state, except residuals."""
         collectives.broadcast_variables(self._variables(), 0)
         exchange = self._exchange
         if exchange is not None and not exchange.idle:
@@ -170,7 +170,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):
-    """Keep ``state.epoch`` at the number of epochs done, all that came before ranks came or went included."""
+    """Keep ``state.epoch`` at the number of epochs done, including those before ranks came or went."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()
