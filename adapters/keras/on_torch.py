@@ -34,8 +34,8 @@ def check(transport: Transport) -> None:
     others = torch.distributed
     if transport.size > 1 and others.is_available() and others.is_initialized() and others.get_world_size() > 1:
         raise ValueError(
-            "torch.distributed is initialised: Keras may wrap models in DistributedDataParallel, and gradients be "
-            "averaged twice. Call torch.distributed.destroy_process_group() first, or train without hvdplus."
+            "torch.distributed is initialised, so Keras may wrap models in DistributedDataParallel, and gradients "
+            "would be averaged twice. Call torch.distributed.destroy_process_group() first, or train without hvdplus."
         )
 
 

@@ -222,7 +222,7 @@ class Distributed:
     def register_local_var(self, variable: Any) -> None:
         """Leave this variable's gradient out of the exchange; before the optimizer is built."""
         if self._hvdplus.exchange is not None:
-            raise ValueError("register_local_var() has to be called before the optimizer is built, and it has been.")
+            raise ValueError("register_local_var() has to be called before the optimizer is built; it is built.")
         self._hvdplus.local_variables.append(variable)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:

@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvdplus.exchange.bucket import Bucket
 
 SAMPLES = 16
-"""Elements of a variable that a fingerprint looks at."""
+"""Elements of a variable that a fingerprint looks at; up to twice as many where the size is no multiple."""
 _BITS = {2: tf.int16, 4: tf.int32, 8: tf.int64}
 _ODD = 0x1E3779B97F4A7C15
 """Factors of checksums are its odd multiples, so that every bit counts."""

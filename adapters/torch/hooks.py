@@ -150,7 +150,7 @@ class HookedExchange(EagerExchange[torch.Tensor]):
     # -- parameters that come later
 
     def exchange_added(self) -> None:
-        """Ranks tell each other which added parameters have gradients, and sum one by one: such steps are rare."""
+        """Ranks tell each other which added parameters have gradients, and sum them one by one: this is rare."""
         forms = [(p.grad is not None, p.grad is not None and p.grad.is_sparse) for p in self._added]
         used, sparse = np.any(self.transport.gather_objects(forms, f"added parameters of {self.prefix}"), axis=0).T
         handles = []

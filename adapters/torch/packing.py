@@ -44,7 +44,7 @@ class Rounding:
         known, stands = int(exponent), int(left_exponent)
         self._inverse: Any = 2.0**-known if known > -127 else 0.0
         self._level: Any = 2.0**stands if stands > -127 else 0.0
-        # A value up to this is never rounded beyond the levels: noise adds nearly 1, and is itself rounded.
+        # A scaled value up to this is never rounded beyond the levels: noise adds nearly 1, and is itself rounded.
         self._within = self._levels if self._noise is None else 0.99 * self._levels
         self._square: Any = 0.0
         self._largest: Any = 0.0
