@@ -125,6 +125,12 @@ def gather_in_parts(value: Any, what: str, size: int, gather: Callable[[Any], li
     return [pickle.loads(b"".join(theirs)) for theirs in parts]
 
 
+def check_root(transport: Transport, root_rank: int) -> None:
+    """Raise ValueError where there is no rank ``root_rank``."""
+    if not 0 <= root_rank < transport.size:
+        raise ValueError(f"root_rank must be from 0 to {transport.size - 1}. Received: {root_rank}")
+
+
 def broadcast_object(transport: Transport, value: Any, root_rank: int, what: str = OBJECTS) -> Any:
     """Rank ``root_rank``'s picklable ``value`` on every rank; of any length. Other ranks' values are ignored."""
     return transport.gather_objects(value if transport.rank == root_rank else None, what)[root_rank]

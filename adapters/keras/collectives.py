@@ -14,7 +14,7 @@ import numpy as np
 
 from hvdplus.agree import Compression, same_bytes
 from hvdplus.exchange import checkpoint
-from hvdplus.transport import TransportError, World, broadcast_each, broadcast_object
+from hvdplus.transport import TransportError, World, broadcast_each, broadcast_object, check_root
 
 _world: World | None = None
 
@@ -57,8 +57,7 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
         ValueError: no such rank, or the ranks' variables differ in number or shape.
     """
     world = current()
-    if not 0 <= root_rank < world.transport.size:
-        raise ValueError(f"root_rank must be from 0 to {world.transport.size - 1}. Received: {root_rank}")
+    check_root(world.transport, root_rank)
     shapes = [tuple(variable.shape) for variable in variables]
     what = f"broadcast of variables from rank {root_rank}"
     for rank, theirs in enumerate(world.transport.gather_objects(shapes, what)):
@@ -139,6 +138,8 @@ class Essentials:
 
     def allreduce(self, value: Any, name: Any = None, average: Any = None, op: Any = None) -> Any:
         """Mean (default) or sum of a tensor-compatible value over ranks."""
+        if op not in (None, "Average", "Sum"):
+            raise TransportError(f"Without Horovod, op is Average or Sum. Received: op={op!r}")
         mine = np.asarray(value)
         summed = op == "Sum" or (op is None and average is False)
         what = f"{_call('allreduce', name)} ({'Sum' if summed else 'Average'}) of {mine.dtype.name} {mine.shape}"
@@ -155,12 +156,14 @@ class Essentials:
 
     def broadcast(self, value: Any, root_rank: int, name: Any = None) -> Any:
         """Rank ``root_rank``'s value."""
+        check_root(self._world.transport, root_rank)
         what = f"{_call('broadcast', name)} from rank {root_rank}"
         mine = np.asarray(value)
         return keras.ops.convert_to_tensor(broadcast_object(self._world.transport, mine, root_rank, what))
 
     def broadcast_object(self, obj: Any, root_rank: int = 0, name: Any = None) -> Any:
         """Rank ``root_rank``'s picklable object."""
+        check_root(self._world.transport, root_rank)
         what = f"{_call('broadcast_object', name)} from rank {root_rank}"
         return broadcast_object(self._world.transport, obj, root_rank, what)
 

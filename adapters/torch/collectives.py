@@ -17,7 +17,7 @@ import torch
 
 from hvdplus.adapters.torch.backend import type_name
 from hvdplus.agree import check_same_model, same_bytes
-from hvdplus.transport import Transport, TransportError, World, broadcast_each, broadcast_object
+from hvdplus.transport import Transport, TransportError, World, broadcast_each, broadcast_object, check_root
 
 Average = "Average"
 Sum = "Sum"
@@ -117,7 +117,7 @@ class Collectives:
 
     def broadcast_object(self, obj: Any, root_rank: int = 0, name: Any = None) -> Any:
         """Rank ``root_rank``'s picklable object on every rank."""
-        self._check_root(root_rank)
+        check_root(self._transport, root_rank)
         return broadcast_object(self._transport, obj, root_rank, _call("broadcast_object", name, root_rank))
 
     def broadcast_(self, tensor: torch.Tensor, root_rank: int, name: Any = None) -> torch.Tensor:
@@ -137,7 +137,7 @@ class Collectives:
             pairs = [entry if isinstance(entry, tuple) else ("", entry) for entry in params]
         else:
             raise ValueError(f"invalid params of type: {type(params).__name__}")
-        self._check_root(root_rank)
+        check_root(self._transport, root_rank)
         pairs = [(name, tensor) for name, tensor in pairs if tensor is not None]
         check_same_model([(name, tuple(tensor.shape), type_name(tensor)) for name, tensor in pairs], self._world)
         contents = (_bytes(tensor) for _, tensor in pairs)
@@ -156,7 +156,7 @@ class Collectives:
         """
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError("cannot broadcast torch.optim.LBFGS state")
-        self._check_root(root_rank)
+        check_root(self._transport, root_rank)
         mine = self.rank() == root_rank
         state = self.broadcast_state(optimizer.state_dict() if mine else None, root_rank)
         if not mine or "hvdplus" in state:  # exchanges resume together, the root's too
@@ -180,10 +180,6 @@ class Collectives:
         contents = (_bytes(a) if isinstance(a, torch.Tensor) else a for a in writer.arrays)
         reader.contents = list(broadcast_each(self._transport, contents, root_rank, what))
         return reader.load()
-
-    def _check_root(self, root_rank: int) -> None:
-        if not 0 <= root_rank < self.size():
-            raise ValueError(f"root_rank must be from 0 to {self.size() - 1}. Received: {root_rank}")
 
 
 class _Writer(pickle.Pickler):

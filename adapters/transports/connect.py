@@ -139,6 +139,8 @@ def _start(binding: str, settings: Settings, arguments: tuple[Any, ...], keyword
         return Local()
     if wanted == "mpi4py":
         if importlib.util.find_spec("mpi4py") is None:
+            if settings.transport == "mpi4py":
+                raise TransportError("mpi4py was asked for, but it is not installed: `pip install 'hvdplus[mpi]'`.")
             raise TransportError(
                 f"{ranks or 'Several'} ranks were started, but neither Horovod for this framework nor mpi4py is "
                 f"installed. {INSTALL_HOROVOD}, {INSTALL_MPI4PY}."

@@ -1,7 +1,7 @@
 """Where a step's time goes: compute, codec, exposed communication, input wait.
 
 ``StepMeter`` is a stopwatch with an injectable clock, for frameworks that compute at once; compiled steps bring their
-own timestamps. ``reduce_times`` turns all ranks' figures into one set.
+own timestamps. ``reduce_times`` turns all ranks' figures into one set, as reading the metadata does.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StepTimes(NamedTuple):
 
 
 def reduce_times(ranks: Sequence[StepTimes]) -> StepTimes:
-    """One set of figures for the job.
+    """One set of figures for the job: the reference for ``exchange.metadata.read``, which does the same on arrays.
 
     The rank that arrives last waits least, and only for the wire. So the least exposed time over the ranks is
     communication; the longer waits of other ranks are that rank's computation. The same holds for ``comm``.

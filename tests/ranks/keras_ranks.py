@@ -16,6 +16,7 @@ from hvdplus.adapters.tensorflow import graph
 from hvdplus.adapters.transports.in_process import run as run_in_process
 from hvdplus.compression import IntB
 from hvdplus.exchange.metadata import Slot, Sums
+from hvdplus.transport import TransportError
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -509,6 +510,13 @@ def test_everything_that_horovod_exports_is_here():
 def test_what_needs_horovod_says_so():
     with pytest.raises(RuntimeError, match="hvdplus install-horovod"):
         hvd.alltoall(np.zeros(SIZE))
+
+
+@pytest.mark.skipif(HOROVOD, reason="about a job without Horovod")
+def test_calls_that_only_horovod_could_answer_are_errors_on_every_rank():
+    raises_everywhere(TransportError, "op is Average or Sum", lambda: hvd.allreduce(np.zeros(2), op="Adasum"))
+    raises_everywhere(ValueError, f"root_rank must be from 0 to {SIZE - 1}", lambda: hvd.broadcast(np.zeros(2), SIZE))
+    raises_everywhere(ValueError, "root_rank must be", lambda: hvd.broadcast_object("x", -1))
 
 
 def test_collectives():
