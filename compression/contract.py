@@ -170,7 +170,8 @@ class Compressor(ABC):
 
     def mean(self, ops: Ops[Array], ctx: Context[Array], total: Array, scale: float) -> Array:
         """``decode`` times ``scale``; overridden where that saves a pass over memory. Never overwrites ``total``."""
-        return self.decode(ops, ctx, total) * scale
+        decoded = self.decode(ops, ctx, total)
+        return decoded if scale == 1 else decoded * scale
 
     def advance(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
         """The next step's context. ``total`` is the sum of all ranks' payloads."""

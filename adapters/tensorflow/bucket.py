@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdplus.adapters.tensorflow import tensors
 from hvdplus.adapters.tensorflow.variables import GraphState
-from hvdplus.compression import Context, NoCompression
+from hvdplus.compression import Context
 from hvdplus.exchange.bucket import wide
 from hvdplus.exchange.codec import receive_bucket, send_bucket
 from hvdplus.exchange.plan import Plan, Variant
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Exchanged(NamedTuple):
     """What a step makes of one bucket."""
 
-    mean: Any
-    """1-D, float32 or float64."""
+    summed: Any
+    """Sum of all ranks' gradients, decoded: 1-D, float32 or float64."""
     left: Any
     """1-D: the next residual; empty: it stays as it is."""
     context: Any
@@ -55,7 +55,7 @@ def exchange_bucket(
     fraction = tf.cast(fraction, tf.float32)
     branches = [_branch(x, state, used, fraction, vector, union, residual, values) for used in x.ladder.variants]
     part: Exchanged = tf.switch_case(variant, branches)
-    part.mean.set_shape([state.bucket.spec.size])
+    part.summed.set_shape([state.bucket.spec.size])
     return part
 
 
@@ -93,16 +93,15 @@ def _branch(
             sent = add(sent, held, 1.0 if compressor.keeps_residual else fraction)
         out = send_bucket(ops, compressor, ctx, sent, held, fraction, check)
         total = x.sum(out.payload, name)
-        mean, after, sum_finite = receive_bucket(ops, compressor, ctx, total, x.scale, check)
+        summed, after, sum_finite = receive_bucket(ops, compressor, ctx, total, 1.0, check)
         if compressor.may_overflow:
             # Every rank holds this same sum, so every rank sends the bucket again, in full width.
-            again = tf.cond(sum_finite, lambda: mean, lambda: x.sum(sent, f"{name}.again", x.scale))
-            mean, sum_finite = again, ops.all_finite(again)
+            summed = tf.cond(sum_finite, lambda decoded=summed: decoded, lambda: x.sum(sent, f"{name}.again"))
+            sum_finite = ops.all_finite(summed)
         if used.warms_up and check:
-            dense = total if isinstance(compressor, NoCompression) else mean / x.scale
-            after = learner.warm_up(ops, context(used.warms_up), dense)
+            after = learner.warm_up(ops, context(used.warms_up), summed)
         return Exchanged(
-            tf.cast(mean, wide(bucket.dtype)),
+            tf.cast(summed, wide(bucket.dtype)),
             nothing if out.left is None else out.left,
             tensors.flat(after.state) if after and check else nothing,
             yes if out.finite is None else out.finite,
@@ -121,8 +120,7 @@ def _branch(
             if used.warms_up:
                 after = tensors.flat(learner.warm_up(ops, context(used.warms_up), total).state)
         sum_finite = ops.all_finite(total) if check else yes
-        mean = total * tf.cast(x.scale, total.dtype)
-        return Exchanged(mean, nothing, after, yes, no, sum_finite, checksum(), sent_bytes)
+        return Exchanged(total, nothing, after, yes, no, sum_finite, checksum(), sent_bytes)
 
     if union is None or used.flushes:
         return run

@@ -107,12 +107,12 @@ class GraphExchange(VariablesExchange):
             vector, begin = timed(tensors.packed(state.bucket, dense))
             rows = used_rows(self, state, grads) if state.height else None
             part = exchange_bucket(self, state, variant, coming.fraction, vector, rows)
-            mean, end = timed(part.mean)
-            parts.append(part._replace(mean=mean))
+            summed, end = timed(part.summed)
+            parts.append(part._replace(summed=summed))
             begins.append(begin)
             ends.append(end)
             row_bytes += [part.sent_bytes + mask_size(self, state)] if state.height else []
-        done = private.timestamp([part.mean for part in parts])
+        done = private.timestamp([part.summed for part in parts])
         norms = report.norms(self, coming, variant, dense, parts)
         weights = report.weights(self, coming)
         mine = report.metadata(self, coming, parts, heard.loss, learning_rate, norms, weights, absent)

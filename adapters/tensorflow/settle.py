@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from hvdplus.adapters.tensorflow.graph import GraphExchange
 
 AS_IS, NOT_FINITE, SEND_LEFT = range(3)
-"""Remedies: deliver the means; deliver NaN, where a payload hides that a gradient was not finite; send what encoding
-left in full width, and deliver it with the means."""
+"""Remedies: deliver the sums; deliver NaN, where a payload hides that a gradient was not finite; send what encoding
+left in full width, and deliver it with the sums."""
 
 
 def remedy(x: GraphExchange, used: Variant, healthy: bool, overflow: bool) -> int:
@@ -30,17 +30,17 @@ def remedy(x: GraphExchange, used: Variant, healthy: bool, overflow: bool) -> in
 
 
 def mended(x: GraphExchange, which: tf.Tensor, parts: Sequence[Exchanged]) -> Sequence[Exchanged]:
-    """``parts`` after remedy ``which``: the means to deliver, and the next residuals."""
+    """``parts`` after remedy ``which``: the sums to deliver, and the next residuals."""
     compressors = x.ladder.compressors
     if not parts or not any(compressor.needs_finite_check for compressor in compressors):
         return parts
 
     def as_is() -> list[tuple[Any, Any]]:
-        return [(tf.identity(part.mean), tf.identity(part.left)) for part in parts]
+        return [(tf.identity(part.summed), tf.identity(part.left)) for part in parts]
 
     def not_finite() -> list[tuple[Any, Any]]:
         return [
-            (tf.fill(tf.shape(part.mean), tf.constant(math.nan)) if state.bucket.compressible else part.mean, part.left)
+            (tf.fill(tf.shape(part.summed), math.nan) if state.bucket.compressible else part.summed, part.left)
             for state, part in zip(x.states, parts, strict=True)
         ]
 
@@ -51,26 +51,26 @@ def mended(x: GraphExchange, which: tf.Tensor, parts: Sequence[Exchanged]) -> Se
     if any(compressor.keeps_residual for compressor in compressors):
         branches.append(send_left)
     pairs = tf.switch_case(which, branches)
-    for state, (mean, _) in zip(x.states, pairs, strict=True):
-        mean.set_shape([state.bucket.spec.size])
-    return [part._replace(mean=mean, left=left) for part, (mean, left) in zip(parts, pairs, strict=True)]
+    for state, (summed, _) in zip(x.states, pairs, strict=True):
+        summed.set_shape([state.bucket.spec.size])
+    return [part._replace(summed=summed, left=left) for part, (summed, left) in zip(parts, pairs, strict=True)]
 
 
 def _with_left(x: GraphExchange, state: GraphState, part: Exchanged) -> tuple[tf.Tensor, tf.Tensor]:
-    """(mean that includes what encoding left, next residual)."""
+    """(sum that includes what encoding left, next residual)."""
     if state.held is None:
-        return part.mean, part.left
+        return part.summed, part.left
 
     def send() -> tuple[tf.Tensor, tf.Tensor]:
         left = tf.ensure_shape(part.left, [state.bucket.spec.size])
-        rest = x.sum(left, f"{x.prefix}.{state.bucket.number}.left", x.scale)
+        rest = x.sum(left, f"{x.prefix}.{state.bucket.number}.left")
         # A sum beyond float32 is delivered, as by a plain all-reduce, and the residual stays as it was.
         stays = tf.cond(x.ops.all_finite(rest), lambda: tf.zeros_like(left), state.held.read_value)
-        return part.mean + rest, stays
+        return part.summed + rest, stays
 
     if not state.height:
         return send()
-    return tf.cond(tf.size(part.left) > 0, send, lambda: (part.mean, part.left))  # rows that were shared left nothing
+    return tf.cond(tf.size(part.left) > 0, send, lambda: (part.summed, part.left))  # rows that were shared left nothing
 
 
 def keep(
@@ -148,9 +148,14 @@ def hand_over(x: GraphExchange, variant: tf.Tensor, following: tf.Tensor) -> Non
 def delivered(
     x: GraphExchange, parts: Sequence[Exchanged], dense: Sequence[tf.Tensor], absent: Sequence[bool]
 ) -> list[tf.Tensor | None]:
-    """A mean for every variable that has a gradient."""
+    """A mean for every variable that has a gradient.
+
+    Sums are scaled here, variable by variable: the optimizer then owns the result's memory and can compute in it, which
+    it cannot do in a part of a bucket.
+    """
     means = list(dense)
     for state, part in zip(x.states, parts, strict=True):
-        for i, mean in zip(state.bucket.parameters, tensors.parts_of(part.mean, state.bucket), strict=True):
+        for i, summed in zip(state.bucket.parameters, tensors.parts_of(part.summed, state.bucket), strict=True):
+            mean = summed if x.scale == 1 else summed * tf.cast(x.scale, summed.dtype)
             means[i] = tf.cast(mean, dense[i].dtype)
     return [None if none else mean for none, mean in zip(absent, means, strict=True)]
