@@ -241,7 +241,7 @@ def test_a_layer_that_is_frozen_on_one_rank_only_is_an_error_on_every_rank():
     optimizer = hvd.DistributedOptimizer(sgd(), compression="none")
     fit(net, optimizer)
     net.layers[0].trainable = RANK != SIZE - 1
-    with pytest.raises(Exception, match=rf"differs between rank 0 and rank\(s\) {SIZE - 1}\."):
+    with pytest.raises(Exception, match=rf"differ between rank 0 and rank\(s\) {SIZE - 1}\."):
         fit(net, optimizer)
     assert hvd.allgather_object(RANK) == list(range(SIZE)), "all are here"
 

@@ -135,7 +135,7 @@ def test_a_gradient_that_some_ranks_only_have_is_an_error_on_every_rank(compiled
 
     if compiled:
         step = tf.function(step, autograph=False)
-    with pytest.raises(Exception, match=rf"differs between rank 0 and rank\(s\) {SIZE - 1}\."):
+    with pytest.raises(Exception, match=rf"differ between rank 0 and rank\(s\) {SIZE - 1}\."):
         step(*map(tf.constant, gradients(0, RANK)))
     hvd.identical([tf.zeros(1)])  # all are here
 
