@@ -1,0 +1,380 @@
+"""Which level to run: a pure function of measurements that every rank shares.
+
+No clock, no MPI, no framework: numbers in, decisions out, so that it is tested with numbers alone and replayed from a
+run log. Every rank runs it on the same figures and so decides the same at the same step.
+
+    dense start ──► hold the level of least cost ◄──────────────┐
+                      │ another level may well cost less        │ the pairs' ratio decides, by its bound
+                      └──► both run in turns, block by block ───┘
+
+The cost of a level is seconds a step times the price of delay, see ``knowledge.py``. More compression has to be cheaper
+by a margin, less compression only no dearer; a tie goes to less. A level is tried only where the trial is worth its
+time: if it can tell the two apart, and if what it may gain is more than noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+from candidate.knowledge import Block, Guess, Knowledge, block_of
+from candidate.memory import restore, to_plain
+from hvdplus.control.controller import Decision, Observation
+from hvdplus.control.link import LevelCost, Link
+from hvdplus.control.meter import StepTimes
+
+
+class Mode(Enum):
+    """What the controller is busy with."""
+
+    START = "dense start"
+    TRIAL = "trying a level"
+    HOLD = "holding a level"
+
+
+@dataclass(frozen=True)
+class Config:
+    """The numbers of all decisions."""
+
+    dense_steps: int = 10
+    """Steps of the dense start, at most."""
+    start_seconds: float = 1.0
+    """A dense start ends once it has taken so long, if it has seen two steps."""
+    block_steps: int = 8
+    """Steps that a level is measured for at a time."""
+    settle_steps: int = 3
+    """Steps after a change that are not counted: new buffers, new names."""
+    pairs: int = 3
+    """Most turns of a level in one trial."""
+    margin: float = 0.02
+    """Share of the cost that counts as a difference between levels."""
+    certainty: float = 2.0
+    """Standard deviations between an estimate and its bound."""
+    drift: float = 0.0015
+    """Standard deviation that the logarithm of a step gains in a step in which nobody looks at the level."""
+    contention: float = 0.03
+    """Standard deviation of what a level changes in the computation, as a share of the step: sums and codecs compete
+    with it for the machine."""
+    worth: float = 0.01
+    """Share of the cost that a trial has to promise."""
+    explore: float = 0.02
+    """Share of the time that trials of levels that promise nothing may cost, and bandwidth probes."""
+    delay_price: float = 0.05
+    """κ; 0: only time counts. ``benchmarks/quality.py`` shows what it stands for."""
+    critical_price: float = 4.0
+    """Factor of κ in a critical phase: while gradient norms or the learning rate change."""
+    error_budget: float = 5.0
+    """Largest error of a level."""
+
+
+ARGUMENTS = ("names", "costs", "config")
+"""Fields of a controller that a new one is given anew."""
+CRITICAL_STEPS = 50
+"""Length of a critical phase."""
+CRITICAL_CHANGE = 2.0
+"""Factor by which gradient norms rise, or a learning rate falls, as one begins."""
+PROBE_STEPS = 40
+"""Least steps between two bandwidth probes."""
+PROBE_LEAST, PROBE_MOST = 128 << 10, 64 << 20
+"""Bytes of one: links carry some 10 kB at any speed after a rest."""
+ONE_SIDED = 0.01
+"""Standard deviation of a ratio of which only one neighbour was measured: the machine's pace may be changing."""
+LONGEST = 3
+"""Largest factor by which noise makes a trial's blocks longer."""
+HOPELESS = 2.0
+"""A level that takes so many times as long as the one held is out after three steps."""
+
+
+class Ratio(NamedTuple):
+    """The challenger's seconds over those of the level held, as logarithms."""
+
+    guess: Guess
+    pairs: int
+
+
+@dataclass
+class Controller:
+    """Decides. Levels are indices of the ladder, least compression first; 0 is dense."""
+
+    names: tuple[str, ...]
+    costs: tuple[LevelCost, ...]
+    """What every level asks of wire and processor; a level that sends no less than one below it is passed over."""
+    config: Config = field(default_factory=Config)
+    mode: Mode = Mode.START
+    level: int = 0
+    """Runs at present."""
+    held: int = 0
+    """The choice, as far as it is known."""
+    challenger: int = 0
+    refused: dict[int, str] = field(default_factory=dict)
+    """Levels that are not run any more, and why."""
+    _known: Knowledge = field(init=False)
+    _window: list[StepTimes] = field(default_factory=list)
+    _turns: list[tuple[int, Block]] = field(default_factory=list)
+    """(level, block): the last block of the level held, then those of the trial."""
+    _age: int = 0
+    """Steps since the level changed."""
+    _noise: float = 0.0
+    """Variance of a trial's ratio, as blocks of the level held let expect."""
+    _elapsed: float = 0.0
+    _spent: float = 0.0
+    """Seconds of all steps; seconds that trials and probes took longer than the level held would have."""
+    _norms: list[float] = field(default_factory=list)
+    _learning_rate: float = 0.0
+    _critical: int = 0
+    """Steps that are left of a critical phase."""
+    _probe_after: int = PROBE_STEPS
+
+    def __post_init__(self) -> None:
+        self._known = Knowledge(self.costs, self.config.drift, self.config.delay_price)
+
+    @property
+    def link(self) -> Link:
+        """The link as estimated."""
+        return self._known.link.link
+
+    def memory(self) -> dict[str, Any]:
+        """All that was learned, as numbers, text, lists and dictionaries of them; see ``recall``."""
+        known = to_plain(self._known, without=("costs", "drift", "price_of_delay"))
+        return {**to_plain(self, without=(*ARGUMENTS, "_known")), "_known": known}
+
+    def recall(self, memory: Mapping[str, Any]) -> None:
+        """Go on where a controller of the same ladder was when it gave ``memory``, of which JSON may have made text.
+
+        Raises:
+            ValueError: the memory is damaged.
+        """
+        restore(self, {name: value for name, value in memory.items() if name != "_known"})
+        restore(self._known, memory.get("_known", {}))
+        levels = {self.level, self.held, self.challenger, *self.refused, *self._known.levels, *self._known.errors}
+        if not {*levels, *(level for level, _ in self._turns)} <= set(range(len(self.names))):
+            raise ValueError(f"it names levels beyond {', '.join(self.names)}")
+        if self.mode is Mode.TRIAL and self.held not in self._known.levels:
+            raise ValueError("it compares a level with one that it has not seen")
+
+    def forbid(self, level: int, why: str) -> None:
+        """Never again run ``level`` or one above it (1 or more); where one of them runs, the run starts anew, dense."""
+        self.refused.update({above: why for above in range(level, len(self.names))})
+        if self.held >= level or self.level >= level:
+            self._known.levels.clear()
+            self.held = 0
+            self._enter(Mode.START, 0)
+
+    def observe(self, level: int, seen: Observation) -> Decision | None:
+        """Take in one step that ran at ``level``. Returns a decision, if one is due."""
+        if level != self.level:  # a step that was under way when the level changed
+            return None
+        config, times = self.config, seen.times._replace(step=seen.times.step - seen.times.sounding, sounding=0.0)
+        self._known.costs = self.costs
+        self._known.steps += 1
+        self._age += 1
+        self._elapsed += seen.times.step
+        self._spent += seen.times.sounding
+        if self.mode is Mode.TRIAL:
+            self._spent += max(0.0, times.step - self._known.seconds(self.held))
+        self._note_training(level, seen)
+        if level and self._known.errors.get(level) and seen.error > config.error_budget:
+            budget = f"the residual at {self.names[level]} is {seen.error:.2f} times the gradient (budget "
+            return self._refuse(f"{budget}{config.error_budget:g})")
+        slow = self.mode is Mode.START and self._elapsed >= config.start_seconds
+        if self._age <= min(1 if slow else config.settle_steps, config.dense_steps - 1):
+            return None
+        self._window.append(times)
+        if seen.times.sounding:
+            self._see_probe(seen.sounding_bytes, seen.times.sounding)
+        return self._after_block(block_of(self._window)) if self._block_is_full(slow) else None
+
+    def sounding(self) -> int:
+        """Bytes by which the coming step shall probe the link's bandwidth, or 0."""
+        if self.mode is not Mode.HOLD or not self.level or self._age < self._probe_after or not self.link.beta:
+            return 0
+        step = self._known.seconds(self.level)
+        wanted = max(0.3 * step / self.link.beta, PROBE_LEAST)
+        size = int(min(wanted, self.costs[0].payload_bytes, PROBE_MOST)) // 4 * 4
+        return size if size > 4 * self.costs[self.level].payload_bytes else 0  # else the level shows nearly as much
+
+    # -- one block
+
+    def _block_is_full(self, slow: bool) -> bool:
+        config, count = self.config, len(self._window)
+        if self.mode is Mode.START:
+            return count >= max(1, config.dense_steps - config.settle_steps) or (slow and count >= 2)
+        if count >= config.block_steps * self._patience():
+            return True
+        if self.mode is Mode.TRIAL and self.level == self.challenger and count >= 3:
+            return median(each.step for each in self._window) > HOPELESS * self._known.seconds(self.held)
+        return False
+
+    def _patience(self) -> int:
+        """Factor by which a trial's blocks are longer: where steps are noisy, long turns cost less than many."""
+        noisy = self.mode is Mode.TRIAL and self.config.margin
+        return max(1, min(LONGEST, round(math.sqrt(self._noise) / self.config.margin))) if noisy else 1
+
+    def _after_block(self, block: Block) -> Decision | None:
+        self._window = []
+        self._known.learn(self.level, block, held=self.level == self.held)
+        if self.level == self.held:
+            share = 2 / (self.config.pairs * block.step**2)
+            noise = share * (block.rest_variance + self._shrunk(block.busy_variance * share) / share)
+            self._noise = 0.8 * self._noise + 0.2 * noise if self._noise else noise
+        if self.mode is Mode.TRIAL:
+            self._turns.append((self.level, block))
+            return self._judge()
+        self._turns = [(self.level, block)]
+        return self._choose("the dense start is over" if self.mode is Mode.START else "")
+
+    def _see_probe(self, size: int, seconds: float) -> None:
+        cost = LevelCost(size, size, 1)
+        self._known.link = self._known.link.updated(cost, seconds, (0.05 * seconds) ** 2)
+        share = seconds / (0.5 * self.config.explore * self._known.seconds(self.level))
+        self._probe_after = self._age + max(PROBE_STEPS, math.ceil(share))
+
+    def _note_training(self, level: int, seen: Observation) -> None:
+        """Errors, and phases in which a residual would be missed most (Agarwal et al., Accordion, MLSys 2021)."""
+        self._critical = max(0, self._critical - 1)
+        if not math.isnan(seen.error) and level:
+            self._known.learn_error(level, seen.error, self._age)
+        last, self._learning_rate = self._learning_rate, seen.learning_rate
+        fell = 0 < seen.learning_rate * CRITICAL_CHANGE <= last
+        if not math.isnan(seen.gradient_norm):
+            self._norms = [*self._norms[-7:], seen.gradient_norm]
+        before, now = self._norms[:4], self._norms[4:]
+        if fell or (len(now) == 4 and median(now) > CRITICAL_CHANGE * median(before)):
+            self._critical = CRITICAL_STEPS
+        self._known.price_of_delay = self.config.delay_price * (self.config.critical_price if self._critical else 1.0)
+
+    # -- decisions
+
+    def _choose(self, why: str) -> Decision | None:
+        """Try the level that promises most, or hold the present choice."""
+        now, best, most = self._known.cost(self.held, self.held), None, self.config.worth
+        for level in self._usable():
+            guess = self._known.cost(level, self.held)
+            gain = now.mean - self._need(level) - guess.mean
+            # What a trial can tell is less than what is not known, where blocks are noisy.
+            spread = guess.variance / math.sqrt(guess.variance + self._noise)
+            promise = improvement(gain, spread)
+            if level != self.held and promise > most and (gain > 0 or self._affords(gain)):
+                best, most = level, promise
+        if best is None:
+            news = self.mode is not Mode.HOLD or self.level != self.held
+            return (
+                self._enter(Mode.HOLD, self.held, f"{why}; {self.names[self.held]} is best{self._price()}")
+                if news
+                else None
+            )
+        self.challenger = best
+        ratio = math.exp(self._known.cost(best, self.held).mean - now.mean)
+        promise_text = f"{self.names[best]} is expected to cost {ratio:.2f} times {self.names[self.held]}"
+        return self._enter(Mode.TRIAL, best, f"{why}; {promise_text}" if why else promise_text)
+
+    def _affords(self, gain: float) -> bool:
+        """Whether a trial that probably gains nothing fits into the time for exploring."""
+        step = self._known.seconds(self.held)
+        dear = (self.config.block_steps + self.config.settle_steps) * step * (math.exp(-gain) - 1)
+        return self._spent + dear <= self.config.explore * self._elapsed
+
+    def _judge(self) -> Decision | None:
+        """After a block of a trial: decide, if the pairs' bound does, or let the other have its turn."""
+        ratio = self._ratio()
+        price = math.log(self._known.price(self.challenger) / self._known.price(self.held))
+        gain = -ratio.guess.mean - price - self._need(self.challenger)
+        bound = self.config.certainty * math.sqrt(ratio.guess.variance)
+        low, middle, high = (math.exp(ratio.guess.mean + price + off) for off in (-bound, 0.0, bound))
+        pairs = f"{ratio.pairs} pair{'s' if ratio.pairs > 1 else ''}"
+        interval = f"{middle:.3f} [{low:.3f}, {high:.3f}]"
+        words = f"{self.names[self.challenger]} costs {interval} times {self.names[self.held]}, {pairs}"
+        last = ratio.pairs >= self.config.pairs and self.level == self.held
+        if abs(gain) <= bound and not last:
+            other = self.held if self.level == self.challenger else self.challenger
+            return self._enter(Mode.TRIAL, other, f"{words}: in turns")
+        self._known.learn_ratio(self.challenger, self.held, ratio.guess)
+        if gain > (bound if self.challenger > self.held else 0.0):
+            self.held = self.challenger
+        self._turns = [turn for turn in self._turns if turn[0] == self.held][-1:]
+        return self._choose(words)
+
+    def _ratio(self) -> Ratio:
+        """From all turns. Computation is common to both: it counts as far as it can be told from the machine's pace."""
+        rest, busy, rest_variance, busy_variance = 0.0, 0.0, 0.0, 0.0
+        count = sum(level == self.challenger for level, _ in self._turns)
+        for place, (level, mine) in enumerate(self._turns):
+            if level != self.challenger:
+                continue
+            others = [self._turns[near][1] for near in (place - 1, place + 1) if 0 <= near < len(self._turns)]
+            n = len(others)
+            theirs = fmean(other.rest for other in others), fmean(other.busy for other in others)
+            common = (mine.busy + n * theirs[1]) / (n + 1)
+            step = common + theirs[0]
+            one_sided = ONE_SIDED**2 if n == 1 else 0.0
+            rest += math.log((common + mine.rest) / step)
+            busy += (mine.busy - theirs[1]) / step
+            rest_variance += (mine.rest_variance + sum(each.rest_variance for each in others) / n**2) / step**2
+            busy_variance += (mine.busy_variance + sum(each.busy_variance for each in others) / n**2) / step**2
+            rest_variance, busy_variance = rest_variance + one_sided, busy_variance + one_sided
+        rest_variance, busy_variance = rest_variance / count**2, busy_variance / count**2
+        trust = self._shrunk(busy_variance) / busy_variance if busy_variance else 1.0
+        mean = (rest + trust * busy) / count
+        return Ratio(Guess(mean, rest_variance + trust * busy_variance + 1e-5), count)
+
+    def _shrunk(self, variance: float) -> float:
+        """Variance of what a level changes in the computation, after a measurement of it."""
+        return variance * self.config.contention**2 / (variance + self.config.contention**2)
+
+    def _need(self, level: int) -> float:
+        return self.config.margin if level > self.held else -self.config.margin / 2
+
+    def _usable(self) -> list[int]:
+        """Levels that may run, and that send less than every such level below them."""
+        sent = [cost.payload_bytes for cost in self.costs]
+        return [
+            level
+            for level in range(len(self.names))
+            if level not in self.refused
+            and all(sent[level] < sent[below] for below in range(level) if below not in self.refused)
+        ]
+
+    def _refuse(self, why: str) -> Decision | None:
+        """The present level is out."""
+        self.refused[self.level] = why
+        known = [level for level in self._known.levels if level not in self.refused]
+        self.held = min(known, key=lambda level: self._known.cost(level, level).mean, default=0)
+        self._turns = []
+        return self._enter(Mode.HOLD, self.held, f"{why}; back to {self.names[self.held]}")
+
+    def _price(self) -> str:
+        error = self._known.error(self.held)
+        return f" (price of delay {self._known.price(self.held):.3f}, error {error:.2f})" if error else ""
+
+    def _enter(self, mode: Mode, level: int, why: str = "") -> Decision:
+        if level != self.level:
+            self._age, self._probe_after = 0, PROBE_STEPS
+        self.mode, self.level, self._window = mode, level, []
+        return Decision(level, why, self._evidence())
+
+    def _evidence(self) -> dict[str, float]:
+        evidence: dict[str, float] = {}
+        for level, known in sorted(self._known.levels.items()):
+            figures = {"step": self._known.seconds(level), "exposed_comm": known.exposed}
+            figures |= {"overlapped_comm": known.overlapped, "codec": known.codec}
+            evidence |= {f"{self.names[level]}.{name}_ms": value * 1e3 for name, value in figures.items()}
+        for level in self._usable() if self._known.levels else ():
+            if level not in self._known.levels:
+                evidence[f"{self.names[level]}.predicted_step_ms"] = self._known.seconds(level) * 1e3
+            if self._known.error(level):
+                evidence[f"{self.names[level]}.error"] = self._known.error(level)
+        evidence["link.ms_per_allreduce"], evidence["link.ms_per_MB"] = self.link.alpha * 1e3, self.link.beta * 1e9
+        return {name: round(value, 4) for name, value in evidence.items()}
+
+
+def improvement(gain: float, spread: float) -> float:
+    """What choosing the better of two brings, if one's ``gain`` over the other is normal with this ``spread``: the mean
+    of max(0, gain), as in Bayesian optimisation (Mockus, 1978)."""
+    if spread <= 0:
+        return max(0.0, gain)
+    z = gain / spread
+    return gain * math.erfc(-z / math.sqrt(2)) / 2 + spread * math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
