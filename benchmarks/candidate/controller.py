@@ -18,10 +18,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from statistics import fmean, median
-from typing import Any, NamedTuple
+from statistics import median
+from typing import Any
 
-from candidate.knowledge import Block, Guess, Knowledge, block_of
+from candidate.blocks import Block, block_of, ratio_of, shrunk
+from candidate.knowledge import Knowledge
 from candidate.memory import restore, to_plain
 from hvdplus.control.controller import Decision, Observation
 from hvdplus.control.link import LevelCost, Link
@@ -81,19 +82,10 @@ PROBE_STEPS = 40
 """Least steps between two bandwidth probes."""
 PROBE_LEAST, PROBE_MOST = 128 << 10, 64 << 20
 """Bytes of one: links carry some 10 kB at any speed after a rest."""
-ONE_SIDED = 0.01
-"""Standard deviation of a ratio of which only one neighbour was measured: the machine's pace may be changing."""
 LONGEST = 3
 """Largest factor by which noise makes a trial's blocks longer."""
 HOPELESS = 2.0
 """A level that takes so many times as long as the one held is out after three steps."""
-
-
-class Ratio(NamedTuple):
-    """The challenger's seconds over those of the level held, as logarithms."""
-
-    guess: Guess
-    pairs: int
 
 
 @dataclass
@@ -219,7 +211,7 @@ class Controller:
         self._known.learn(self.level, block, held=self.level == self.held)
         if self.level == self.held:
             share = 2 / (self.config.pairs * block.step**2)
-            noise = share * (block.rest_variance + self._shrunk(block.busy_variance * share) / share)
+            noise = share * (block.rest_variance + shrunk(block.busy_variance * share, self.config.contention) / share)
             self._noise = 0.8 * self._noise + 0.2 * noise if self._noise else noise
         if self.mode is Mode.TRIAL:
             self._turns.append((self.level, block))
@@ -280,7 +272,7 @@ class Controller:
 
     def _judge(self) -> Decision | None:
         """After a block of a trial: decide, if the pairs' bound does, or let the other have its turn."""
-        ratio = self._ratio()
+        ratio = ratio_of(self._turns, self.challenger, self.config.contention)
         price = math.log(self._known.price(self.challenger) / self._known.price(self.held))
         gain = -ratio.guess.mean - price - self._need(self.challenger)
         bound = self.config.certainty * math.sqrt(ratio.guess.variance)
@@ -297,33 +289,6 @@ class Controller:
             self.held = self.challenger
         self._turns = [turn for turn in self._turns if turn[0] == self.held][-1:]
         return self._choose(words)
-
-    def _ratio(self) -> Ratio:
-        """From all turns. Computation is common to both: it counts as far as it can be told from the machine's pace."""
-        rest, busy, rest_variance, busy_variance = 0.0, 0.0, 0.0, 0.0
-        count = sum(level == self.challenger for level, _ in self._turns)
-        for place, (level, mine) in enumerate(self._turns):
-            if level != self.challenger:
-                continue
-            others = [self._turns[near][1] for near in (place - 1, place + 1) if 0 <= near < len(self._turns)]
-            n = len(others)
-            theirs = fmean(other.rest for other in others), fmean(other.busy for other in others)
-            common = (mine.busy + n * theirs[1]) / (n + 1)
-            step = common + theirs[0]
-            one_sided = ONE_SIDED**2 if n == 1 else 0.0
-            rest += math.log((common + mine.rest) / step)
-            busy += (mine.busy - theirs[1]) / step
-            rest_variance += (mine.rest_variance + sum(each.rest_variance for each in others) / n**2) / step**2
-            busy_variance += (mine.busy_variance + sum(each.busy_variance for each in others) / n**2) / step**2
-            rest_variance, busy_variance = rest_variance + one_sided, busy_variance + one_sided
-        rest_variance, busy_variance = rest_variance / count**2, busy_variance / count**2
-        trust = self._shrunk(busy_variance) / busy_variance if busy_variance else 1.0
-        mean = (rest + trust * busy) / count
-        return Ratio(Guess(mean, rest_variance + trust * busy_variance + 1e-5), count)
-
-    def _shrunk(self, variance: float) -> float:
-        """Variance of what a level changes in the computation, after a measurement of it."""
-        return variance * self.config.contention**2 / (variance + self.config.contention**2)
 
     def _need(self, level: int) -> float:
         return self.config.margin if level > self.held else -self.config.margin / 2

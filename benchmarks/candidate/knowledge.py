@@ -13,17 +13,13 @@ a factor of its own, which is remembered, and trusted less the older it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from statistics import median, stdev
+from statistics import median
 from typing import NamedTuple
 
+from candidate.blocks import NOISE_FLOOR, Block, Guess
 from hvdplus.control.link import LevelCost, Link
-from hvdplus.control.meter import StepTimes
 
-FAR = 3.0
-"""Standard deviations beyond which a measurement says that something has changed."""
 EXPOSED_ERROR = 0.25
 """Standard deviation of predicted communication, as a share of it."""
 MODEL_ERROR = 0.05
@@ -32,27 +28,10 @@ CODEC_ERROR = 0.5
 """The same of a codec that was timed alone: within a step it shares caches and cores."""
 PRICE_ERROR = 0.5
 """The same of what a price adds, where no error was measured."""
-NOISE_FLOOR = 0.004
-"""Least standard deviation of a block's logarithm: clocks, and what blocks in a row have in common."""
 ENERGY = 0.02
 """Guess for a level that was never run: ``e² = ENERGY (1 / share - 1)``, with its share of the dense bytes. Measured
 on a text model: 0.8 for low rank 16 (a share of 2.5 %), 1.8 for rank 8, 4.2 for rank 4."""
 ERRORS_KEPT = 10
-
-
-class Guess(NamedTuple):
-    """An estimate of a logarithm."""
-
-    mean: float = 0.0
-    variance: float = 1.0
-
-    def updated(self, seen: float, variance: float) -> Guess:
-        """With a measurement of it. One that lies far off says that things have changed, and counts the more."""
-        off, own = seen - self.mean, self.variance
-        if off * off > FAR**2 * (own + variance):
-            own += off * off
-        gain = own / (own + variance)
-        return Guess(self.mean + gain * off, (1 - gain) * own)
 
 
 class LinkEstimate(NamedTuple):
@@ -100,63 +79,6 @@ class LinkEstimate(NamedTuple):
         elif beta < 0:
             alpha, beta = max(0.0, alpha + beta * b / m), 0.0
         return LinkEstimate(alpha, beta, known.aa - ka * pa, known.ab - ka * pb, known.bb - kb * pb)
-
-
-class Block(NamedTuple):
-    """Some steps in a row at one level: middle values in seconds, and the variances of these values."""
-
-    step: float
-    step_variance: float
-    """Of the logarithm."""
-    busy: float
-    """Computation and input wait."""
-    busy_variance: float
-    rest: float
-    """Codec and exposed communication."""
-    rest_variance: float
-    codec: float
-    exposed: float
-    overlapped: float
-    comm_variance: float
-
-    @property
-    def comm(self) -> float:
-        """All communication, hidden or not."""
-        return self.exposed + self.overlapped
-
-
-def block_of(steps: Sequence[StepTimes]) -> Block:
-    """A block of two or more steps. Steps count in pairs: a level of two sides sends more in one than in the other."""
-
-    def pairs(values: Sequence[float]) -> list[float]:
-        return [(a + b) / 2 for a, b in pairwise(values)] or list(values)
-
-    def middle(values: Sequence[float]) -> tuple[float, float]:
-        means = pairs(values)
-        spread = stdev(means) if len(means) > 1 else 0.05 * abs(means[0])
-        return median(means), spread**2 / max(1.0, len(values) / 2)
-
-    busy = [each.compute + each.input_wait for each in steps]
-    step, step_variance = middle([math.log(max(each.step, 1e-9)) for each in steps])
-    busy_middle, busy_variance = middle(busy)
-    rest, rest_variance = middle([max(0.0, each.step - own) for each, own in zip(steps, busy, strict=True)])
-    codec, exposed, overlapped = (
-        middle(figure)[0]
-        for figure in zip(*((each.codec, each.exposed_comm, each.overlapped_comm) for each in steps), strict=True)
-    )
-    comm_variance = middle([each.comm for each in steps])[1]
-    return Block(
-        math.exp(step),
-        step_variance + NOISE_FLOOR**2,
-        max(busy_middle, 1e-9),
-        busy_variance,
-        rest,
-        rest_variance,
-        codec,
-        exposed,
-        overlapped,
-        comm_variance,
-    )
 
 
 class Level(NamedTuple):
