@@ -63,7 +63,7 @@ def report(times: StepTimes | None = None, **fields: float) -> Report:
         "exposed_comm": times.exposed_comm,
         "comm": times.comm,
         "input_wait": times.input_wait,
-        "probe": times.sounding,
+        "probe": times.probe,
     }
     return Report(Sums(**{"step": times.step, **sums}), Slot(**{**mine, **fields}))
 

@@ -90,7 +90,7 @@ class Job:
         wire = self.wire(level)
         return max(wire / self.messages, wire - self.overlap * (self.compute + self.slow_rank))
 
-    def sounding(self, size: int) -> float:
+    def probe(self, size: int) -> float:
         """A sum that nothing else goes along with."""
         return self.wait + self.alpha + max(0.0, size - self.burst) / self.rate
 
@@ -234,11 +234,11 @@ def drive(
         if drains or warms_up:
             drains, warms_up = max(0, drains - 1), max(0, warms_up - 1)
             continue
-        times, sounding = reduce_times(job_now.step(level, dice, wave)), controller.sounding()
+        times, sounding = reduce_times(job_now.step(level, dice, wave)), controller.probe_bytes()
         if sounding:
-            took = job_now.sounding(sounding) * _shaken(dice, job_now.noise.wire)
-            times = times._replace(step=times.step + took, sounding=took)
-            course.soundings.append((step, job_now.sounding(sounding)))
+            took = job_now.probe(sounding) * _shaken(dice, job_now.noise.wire)
+            times = times._replace(step=times.step + took, probe=took)
+            course.soundings.append((step, job_now.probe(sounding)))
             course.seconds += course.soundings[-1][1]
         error, norm, rate = training(step, level, age)
         if step % NORM_STEPS:

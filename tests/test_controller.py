@@ -1262,12 +1262,12 @@ def test_what_is_recalled_decides_like_what_remembers(job: Job, seed: int, when:
             other.recall(json.loads(json.dumps(mine.memory())))
             assert mine == other
         at = job if step < 150 else replace(job, rate=job.rate * dice.choice([0.05, 20]))
-        times, size = reduce_times(at.step(mine.level, dice)), mine.sounding()
+        times, size = reduce_times(at.step(mine.level, dice)), mine.probe_bytes()
         if size:
-            times = times._replace(step=times.step + at.sounding(size), sounding=at.sounding(size))
+            times = times._replace(step=times.step + at.probe(size), probe=at.probe(size))
         seen = Observation(times, 0.3 * mine.level, 1.0, 0.1, size)
         if step >= when:
-            assert other.sounding() == size
+            assert other.probe_bytes() == size
         decision = mine.observe(mine.level, seen)
         if step >= when:
             assert other.observe(other.level, seen) == decision

@@ -537,7 +537,7 @@ def test_the_trace_holds_every_step_that_the_controller_saw(tmp_path: Path, seen
     assert len(rows) == len(seen)
     for (level, *micros, error, norm, rate, sounding), each in zip(rows, seen, strict=True):
         assert micros == [GENTLE[level][0] * 1e3, 1000, GENTLE[level][1] * 1e3, 500, GENTLE[level][2] * 1e3, 0]
-        assert sounding == each.sounding_bytes
+        assert sounding == each.probe_bytes
         assert all(isinstance(value, int) for value in micros)
         assert StepTimes(*(value / 1e6 for value in micros)) == each.times
         measured = (None if math.isnan(value) else value for value in (each.error, each.gradient_norm))

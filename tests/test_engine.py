@@ -1146,7 +1146,7 @@ def test_a_bandwidth_probe_changes_no_mean(level: str, negotiates: bool) -> None
         transport.sent.clear()
         (got,) = take(x, [3])
         assert transport.sent[-1] == ("numpy.probe", 4096)
-        assert x.meter.last.sounding > 0 and not x.plan.probe_bytes
+        assert x.meter.last.probe > 0 and not x.plan.probe_bytes
         for one, other in zip(got, take(plain, [3])[0], strict=True):
             assert np.array_equal(one, other)
 

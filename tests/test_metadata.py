@@ -87,9 +87,7 @@ def test_times_are_those_of_the_job(told: list[StepTimes]) -> None:
 
 
 def test_times_of_one_rank_come_back_as_they_were_measured() -> None:
-    times = StepTimes(
-        step=0.25, codec=0.125, exposed_comm=0.0625, input_wait=0.03125, overlapped_comm=2.0, sounding=0.5
-    )
+    times = StepTimes(step=0.25, codec=0.125, exposed_comm=0.0625, input_wait=0.03125, overlapped_comm=2.0, probe=0.5)
     assert heard(report(times)).times == times
 
 

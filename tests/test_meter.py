@@ -230,10 +230,10 @@ def test_a_sounding_is_no_computation(clock: Clock) -> None:
         with meter.exposed_comm():
             clock.wait(3)
         if sounds:
-            with meter.sounding():
+            with meter.probe():
                 clock.wait(5)
         meter.end_step()
-        assert meter.last == StepTimes(step=10 if sounds else 5, exposed_comm=3, sounding=5 if sounds else 0)
+        assert meter.last == StepTimes(step=10 if sounds else 5, exposed_comm=3, probe=5 if sounds else 0)
         assert meter.last.compute == 2
 
 
@@ -259,7 +259,7 @@ def test_reduced_figures_lie_between_the_ranks_and_know_no_order(ranks: list[Ste
 @given(times)
 @quickly
 def test_compute_is_the_rest_and_never_negative(step: StepTimes) -> None:
-    rest = step.step - step.codec - step.exposed_comm - step.input_wait - step.sounding
+    rest = step.step - step.codec - step.exposed_comm - step.input_wait - step.probe
     assert step.compute == max(0.0, rest)
 
 

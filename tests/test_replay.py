@@ -60,8 +60,8 @@ class Run:
             times = [StepTimes()] * RANKS
             if self._ran:
                 times = self.job.step(0 if self._ran.warms_up else self._ran.level, self.dice)
-                took = self.job.sounding(self._ran.probe_bytes) if self._ran.probe_bytes else 0.0
-                times = [each._replace(step=each.step + took, sounding=took) for each in times]
+                took = self.job.probe(self._ran.probe_bytes) if self._ran.probe_bytes else 0.0
+                times = [each._replace(step=each.step + took, probe=took) for each in times]
             norms = {}
             if plan.measure_norms:
                 gradient = norm * self.dice.uniform(0.7, 1.4)

@@ -43,7 +43,7 @@ def write(path: Path, steps: int = 120, limits: Limits | None = None, slower_fro
             (800 + cost.payload_bytes * 5e-3) * (2 if step >= slower_from else 1) * shaken.uniform(0.98, 1.02)
         )
         codec = round(cost.codec * 1e6)
-        sounding = controller.sounding()
+        sounding = controller.probe_bytes()
         sounded = round(800 + sounding * 5e-3) if sounding else 0
         micros = (12_000 + exposed + codec + sounded, codec, exposed, 0, 500, sounded)
         norms = (0.25, 1.5) if step % 5 == 0 else (None, None)

@@ -79,7 +79,7 @@ def test_a_clock_that_is_set_back_makes_no_time_negative_or_longer_than_the_step
         times = clock.read(stamps, [3, 5], codec, False)
         clock.step_ended(done - 0.5)
         assert min(times) >= 0
-        assert times.codec + times.exposed_comm + times.input_wait + times.sounding <= times.step + 1e-6
+        assert times.codec + times.exposed_comm + times.input_wait + times.probe <= times.step + 1e-6
         assert times.comm <= times.step + 1e-6
 
 

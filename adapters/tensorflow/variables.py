@@ -145,7 +145,7 @@ class VariablesExchange(Exchange[tf.Tensor]):
             times.exposed_comm,
             times.comm,
             times.input_wait,
-            times.sounding,
+            times.probe,
         )
         return np.array(coming, np.float64)
 

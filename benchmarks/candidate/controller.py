@@ -160,12 +160,12 @@ class Controller:
         """Take in one step that ran at ``level``. Returns a decision, if one is due."""
         if level != self.level:  # a step that was under way when the level changed
             return None
-        config, times = self.config, seen.times._replace(step=seen.times.step - seen.times.sounding, sounding=0.0)
+        config, times = self.config, seen.times._replace(step=seen.times.step - seen.times.probe, probe=0.0)
         self._known.costs = self.costs
         self._known.steps += 1
         self._age += 1
         self._elapsed += seen.times.step
-        self._spent += seen.times.sounding
+        self._spent += seen.times.probe
         if self.mode is Mode.TRIAL:
             self._spent += max(0.0, times.step - self._known.seconds(self.held))
         self._note_training(level, seen)
@@ -176,11 +176,11 @@ class Controller:
         if self._age <= min(1 if slow else config.settle_steps, config.dense_steps - 1):
             return None
         self._window.append(times)
-        if seen.times.sounding:
-            self._see_probe(seen.sounding_bytes, seen.times.sounding)
+        if seen.times.probe:
+            self._see_probe(seen.probe_bytes, seen.times.probe)
         return self._after_block(block_of(self._window)) if self._block_is_full(slow) else None
 
-    def sounding(self) -> int:
+    def probe_bytes(self) -> int:
         """Bytes by which the coming step shall probe the link's bandwidth, or 0."""
         if self.mode is not Mode.HOLD or not self.level or self._age < self._probe_after or not self.link.beta:
             return 0

@@ -38,8 +38,8 @@ class Observation(NamedTuple):
     """Root mean square over the ranks; NaN: not measured."""
     learning_rate: float = 0.0
     """0: unknown."""
-    sounding_bytes: int = 0
-    """Of the sum that ``times.sounding`` is of; 0: there was none."""
+    probe_bytes: int = 0
+    """Of the sum that ``times.probe`` is of; 0: there was none."""
 
 
 class Decision(NamedTuple):
@@ -224,7 +224,7 @@ class Controller:
             settle = min(settle, self.limits.dense_steps - 1)
         if self._steps_at_level <= settle:
             return None
-        self._window.append(seen.times._replace(step=seen.times.step - seen.times.sounding, sounding=0.0))
+        self._window.append(seen.times._replace(step=seen.times.step - seen.times.probe, probe=0.0))
         if self.mode is Mode.START:
             return self._after_start() if self._started() else None
         if self.mode is Mode.TRIAL:
@@ -232,11 +232,11 @@ class Controller:
         if self.mode is Mode.CRITICAL:
             return self._after_critical() if self._steps_at_level >= self.limits.dense_steps else None
         self._steps_held += 1
-        if seen.times.sounding and seen.sounding_bytes and (decision := self._after_sounding(seen)):
+        if seen.times.probe and seen.probe_bytes and (decision := self._after_sounding(seen)):
             return decision
         return self._while_holding() if len(self._window) >= self.limits.watch_steps else None
 
-    def sounding(self) -> int:
+    def probe_bytes(self) -> int:
         """Bytes by which the coming step shall sound the link, or 0. It asks for one in every ``sounding_steps``."""
         if self.mode is not Mode.HOLD or not self.level or not self._steps_held:
             return 0
@@ -407,7 +407,7 @@ class Controller:
         Unless it was small: every sum takes a while, and a link that has rested carries some bytes at any speed. So a
         larger one follows, until it is large enough for the level that is promised.
         """
-        took, size, known = seen.times.sounding, seen.sounding_bytes, self._samples
+        took, size, known = seen.times.probe, seen.probe_bytes, self._samples
         # Few bytes have hardly a say in what the link is thought to be, unless they have become quick: the level that
         # sends most says what it was.
         heaviest = min(known)

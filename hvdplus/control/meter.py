@@ -27,7 +27,7 @@ class StepTimes(NamedTuple):
     """From the end of a step to the first computation of the next."""
     overlapped_comm: float = 0.0
     """Communication behind this rank's computation; no part of ``step``."""
-    sounding: float = 0.0
+    probe: float = 0.0
     """The step's bandwidth probe; 0: there was none."""
 
     @property
@@ -38,7 +38,7 @@ class StepTimes(NamedTuple):
     @property
     def compute(self) -> float:
         """All the rest: forward, backward, optimizer, and the user's own code."""
-        return max(0.0, self.step - self.codec - self.exposed_comm - self.input_wait - self.sounding)
+        return max(0.0, self.step - self.codec - self.exposed_comm - self.input_wait - self.probe)
 
 
 def reduce_times(ranks: Sequence[StepTimes]) -> StepTimes:
@@ -54,7 +54,7 @@ def reduce_times(ranks: Sequence[StepTimes]) -> StepTimes:
         exposed_comm=exposed,
         input_wait=max(times.input_wait for times in ranks),
         overlapped_comm=min(times.comm for times in ranks) - exposed,
-        sounding=min(times.sounding for times in ranks),
+        probe=min(times.probe for times in ranks),
     )
 
 
@@ -86,7 +86,7 @@ class StepMeter:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._began: float | None = None
-        self._codec = self._exposed_comm = self._input_wait = self._sounding = 0.0
+        self._codec = self._exposed_comm = self._input_wait = self._probe = 0.0
         self._busy: list[tuple[float, float]] = []
         self._under_way: dict[int, tuple[float, Callable[[], bool]]] = {}
         self._looked = -math.inf
@@ -109,13 +109,13 @@ class StepMeter:
             self._busy.append((began, now))
 
     @contextmanager
-    def sounding(self) -> Iterator[None]:
+    def probe(self) -> Iterator[None]:
         """Time spent inside counts as a bandwidth probe."""
         began = self._clock()
         try:
             yield
         finally:
-            self._sounding += self._clock() - began
+            self._probe += self._clock() - began
 
     def sum_begins(self, key: int, done: Callable[[], bool]) -> None:
         """A sum is in flight. ``done``: whether it has ended."""
@@ -157,10 +157,10 @@ class StepMeter:
         if self._began is not None:
             overlapped = max(0.0, union_seconds(self._busy) - self._exposed_comm)
             self.last = StepTimes(
-                now - self._began, self._codec, self._exposed_comm, self._input_wait, overlapped, self._sounding
+                now - self._began, self._codec, self._exposed_comm, self._input_wait, overlapped, self._probe
             )
         self._began = now
-        self._codec = self._exposed_comm = self._input_wait = self._sounding = 0.0
+        self._codec = self._exposed_comm = self._input_wait = self._probe = 0.0
         self._busy.clear()
 
 

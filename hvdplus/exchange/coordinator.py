@@ -258,7 +258,7 @@ class Coordinator:
 
     def _next_plan(self) -> Plan:
         measures = self._measures_norms and self.steps % NORM_STEPS == 0
-        probe = self._controller.sounding() if self._controller and not self.schedule.transitional else 0
+        probe = self._controller.probe_bytes() if self._controller and not self.schedule.transitional else 0
         return self.schedule.next_plan()._replace(measure_norms=measures, probe_bytes=probe)
 
     def _measure(self, seen: Observation, loss: float) -> None:
@@ -342,7 +342,7 @@ def _whole_microseconds(seconds: float) -> float:
 def _observed(plan: Plan, metadata: Metadata) -> Observation:
     """The observation of a step without its times, which come with the next metadata."""
     learning_rate = float(f"{metadata.learning_rate:.7g}")
-    unmeasured = Observation(StepTimes(), learning_rate=learning_rate, sounding_bytes=plan.probe_bytes)
+    unmeasured = Observation(StepTimes(), learning_rate=learning_rate, probe_bytes=plan.probe_bytes)
     gradient, residual = metadata.gradient_norm, metadata.residual_norm
     if not plan.measure_norms or not (math.isfinite(gradient) and math.isfinite(residual)):  # the step was not taken
         return unmeasured

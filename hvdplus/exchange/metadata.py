@@ -133,7 +133,7 @@ def read(total: np.ndarray, ranks: int) -> Metadata:
         exposed_comm=least.exposed_comm,
         input_wait=most.input_wait,
         overlapped_comm=least.comm - least.exposed_comm,
-        sounding=least.probe,
+        probe=least.probe,
     )
     return Metadata(
         nonfinite=not sums.nonfinite < 0.5,

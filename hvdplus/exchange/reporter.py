@@ -167,7 +167,7 @@ class Reporter(Generic[EagerArray]):
             exposed_comm=times.exposed_comm,
             comm=times.comm,
             input_wait=times.input_wait,
-            probe=times.sounding,
+            probe=times.probe,
             gradient_norm=gradient_norm,
             residual_norm=residual_norm,
             learning_rate=learning_rate,

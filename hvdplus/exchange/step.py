@@ -157,5 +157,5 @@ def probe(x: EagerExchange[EagerArray]) -> None:
         zeros = x.backend.zeros(x.plan.probe_bytes // 4)
         with x.meter.exposed_comm():  # once the metadata are here, all ranks have sent everything
             x.reporter.metadata.read()
-        with x.meter.sounding():
+        with x.meter.probe():
             x.transport.wait(x.transport.start(zeros, f"{x.prefix}.probe"))

@@ -92,7 +92,7 @@ def test_ranks_stay_identical_in_fit_and_learn(level):
 @several
 def test_the_wire_is_sounded_where_the_controller_asks_for_it_and_nothing_else_changes(monkeypatch):
     seen, sizes = [], itertools.cycle([0, 4096, 0, 8192])
-    monkeypatch.setattr(Controller, "sounding", lambda self: next(sizes))
+    monkeypatch.setattr(Controller, "probe_bytes", lambda self: next(sizes))
     monkeypatch.setattr(Controller, "observe", lambda self, level, observation: seen.append(observation))
     sounded, silent = model(), model()
     fit(sounded, hvd.DistributedOptimizer(sgd(), compression="auto"), epochs=3)
@@ -102,10 +102,10 @@ def test_the_wire_is_sounded_where_the_controller_asks_for_it_and_nothing_else_c
         assert equal(sounded, silent)
     for mine, plain in zip(sounded.get_weights(), silent.get_weights(), strict=True):
         np.testing.assert_allclose(mine, plain, rtol=1e-4, atol=1e-5)
-    assert {each.sounding_bytes for each in seen} == {0, 4096, 8192}
+    assert {each.probe_bytes for each in seen} == {0, 4096, 8192}
     for each in seen:
-        assert (each.times.sounding > 0) == (each.sounding_bytes > 0), each
-        assert each.times.sounding < each.times.step, each
+        assert (each.times.probe > 0) == (each.probe_bytes > 0), each
+        assert each.times.probe < each.times.step, each
     assert len({str(theirs) for theirs in hvd.allgather_object(seen)}) == 1
 
 
