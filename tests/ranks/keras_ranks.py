@@ -352,6 +352,7 @@ def test_any_optimizer(optimizer):
     assert hvd.identical(net)
 
 
+@any_transport
 def test_custom_training_loop():
     net = model()
     optimizer = hvd.DistributedOptimizer(sgd(), compression="lowrank:2")
@@ -456,6 +457,7 @@ def test_a_step_inside_a_condition_is_refused_because_it_could_hang():
     raises_everywhere(ValueError, "inside a condition", lambda: step(*grads))
 
 
+@any_transport
 def test_a_step_that_xla_compiles_is_refused_and_says_what_to_do():
     net = model()
     raises_everywhere(
@@ -465,6 +467,7 @@ def test_a_step_that_xla_compiles_is_refused_and_says_what_to_do():
     )
 
 
+@any_transport
 def test_one_trace_serves_every_level(monkeypatch):
     """A level is a branch of the step, not a new step."""
     monkeypatch.setenv("HVDPLUS_LADDER", "none,fp16,int8,lowrank:2")
@@ -742,7 +745,7 @@ def dense(mean, shape):
     return whole
 
 
-@several
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_level_does_what_numpys_exchange_does(level):
     variables, optimizer = plain(level)
@@ -755,7 +758,8 @@ def test_a_level_does_what_numpys_exchange_does(level):
             np.testing.assert_allclose(old - np.array(v), mean, rtol=0, atol=tolerance * max(np.abs(mean).max(), 1))
 
 
-@several
+@any_transport
+@pytest.mark.ranks(2)
 def test_changes_of_level_are_those_of_numpys_exchange():
     """Warm-up, flushing, contexts that are handed over, and rows of a table, shared or not."""
     ladder, levels = ["none", "lowrank:1", "lowrank:2", "int8"], {4: 1, 10: 2, 14: 3, 19: 0, 27: 3}
@@ -827,7 +831,7 @@ def test_ranks_that_begin_with_other_weights_are_an_error_on_every_rank():
     assert optimizer.hvdplus.steps == 1, "in the second step"
 
 
-@several
+@pytest.mark.ranks(2)
 def test_ranks_whose_weights_are_changed_are_an_error_within_the_interval():
     net = model()
     optimizer = hvd.DistributedOptimizer(sgd(), compression="none", settings={"weights_check_steps": 5})
@@ -889,7 +893,8 @@ def test_plain_dense_steps_send_gradients_in_their_own_type_if_they_can_be_added
     assert hvd.identical([np.array(v, np.float64) for v in variables])
 
 
-@several
+@any_transport
+@pytest.mark.ranks(2)
 def test_a_step_that_is_not_taken_sends_what_it_flushed_once_more():
     """Of two steps out of three nobody takes the means; nothing is lost of what the others sent, or held back."""
     ladder = ["none", "lowrank:1", "int8"]
@@ -928,7 +933,7 @@ def test_a_step_that_is_not_taken_sends_what_it_flushed_once_more():
         np.testing.assert_allclose(-np.array(v, np.float64), np.mean(parts, axis=0), atol=2e-4)
 
 
-@several
+@pytest.mark.ranks(2)
 def test_a_checkpoint_within_a_step_knows_that_it_was_not_taken():
     settings = {"ladder": ["none", "int8"], "dense_steps": 100000, "drain_steps": 3, "warm_steps": 1}
     variables, optimizer = plain("auto", settings=settings)
@@ -973,7 +978,7 @@ def test_one_rank_is_idle_again_when_a_checkpoints_residual_is_flushed(in_graph)
     assert not again._hvdplus.exchange.state()["residuals"]
 
 
-@several
+@pytest.mark.ranks(2)
 def test_where_tensorflow_has_no_order_of_effects_to_leave_times_are_taken_all_the_same(monkeypatch):
     from hvdplus.adapters.tensorflow import private
 
