@@ -155,9 +155,10 @@ def _odd(fields: np.ndarray, low: list[float], high: list[float]) -> dict[str, l
     for name in AGREED:
         row = Slot._fields.index(name)
         if low[row] != high[row]:
-            bits = fields[row].view(np.int32)
-            ranks = np.flatnonzero(bits != bits[0]).tolist()
-            if ranks:  # else the same NaN everywhere
+            told = fields[row]
+            both_nan = np.isnan(told) & np.isnan(told[0])  # whatever the bits of a NaN are
+            ranks = np.flatnonzero((told != told[0]) & ~both_nan).tolist()
+            if ranks:  # else NaN everywhere
                 found[name] = ranks
     return found
 
