@@ -4,6 +4,8 @@
     python benchmarks/controllers.py --jobs 20          fewer jobs of each kind
     python benchmarks/controllers.py --only candidate
 
+The candidate's numbers were chosen on the jobs of seed 0: believe ``--seed 1000``.
+
 Needs no machine to itself: time is simulated (``tests/simulating.py``), and nothing is measured but decisions.
 
 What counts is *cost*: seconds a step times the price of delay, ``1 + κ e²``. κ is 0.05, e the residual over the
@@ -100,10 +102,10 @@ def run(controller: Callable[..., Any], at: At, steps: int, seed: int) -> Outcom
     )
 
 
-def fast_links(count: int) -> list[Job]:
+def fast_links(count: int, seed: int = 0) -> list[Job]:
     """Communication of 2 to 15 % of the computation, codecs that cost 1 to 30 %, and much noise: little to gain."""
-    dice, jobs = random.Random(3), []
-    for job in some_jobs(count, NOISY, seed=9):
+    dice, jobs = random.Random(3 + seed), []
+    for job in some_jobs(count, NOISY, seed=9 + seed):
         compute = 10 ** dice.uniform(-2.7, -1)
         rate = job.payload_bytes[0] / (compute * dice.uniform(0.02, 0.15))
         codec = (0.0, *(compute * dice.uniform(0.01, 0.3) for _ in range(4)))
@@ -127,16 +129,16 @@ def phases(job: Job) -> At:
     return lambda step: slow if step // 70 % 2 else job
 
 
-def scenarios(count: int) -> dict[str, tuple[list[Job], int, Callable[[Job], At]]]:
+def scenarios(count: int, seed: int = 0) -> dict[str, tuple[list[Job], int, Callable[[Job], At]]]:
     """Name -> jobs, steps of each, how they change."""
-    calm = some_jobs(count, NOISES["jitter"], seed=6)
+    calm = some_jobs(count, NOISES["jitter"], seed=6 + seed)
     return {
-        **{name: (some_jobs(count, noise, seed=5), 500, steady) for name, noise in NOISES.items()},
-        "much noise": (some_jobs(count, NOISY, seed=11), 1000, steady),
-        "fast links": (fast_links(count), 700, steady),
+        **{name: (some_jobs(count, noise, seed=5 + seed), 500, steady) for name, noise in NOISES.items()},
+        "much noise": (some_jobs(count, NOISY, seed=11 + seed), 1000, steady),
+        "fast links": (fast_links(count, seed), 700, steady),
         "link 4 x faster": (calm, 600, link_times(4)),
         "link 4 x slower": (calm, 600, link_times(0.25)),
-        "machine in phases": (some_jobs(count, NOISES["jitter"], seed=7), 700, phases),
+        "machine in phases": (some_jobs(count, NOISES["jitter"], seed=7 + seed), 700, phases),
     }
 
 
@@ -158,10 +160,11 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=60, help="jobs of each kind (default: 60)")
+    parser.add_argument("--seed", type=int, default=0, help="other jobs than those that the candidate was tuned on")
     parser.add_argument("--only", choices=CONTROLLERS, help="one controller")
     asked = parser.parse_args()
     print(f"{'':30}   end/best: median, tenth, worst, > 5 %   all: median, tenth   > dense   changes   seconds")
-    for name, (jobs, steps, changing) in scenarios(asked.jobs).items():
+    for name, (jobs, steps, changing) in scenarios(asked.jobs, asked.seed).items():
         print(name)
         for title, controller in CONTROLLERS.items():
             if asked.only in (None, title):
