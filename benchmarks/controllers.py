@@ -38,7 +38,7 @@ import hvdplus.control.controller as old
 
 PRICE_OF_DELAY = 0.05
 ERRORS = (0.0, 0.0, 0.02, 0.8, 1.2)
-"""What e comes to at each level of ``simulating.NAMES``."""
+"""What e comes to at each level of ``simulating.NAMES``; assumed."""
 NOISY = Noise(compute=0.1, wire=0.3, rank=0.05, odd=0.03, waves=0.1)
 
 

@@ -65,7 +65,7 @@ class Config:
     explore: float = 0.02
     """Share of the time that trials of levels that promise nothing may cost, and bandwidth probes."""
     delay_price: float = 0.05
-    """κ; 0: only time counts. ``benchmarks/quality.py`` shows what it stands for."""
+    """κ; 0: only time counts. Not fitted yet: see ``knowledge.ENERGY`` for what it rests on."""
     critical_price: float = 4.0
     """Factor of κ in a critical phase: while gradient norms or the learning rate change."""
     error_budget: float = 5.0
