@@ -41,7 +41,7 @@ LAUNCHES = [
     ("framework", "launcher", "ranks", "asked", "expected"),
     [pytest.param(*launch, marks=pytest.mark.one_rank if launch[2] == 1 else ()) for launch in LAUNCHES],
 )
-def test_launch(framework, launcher, ranks, asked, expected):
+def test_launch(framework, launcher, ranks, asked, expected, tmp_path):
     framework, _, backend = framework.partition(" ")
     body = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "--color=no"]
     body += ["-o", "faulthandler_timeout=120"]  # a rank that waits says where
@@ -54,6 +54,7 @@ def test_launch(framework, launcher, ranks, asked, expected):
         HVDPLUS_TRANSPORT=asked,
         EXPECTED_TRANSPORT=expected,
         EXPECTED_RANKS=str(ranks),
+        RANKS_TEMPORARY=str(tmp_path),
     )
     print(output)
     assert code == 0

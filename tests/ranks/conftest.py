@@ -5,8 +5,16 @@ A rank whose assertion fails would leave the others waiting in their next sum: i
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
+
+# pytest numbers its temporary folders and clears old ones away while another rank lists them: each rank has a root of
+# its own, inside the one that test_launches.py names (and removes).
+if "RANKS_TEMPORARY" in os.environ:
+    root = Path(os.environ["RANKS_TEMPORARY"], str(os.getpid()))
+    root.mkdir()
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = str(root)
 
 
 @pytest.hookimpl(hookwrapper=True, trylast=True)
