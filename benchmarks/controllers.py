@@ -1,65 +1,82 @@
 """Two controllers on the same simulated jobs: who ends nearer to the best level, at what cost, with how many changes?
 
-    python benchmarks/controllers.py                    the controller in use against the candidate, about a minute
-    python benchmarks/controllers.py --jobs 20          fewer jobs of each kind
-    python benchmarks/controllers.py --only candidate
-
-The candidate's numbers were chosen on the jobs of seed 0: believe ``--seed 1000``.
+    python benchmarks/controllers.py                    the controller of this tree, half a minute
+    python benchmarks/controllers.py --against main~5   and that of another commit, in turns
+    python benchmarks/controllers.py --seed 1000        other jobs than those that its numbers were chosen on
 
 Needs no machine to itself: time is simulated (``tests/simulating.py``), and nothing is measured but decisions.
 
-What counts is *cost*: seconds a step times the price of delay, ``1 + κ e²``. κ is 0.05, e the residual over the
-gradient (PowerSGD at ranks 16, 8 and 4 needs 1.04, 1.09 and 1.21 times the steps of dense on a text model). Columns:
-the cost at the last level over that of the best level (median, the worst tenth begins at, worst; jobs beyond 5 %), the
-cost of all steps over that of an oracle that runs the best level from the first step on (median, worst tenth), jobs
-that end more than 2 % dearer than dense, changes of the level in a job (median, worst tenth), and processor seconds for
-all jobs.
+What counts is *cost*: seconds a step times the price of delay, ``1 + κ e²``, with κ as in the settings and e the
+residual over the gradient. Columns: the cost at the last level over that of the best level (median, the worst tenth
+begins at, worst; jobs beyond 5 %), the cost of all steps over that of an oracle that runs the best level from the first
+step on (median, worst tenth), jobs that end more than 2 % dearer than dense, changes of the level in a job (median,
+worst tenth), and processor seconds for all jobs.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import random
+import subprocess
 import sys
+import tarfile
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "tests"))
 
-import candidate.controller as new
-import simulating
-from simulating import NOISES, Job, Noise, drive, some_jobs
+from simulating import NOISES, Job, Noise, drive, some_jobs  # noqa: E402
 
-import hvdplus.control.controller as old
+from hvdplus.control.controller import Config, Controller  # noqa: E402
 
-PRICE_OF_DELAY = 0.05
+PRICE_OF_DELAY = Config().delay_price
 ERRORS = (0.0, 0.0, 0.02, 0.8, 1.2)
 """What e comes to at each level of ``simulating.NAMES``; assumed."""
 NOISY = Noise(compute=0.1, wire=0.3, rank=0.05, odd=0.03, waves=0.1)
-
-
-def in_use(names: tuple[str, ...], costs: Any, limits: Any) -> Any:
-    """The controller that hvdplus runs, with its default limits."""
-    return old.Controller(names, costs)
-
-
-def lenient(names: tuple[str, ...], costs: Any, limits: Any) -> Any:
-    """The same with a far error budget, so that its veto plays no part."""
-    return old.Controller(names, costs, replace(old.Limits(), error_budget=5.0))
-
-
-def on_trial(names: tuple[str, ...], costs: Any, limits: Any) -> Any:
-    """The candidate."""
-    return new.Controller(names, costs, new.Config(delay_price=PRICE_OF_DELAY))
-
-
-CONTROLLERS: dict[str, Callable[..., Any]] = {"in use": in_use, "lenient": lenient, "candidate": on_trial}
 At = Callable[[int], Job]
 """Step -> the job as it is then."""
+
+
+def in_use(names: tuple[str, ...], costs: Any, config: Any) -> Controller:
+    """The controller of this tree with its default numbers."""
+    return Controller(names, costs)
+
+
+def with_numbers(numbers: Sequence[str]) -> Callable[..., Controller]:
+    """The same with other numbers, each as ``name=value``."""
+    pairs = (number.partition("=") for number in numbers)
+    config = Config(**{name: type(getattr(Config(), name))(value) for name, _, value in pairs})
+    return lambda names, costs, _: Controller(names, costs, config)
+
+
+@contextmanager
+def of_commit(commit: str) -> Iterator[Callable[..., Any]]:
+    """The controller of another commit with its own numbers, beside this tree's under another package name."""
+    with tempfile.TemporaryDirectory() as folder:
+        archive = subprocess.run(
+            ["git", "-C", str(ROOT), "archive", commit, "hvdplus/control"], check=True, capture_output=True
+        ).stdout
+        with tarfile.open(fileobj=io.BytesIO(archive)) as packed:
+            packed.extractall(folder, filter="data")
+        source = Path(folder) / "hvdplus" / "control"
+        for path in source.glob("*.py"):
+            path.write_text(path.read_text().replace("hvdplus.control", "control_against"))
+        source.rename(Path(folder) / "control_against")
+        sys.path.append(folder)
+        try:
+            against = import_module("control_against.controller")
+        finally:
+            sys.path.remove(folder)
+        yield lambda names, costs, config: against.Controller(names, costs)
 
 
 class Outcome(NamedTuple):
@@ -89,8 +106,7 @@ def training(step: int, level: int, age: int) -> tuple[float, float, float]:
 
 def run(controller: Callable[..., Any], at: At, steps: int, seed: int) -> Outcome:
     """One job under one controller."""
-    simulating.Controller = controller  # type: ignore[assignment,misc]
-    course = drive(at, steps, seed=seed, training=training)
+    course = drive(at, steps, make=controller, seed=seed, training=training)
     levels = range(len(ERRORS))
     oracle = sum(min(cost(at(step), level) for level in levels) for step in range(steps))
     last, level = at(steps - 1), course.levels[-1]
@@ -160,14 +176,20 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=60, help="jobs of each kind (default: 60)")
-    parser.add_argument("--seed", type=int, default=0, help="other jobs than those that the candidate was tuned on")
-    parser.add_argument("--only", choices=CONTROLLERS, help="one controller")
+    parser.add_argument("--seed", type=int, default=0, help="other jobs than those that the numbers were chosen on")
+    parser.add_argument("--against", metavar="COMMIT", help="also the controller of another commit")
+    parser.add_argument("--set", metavar="NAME=VALUE", nargs="+", help="also this controller with other numbers")
     asked = parser.parse_args()
-    print(f"{'':30}   end/best: median, tenth, worst, > 5 %   all: median, tenth   > dense   changes   seconds")
-    for name, (jobs, steps, changing) in scenarios(asked.jobs, asked.seed).items():
-        print(name)
-        for title, controller in CONTROLLERS.items():
-            if asked.only in (None, title):
+    with ExitStack() as stack:
+        contestants: dict[str, Callable[..., Any]] = {"this": in_use}
+        if asked.against:
+            contestants[asked.against] = stack.enter_context(of_commit(asked.against))
+        if asked.set:
+            contestants[" ".join(asked.set)] = with_numbers(asked.set)
+        print(f"{'':30}   end/best: median, tenth, worst, > 5 %   all: median, tenth   > dense   changes   seconds")
+        for name, (jobs, steps, changing) in scenarios(asked.jobs, asked.seed).items():
+            print(name)
+            for title, controller in contestants.items():
                 began = time.process_time()
                 outcomes = [run(controller, changing(job), steps, seed) for seed, job in enumerate(jobs)]
                 print(f"  {title:28} {line(outcomes, time.process_time() - began)}", flush=True)

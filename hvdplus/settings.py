@@ -45,10 +45,18 @@ def _at_least(least: int) -> Callable[[Any], int]:
 
 def _above_zero(value: Any) -> float:
     """a number above 0"""
+    number = _not_negative(value)
+    if not number:
+        raise ValueError
+    return number
+
+
+def _not_negative(value: Any) -> float:
+    """a number of at least 0"""
     if isinstance(value, bool):
         raise TypeError
     number = float(value)
-    if not 0 < number < math.inf:
+    if not 0 <= number < math.inf:
         raise ValueError
     return number
 
@@ -102,8 +110,11 @@ class Settings:
     dense_steps: int = _setting(10, _at_least(1), "steps without compression at the start of training")
     warm_steps: int = _setting(2, _at_least(1), "dense warm-up steps from which a level learns before it begins")
     drain_steps: int = _setting(10, _at_least(1), "steps over which a residual is flushed on the way back to dense")
+    delay_price: float = _setting(
+        0.05, _not_negative, "price k of gradients that are held back: auto takes a step's seconds times 1 + k error^2"
+    )
     error_budget: float = _setting(
-        1.0, _above_zero, "largest smoothed ||residual|| / ||gradient|| at which auto keeps a level"
+        5.0, _above_zero, "largest ||residual|| / ||gradient|| at which auto keeps a level, whatever it saves"
     )
     bucket_bytes: int = _setting(8 << 20, _at_least(4), "size of the buckets that gradients are exchanged in, in bytes")
     weights_check_steps: int = _setting(

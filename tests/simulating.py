@@ -14,15 +14,16 @@ from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
-from hvdplus.control.controller import Controller, Decision, Limits, Mode, Observation
+from hvdplus.control.controller import Config, Controller, Decision, Mode, Observation
 from hvdplus.control.link import LevelCost
 from hvdplus.control.meter import StepTimes, reduce_times
+from hvdplus.control.probing import sizes
 
 NAMES = ("none", "fp16", "int8", "lowrank:16+fp16", "lowrank:8+fp16")
 LOSSY = 2
 """Least level that keeps a residual and has to learn before it begins."""
 WARM_STEPS = 2
-LIMITS = Limits()
+DRAIN_STEPS = 10
 NORM_STEPS = 5
 ms = 1e-3
 
@@ -196,21 +197,25 @@ def drive(
     job: Job | Callable[[int], Job],
     steps: int,
     *,
-    limits: Limits = LIMITS,
+    make: Callable[..., Controller] = Controller,
+    config: Config = Config(),  # noqa: B008 (a constant)
     seed: int = 0,
     training: Training = calm,
     events: Callable[[int, Controller], object] = lambda step, controller: None,
 ) -> Course:
-    """Run ``steps`` steps of a job (that changes) under a controller.
+    """Run ``steps`` steps of a job (that changes) under the controller that ``make`` makes.
 
     Figures arrive one step late. The controller does not see steps that flush a residual or warm up.
     ``events(step, controller)`` is called before every step.
     """
     at = job if callable(job) else lambda step: job
     start = at(0)
-    controller = Controller(NAMES, start.costs, limits)
+    controller = make(NAMES, start.costs, config)
     course = Course(controller, [], [], [])
     dice = random.Random(seed)
+    if hasattr(controller, "begin"):  # a controller of another version may have to begin without
+        probed = sizes(start.costs[0].payload_bytes)
+        controller.begin([(size, start.probe(size) * _shaken(dice, start.noise.wire)) for size in probed])
     late: tuple[int, Observation] | None = None
     running = drains = warms_up = age = 0
     wave = 0.0
@@ -222,7 +227,7 @@ def drive(
             if decision:
                 course.decisions.append((step, decision))
         if level != running:
-            drains = limits.drain_steps if level < LOSSY <= running else 0
+            drains = DRAIN_STEPS if level < LOSSY <= running else 0
             warms_up = WARM_STEPS if level >= LOSSY else 0
             running, age = level, 0
         job_now = at(step)

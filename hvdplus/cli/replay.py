@@ -11,12 +11,12 @@ from dataclasses import asdict
 from itertools import takewhile
 
 from hvdplus.cli.text import FOREIGN, foreign, read_log
-from hvdplus.control.controller import Limits
+from hvdplus.control.controller import Config
 from hvdplus.log.facts import Record, decisions_of
 from hvdplus.log.replay import Replayed, replay
 from hvdplus.log.words import explain
 
-DEFAULTS: dict[str, float] = asdict(Limits())
+DEFAULTS: dict[str, float] = asdict(Config())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

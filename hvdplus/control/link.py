@@ -13,6 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+MODEL_ERROR = 0.05
+"""Standard deviation of measured communication from the model, as a share of it."""
+
 
 class LevelCost(NamedTuple):
     """Demands of a level on link and processor in one step, the same on every rank."""
@@ -43,18 +46,52 @@ class Link(NamedTuple):
         last = self.alpha + self.beta * cost.last_bytes
         return max(last, self.seconds(cost) - hideable)
 
-    def changed(self, cost: LevelCost, seconds: float) -> Link:
-        """This link after the communication of one level took ``seconds``.
 
-        The change is attributed to β. One exception: if α took most of the time before and the time is now shorter,
-        the few bytes are no proof of a smaller β alone, and α and β are scaled by the same factor.
-        """
-        before = self.seconds(cost)
-        if not cost.payload_bytes or seconds < before > 2 * self.beta * cost.payload_bytes:
-            scale = seconds / before if before else 1.0
-            return Link(scale * self.alpha, scale * self.beta)
-        alpha = min(self.alpha, seconds / cost.messages)
-        return Link(alpha, (seconds - alpha * cost.messages) / cost.payload_bytes)
+class LinkEstimate(NamedTuple):
+    """α and β with the covariance of their errors: a Kalman filter over measured communication."""
+
+    alpha: float = 0.0
+    beta: float = 0.0
+    aa: float = (3e-4) ** 2
+    """Variance of α; at first, what all-reduces of clusters take."""
+    ab: float = 0.0
+    bb: float = (1e-6) ** 2
+    """Variance of β; at first, anything from 1 MB/s on."""
+
+    @property
+    def link(self) -> Link:
+        """The link as estimated."""
+        return Link(self.alpha, self.beta)
+
+    def variance(self, cost: LevelCost) -> float:
+        """Of the seconds that a level's communication takes, as far as the link is the reason."""
+        m, b = cost.messages, cost.payload_bytes
+        return max(0.0, m * m * self.aa + 2 * m * b * self.ab + b * b * self.bb)
+
+    def older(self, share: float) -> LinkEstimate:
+        """α and β may each have changed; ``share``: variance of the change, relative to their squares."""
+        return self._replace(aa=self.aa + share * self.alpha**2, bb=self.bb + share * self.beta**2)
+
+    def updated(self, cost: LevelCost, seconds: float, variance: float) -> LinkEstimate:
+        """With a level's measured communication. Measurements far from the estimate say that the link has changed."""
+        m, b = cost.messages, cost.payload_bytes
+        if seconds <= 0 or not b:
+            return self
+        noise = variance + (MODEL_ERROR * seconds) ** 2
+        expected = self.link.seconds(cost)
+        off, known = seconds - expected, self
+        if expected and off * off > 9 * (self.variance(cost) + noise):
+            share = (off / expected) ** 2
+            known = self.older(share)._replace(ab=self.ab + share * self.alpha * self.beta / 2)
+        pa, pb = m * known.aa + b * known.ab, m * known.ab + b * known.bb
+        total = m * pa + b * pb + noise
+        ka, kb = pa / total, pb / total
+        alpha, beta = self.alpha + ka * off, self.beta + kb * off
+        if alpha < 0:
+            alpha, beta = 0.0, max(0.0, beta + alpha * m / b)
+        elif beta < 0:
+            alpha, beta = max(0.0, alpha + beta * b / m), 0.0
+        return LinkEstimate(alpha, beta, known.aa - ka * pa, known.ab - ka * pb, known.bb - kb * pb)
 
 
 def fit_link(measured: Sequence[tuple[LevelCost, float]]) -> Link:

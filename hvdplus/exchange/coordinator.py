@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hvdplus.control.controller import Controller, Limits, Observation
+from hvdplus.control.controller import PROBE_MOST, Config, Controller, Observation
 from hvdplus.control.link import LevelCost
 from hvdplus.control.meter import StepTimes
-from hvdplus.exchange.form import check_remembered, is_count, is_list, require, require_fields
+from hvdplus.exchange.form import is_count, is_list, require, require_fields
 from hvdplus.exchange.journal import Journal, costs_of_levels, label
 from hvdplus.exchange.metadata import Metadata, check_agreement
 from hvdplus.exchange.plan import Ladder, Plan
@@ -52,11 +52,13 @@ class Coordinator:
         self.costs = _rounded(costs)
         self.schedule = Schedule(ladder, flush_steps=settings.drain_steps, warm_up_steps=settings.warm_steps)
         self._journal = Journal(log, settings.window_steps)
-        self._controller = Controller(ladder.names, self.costs, _limits(settings)) if auto else None
+        self._controller = Controller(ladder.names, self.costs, _config(settings)) if auto else None
         lossy = any(compressor.keeps_residual for compressor in ladder.compressors)
         self._measures_norms = ranks > 1 and (auto or lossy)  # else nothing uses them
         if not auto:
             self.schedule.set_level(len(ladder.names) - 1)
+        self._probes: list[tuple[int, float]] = []
+        """What sums took before training began: (bytes, seconds)."""
         self.row_bytes = 0
         """Bytes that the last step sent for tables, besides the buckets' payloads."""
         self.steps = 0
@@ -80,6 +82,14 @@ class Coordinator:
     def payload_bytes(self) -> tuple[int, ...]:
         """Bytes that one rank sends a step at every level."""
         return tuple(cost.payload_bytes for cost in self.costs)
+
+    def begin(self, probes: Sequence[tuple[int, float]]) -> None:
+        """Before the first step of ``auto``: sums of so many bytes took so many seconds, on all ranks alike."""
+        assert self._controller is not None
+        self._probes = list(probes)
+        self._controller.begin(probes)
+        self.set_level(self._controller.level)
+        self.advance()
 
     def resize(self, costs: Sequence[LevelCost]) -> None:
         """Take over the ``costs`` (as above) of buckets that were cut anew."""
@@ -191,7 +201,7 @@ class Coordinator:
             gradient_bytes: bytes of all gradients in their own types.
         """
         self._gradient_bytes = gradient_bytes
-        limits = asdict(self._controller.limits) if self._controller else None
+        limits = asdict(self._controller.config) if self._controller else None
         self._journal.write_run(
             world,
             framework=framework,
@@ -201,6 +211,7 @@ class Coordinator:
             parameters=parameters,
             gradient_bytes=gradient_bytes,
             limits=limits,
+            probes=[[size, round(seconds * 1e6)] for size, seconds in self._probes],
         )
         self._running = True
         _open.add(self)
@@ -296,24 +307,15 @@ def _checked_plan(state: Any, ladder: Ladder, controller: Controller | None) -> 
     require(is_count(steps), "the number of steps", "a whole number of at least 0", steps)
     wanted = f"one of {len(Plan._fields)} values that the levels allow"
     known = isinstance(plan, list | tuple) and len(plan) == len(Plan._fields) and ladder.allows(Plan(*plan))
-    most = controller.limits.sounding_most if controller else 0
+    most = PROBE_MOST if controller else 0
     require(known and Plan(*plan).probe_bytes <= most, "its plan", wanted, plan)
     if controller:
-        _check_controller(controller, memory)
+        require_fields(memory, list(controller.memory()), "its controller")
+        try:
+            copy.deepcopy(controller).recall(memory)
+        except ValueError as error:
+            raise ValueError(f"The state of hvdplus is damaged: its controller: {error}") from None
     return Plan(*plan)
-
-
-def _check_controller(mine: Controller, memory: Any) -> None:
-    """Raise ValueError unless the controller can go on from ``memory``."""
-    known = mine.memory()
-    require_fields(memory, list(known), "its controller")
-    trial = copy.deepcopy(mine)
-    try:
-        trial.recall(memory)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"The state of hvdplus is damaged: its controller: {error!r}") from None
-    check_remembered(trial, list(known))
-    trial.check()
 
 
 @atexit.register
@@ -324,9 +326,9 @@ def _finish_at_exit() -> None:
             coordinator.finish()
 
 
-def _limits(settings: Settings) -> Limits:
-    return Limits(
-        dense_steps=settings.dense_steps, drain_steps=settings.drain_steps, error_budget=settings.error_budget
+def _config(settings: Settings) -> Config:
+    return Config(
+        dense_steps=settings.dense_steps, delay_price=settings.delay_price, error_budget=settings.error_budget
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from hvdplus.compression import Array, Compressor, Context, NoCompression, Ops
 from hvdplus.control.calibration import codec_seconds
 from hvdplus.control.link import LevelCost
+from hvdplus.control.probing import probe
 from hvdplus.exchange import checkpoint
 from hvdplus.exchange.bucket import Bucket, BucketState, bytes_per_step, compressor_for, itemsize, make_buckets
 from hvdplus.exchange.coordinator import Coordinator
@@ -51,7 +52,8 @@ class Exchange(ABC, Generic[Array]):
         """``prefix`` begins the names of all sums.
 
         Args:
-            tries_codecs: measure every level's codec beforehand. ``compiled``: see ``codec_seconds``.
+            tries_codecs: measure every level's codec beforehand, and for ``auto`` the link. ``compiled``: see
+                ``codec_seconds``.
         """
         self.ops = ops
         self.shapes, self.dtypes = list(shapes), list(dtypes)
@@ -83,6 +85,8 @@ class Exchange(ABC, Generic[Array]):
             specs = [bucket.spec for bucket in self.buckets if bucket.compressible]
             self._codec_seconds = codec_seconds(ops, specs, ladder.compressors, transport, compiled)
         self.coordinator = Coordinator(ladder, settings, auto=auto, ranks=transport.size, costs=self.costs(), log=log)
+        if tries_codecs and auto and transport.size > 1:
+            self.coordinator.begin(probe(ops, transport, self.coordinator.payload_bytes[0]))
 
     @property
     def gradient_bytes(self) -> int:

@@ -38,6 +38,7 @@ class Journal:
         parameters: int,
         gradient_bytes: int,
         limits: Mapping[str, Any] | None,
+        probes: Sequence[Sequence[int]],
     ) -> None:
         """Open the log with the job's description."""
         self.log.write(
@@ -54,6 +55,7 @@ class Journal:
             payload_bytes={name: cost.payload_bytes for name, cost in zip(names, costs, strict=True)},
             levels=costs_of_levels(names, costs),
             limits=limits,
+            probes=probes,
         )
 
     @property

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from hvdplus.compression import NoCompression, Spec, parse
-from hvdplus.control.controller import Limits
+from hvdplus.control.controller import Config
 from hvdplus.control.link import ALL_REDUCES, Collective, LevelCost, Link, Wire, fit_link, job_link, ring_wire
 from hvdplus.exchange.metadata import Slot
 from hvdplus.log.facts import (
@@ -31,7 +31,7 @@ from hvdplus.log.facts import (
 )
 
 DENSE = NoCompression().name
-MARGIN = Limits().margin
+MARGIN = Config().margin
 """Share of the step that counts as a difference between levels."""
 SLOWEST, FASTEST = 1e-3, 1e4
 """Range of link rates, in Gbit/s, that ``pays_up_to`` searches."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import NamedTuple
 
-from hvdplus.control.controller import Controller, Decision, Limits, Observation
+from hvdplus.control.controller import Config, Controller, Decision, Observation
 from hvdplus.control.link import LevelCost
 from hvdplus.control.meter import StepTimes
 from hvdplus.log.facts import Record, check_not_empty, run_of
@@ -25,7 +25,7 @@ def replay(records: Sequence[Record], **limits: float) -> tuple[tuple[str, ...],
 
     Args:
         records: the log of a run at ``auto``, read from its file (traces are not kept in memory).
-        limits: fields of ``controller.Limits`` to change; without any, decisions come out as in the run.
+        limits: fields of ``controller.Config`` to change; without any, decisions come out as in the run.
 
     Raises:
         ValueError: the log holds no limits or no traces, which a replay needs.
@@ -34,12 +34,13 @@ def replay(records: Sequence[Record], **limits: float) -> tuple[tuple[str, ...],
     run = run_of(records)
     if not run.get("limits"):
         raise ValueError("only the log of a run at compression auto, by this version of hvdplus, can be replayed")
-    if unknown := sorted(run["limits"].keys() - {entry.name for entry in fields(Limits)}):
+    if unknown := sorted(run["limits"].keys() - {entry.name for entry in fields(Config)}):
         raise ValueError(f"the log is of another version of hvdplus: this one has no limit {', '.join(unknown)}")
     if not any(record["kind"] == "trace" for record in records):
         raise ValueError("the log holds no step to decide from (steps are written every 50 steps and at the end)")
     names = tuple(run["levels"])
-    controller = Controller(names, _costs(run), Limits(**{**run["limits"], **limits}))
+    controller = Controller(names, _costs(run), Config(**{**run["limits"], **limits}))
+    controller.begin([(size, micros / 1e6) for size, micros in run.get("probes") or []])
     decisions = []
     for record in records:
         if record["kind"] == "resize":
@@ -47,7 +48,8 @@ def replay(records: Sequence[Record], **limits: float) -> tuple[tuple[str, ...],
         elif record["kind"] == "forbid":
             controller.forbid(names.index(record["level"]), record["reason"])
         elif record["kind"] == "resume":
-            controller.recall(record["controller"] or {})
+            if record["controller"]:
+                controller.recall(record["controller"])
         elif record["kind"] == "trace":
             for level, *micros, error, norm, learning_rate, sounding_bytes in record["steps"]:
                 times = StepTimes(*(value / 1e6 for value in micros))

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdplus.control.controller import Limits
+from hvdplus.control.controller import Config
 from hvdplus.log.facts import (
     DENSE,
     Record,
@@ -29,8 +29,10 @@ from hvdplus.log.facts import (
 )
 from hvdplus.log.runlog import DRAINING, WARMING
 
-LIMITS = Limits()
-"""The controller's thresholds for a bottleneck and for a difference between steps; the report uses the same."""
+MARGIN = Config().margin
+"""Share of the step that counts as a difference, as for the controller."""
+BOTTLENECK = 0.05
+"""Share of the step above which exposed communication is called a bottleneck."""
 ENOUGH_STEPS = 5
 """Fewer steps at a level are no evidence."""
 LETTERS = 110
@@ -82,7 +84,7 @@ def closing(records: Sequence[Record]) -> str:
 def _closing_tried(dense: Span, best: Span, steps: int, refused: str | None) -> str:
     """Sentence for a run with more uncompressed steps than steps at any other level; ``best`` is the best other
     level."""
-    if saved_share(best, dense) <= LIMITS.margin:
+    if saved_share(best, dense) <= MARGIN:
         return (
             f"Compression did not pay: the best level tried, {best.level}, took {_versus(best, dense)}, so "
             f"{dense.steps} of {steps} steps ran uncompressed."
@@ -94,8 +96,8 @@ def _closing_tried(dense: Span, best: Span, steps: int, refused: str | None) -> 
 def _closing_dense(dense: Span, steps: int, decisions: Sequence[Record]) -> str:
     """Sentence for a run that compressed no steps, or too few to compare."""
     share = f"{dense.exposed_share:.0%} of the step"
-    held_up = [decision for decision in decisions if dense_exposed_share(decision) > LIMITS.bottleneck]
-    if not held_up and dense.exposed_share <= LIMITS.bottleneck:
+    held_up = [decision for decision in decisions if dense_exposed_share(decision) > BOTTLENECK]
+    if not held_up and dense.exposed_share <= BOTTLENECK:
         return f"Communication was never the bottleneck ({share}): gradients were sent uncompressed."
     if not held_up or held_up[-1]["to"] != DENSE:
         return f"Communication held up {share}, but no other level ran long enough to compare ({count(steps, 'step')})."
@@ -119,9 +121,9 @@ def _closing_compressed(main: Span, dense: Span | None, steps: int, asked: bool)
             f"{share}); too few ran dense to compare with."
         )
     versus = _versus(main, dense)
-    if saved_share(main, dense) <= LIMITS.margin:
+    if saved_share(main, dense) <= MARGIN:
         return f"Level {main.level} made the step no shorter: {versus}."
-    if main.exposed_share <= LIMITS.bottleneck:
+    if main.exposed_share <= BOTTLENECK:
         return f"Communication was hidden at level {main.level}: {versus}."
     return f"Level {main.level} made the step shorter: {versus}; communication still held up {share}."
 
@@ -140,7 +142,7 @@ def saved_share(span: Span, dense: Span) -> float:
 
 def _versus(span: Span, dense: Span) -> str:
     """A level's step beside the dense step, with a remark where computation took unequally long."""
-    alike, tolerance = like_for_like(span, dense), LIMITS.margin * dense.step_ms
+    alike, tolerance = like_for_like(span, dense), MARGIN * dense.step_ms
     if alike < dense.step_ms - tolerance:
         return (
             f"{in_ms(span.step_ms)} a step against {in_ms(alike)} dense with the same computation "

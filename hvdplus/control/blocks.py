@@ -130,4 +130,4 @@ def ratio_of(turns: Sequence[tuple[int, Block]], challenger: int, contention: fl
 def shrunk(variance: float, prior: float) -> float:
     """Variance of what a level changes in the computation, after a measurement with ``variance``; ``prior``: standard
     deviation before it."""
-    return variance * prior**2 / (variance + prior**2)
+    return variance * prior**2 / (variance + prior**2) if prior else 0.0

@@ -13,17 +13,21 @@ a factor of its own, which is remembered, and trusted less the older it is.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
-from candidate.blocks import NOISE_FLOOR, Block, Guess
-from hvdplus.control.link import LevelCost, Link
+from hvdplus.control.blocks import NOISE_FLOOR, Block, Guess
+from hvdplus.control.link import MODEL_ERROR, LevelCost, LinkEstimate
 
+DRIFT = 0.0015
+"""Standard deviation that the logarithm of a step's seconds gains in a step in which nobody looks, as a random walk."""
+CONTENTION = 0.03
+"""Standard deviation of what a level changes in the computation, as a share of the step: sums and codecs compete with
+it for the machine."""
 EXPOSED_ERROR = 0.25
 """Standard deviation of predicted communication, as a share of it."""
-MODEL_ERROR = 0.05
-"""Standard deviation of measured communication from the model, as a share of it."""
 CODEC_ERROR = 0.5
 """The same of a codec that was timed alone: within a step it shares caches and cores."""
 PRICE_ERROR = 0.5
@@ -35,53 +39,8 @@ Not fitted to measured errors. It turns the steps that PowerSGD at ranks 16, 8 a
 those of dense) into e² by κ = 0.05, and assumes the bytes of ``lowrank:16+fp16`` to ``lowrank:4+fp16``, on the same
 text model."""
 ERRORS_KEPT = 10
-
-
-class LinkEstimate(NamedTuple):
-    """α and β with the covariance of their errors: a Kalman filter over measured communication."""
-
-    alpha: float = 0.0
-    beta: float = 0.0
-    aa: float = (3e-4) ** 2
-    """Variance of α; at first, what all-reduces of clusters take."""
-    ab: float = 0.0
-    bb: float = (1e-6) ** 2
-    """Variance of β; at first, anything from 1 MB/s on."""
-
-    @property
-    def link(self) -> Link:
-        """The link as estimated."""
-        return Link(self.alpha, self.beta)
-
-    def variance(self, cost: LevelCost) -> float:
-        """Of the seconds that a level's communication takes, as far as the link is the reason."""
-        m, b = cost.messages, cost.payload_bytes
-        return max(0.0, m * m * self.aa + 2 * m * b * self.ab + b * b * self.bb)
-
-    def older(self, share: float) -> LinkEstimate:
-        """α and β may each have changed; ``share``: variance of the change, relative to their squares."""
-        return self._replace(aa=self.aa + share * self.alpha**2, bb=self.bb + share * self.beta**2)
-
-    def updated(self, cost: LevelCost, seconds: float, variance: float) -> LinkEstimate:
-        """With a level's measured communication. Measurements far from the estimate say that the link has changed."""
-        m, b = cost.messages, cost.payload_bytes
-        if seconds <= 0 or not b:
-            return self
-        noise = variance + (MODEL_ERROR * seconds) ** 2
-        expected = self.link.seconds(cost)
-        off, known = seconds - expected, self
-        if expected and off * off > 9 * (self.variance(cost) + noise):
-            share = (off / expected) ** 2
-            known = self.older(share)._replace(ab=self.ab + share * self.alpha * self.beta / 2)
-        pa, pb = m * known.aa + b * known.ab, m * known.ab + b * known.bb
-        total = m * pa + b * pb + noise
-        ka, kb = pa / total, pb / total
-        alpha, beta = self.alpha + ka * off, self.beta + kb * off
-        if alpha < 0:
-            alpha, beta = 0.0, max(0.0, beta + alpha * m / b)
-        elif beta < 0:
-            alpha, beta = max(0.0, alpha + beta * b / m), 0.0
-        return LinkEstimate(alpha, beta, known.aa - ka * pa, known.ab - ka * pb, known.bb - kb * pb)
+COMPUTATIONS = (1e-3, 1e-2, 1e-1, 1.0)
+"""Seconds that the computation of a step may take, before one was seen; half of them may hide communication."""
 
 
 class Level(NamedTuple):
@@ -106,9 +65,7 @@ class Knowledge:
     """Estimates of all levels; levels are indices of the ladder."""
 
     costs: tuple[LevelCost, ...]
-    drift: float
-    """Standard deviation that a logarithm gains in a step in which nobody looks, as a random walk."""
-    price_of_delay: float
+    delay_price: float
     """κ, at this time."""
     link: LinkEstimate = LinkEstimate()
     pace: Guess = Guess(0.0, 0.0)
@@ -122,7 +79,7 @@ class Knowledge:
 
     def learn(self, level: int, block: Block, *, held: bool) -> None:
         """Take in a block. ``held``: the level ran before it, too, so a change of its computation is the machine's."""
-        aged = self.drift**2 * max(1, self.steps - max((known.steps for known in self.levels.values()), default=0))
+        aged = DRIFT**2 * max(1, self.steps - max((known.steps for known in self.levels.values()), default=0))
         known = self.levels.get(level)
         self.pace = Guess(self.pace.mean, self.pace.variance + aged)
         if known and held:
@@ -140,6 +97,33 @@ class Knowledge:
         own = own.updated(math.log(block.step) - self._model(level), block.step_variance)
         self.levels[level] = self.levels[level]._replace(own=own)
 
+    def see_sum(self, size: int, seconds: float) -> None:
+        """Take in what a sum of ``size`` bytes took that nothing else went along with."""
+        self.link = self.link.updated(LevelCost(size, size, 1), seconds, (MODEL_ERROR * seconds) ** 2)
+
+    def clearly_best(self, usable: Sequence[int], margin: float) -> int:
+        """The level to begin with, before any step was seen: dense, or the best of those that are cheaper by ``margin``
+        whatever the computation takes, and even if the link's and the codec's figures are off in dense's favour."""
+
+        def ratio(level: int, busy: float, favour: float) -> float:
+            dense, other = (self.link.link.exposed(self.costs[each], busy / 2) for each in (0, level))
+            delay = 1 + favour * (self.price(level) - 1)
+            return delay * (busy + favour * (self.costs[level].codec + other)) / (busy + dense / favour)
+
+        doubt = 1 + EXPOSED_ERROR
+        clear = [level for level in usable if max(ratio(level, busy, doubt) for busy in COMPUTATIONS) < 1 - margin]
+        return min(clear, key=lambda level: math.prod(ratio(level, busy, 1.0) for busy in COMPUTATIONS), default=0)
+
+    def plausible(self, blocks: Iterable[Block]) -> bool:
+        """Whether all that should be above 0 is."""
+        link, pace, levels = self.link, self.pace, self.levels.values()
+        variances = [link.aa, link.bb, pace.variance, *(known.own.variance for known in levels)]
+        seconds = [*(known.busy for known in levels), *(known.step for known in levels)]
+        for block in blocks:
+            variances += [block.step_variance, block.busy_variance, block.rest_variance, block.comm_variance]
+            seconds += [block.step, block.busy]
+        return min(variances) >= 0 and min(seconds, default=1.0) > 0 <= min(link.alpha, link.beta, self.hidden)
+
     def learn_ratio(self, level: int, other: int, ratio: Guess) -> None:
         """``level`` was measured to take as long as ``other``, times ``ratio`` (a logarithm)."""
         own = self._model(other) + self.levels[other].own.mean + ratio.mean - self._model(level)
@@ -156,7 +140,7 @@ class Knowledge:
     def known_own(self, level: int) -> Guess:
         """``Level.own``, as much as it is worth today."""
         mean, variance = self.levels[level].own
-        return Guess(mean, variance + self.drift**2 * (self.steps - self.levels[level].steps))
+        return Guess(mean, variance + DRIFT**2 * (self.steps - self.levels[level].steps))
 
     def seconds(self, level: int) -> float:
         """Seconds of a step: as measured and brought up to date, or as predicted."""
@@ -179,7 +163,7 @@ class Knowledge:
 
     def price(self, level: int) -> float:
         """By what factor a training at this level needs more steps."""
-        return 1 + self.price_of_delay * self.error(level) ** 2
+        return 1 + self.delay_price * self.error(level) ** 2
 
     def cost(self, level: int, held: int) -> Guess:
         """Logarithm of seconds times price. ``held``: the level that runs, whose link needs no guess."""

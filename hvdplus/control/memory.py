@@ -6,6 +6,8 @@ values are rebuilt by the annotations of the fields that hold them, and one that
 
 from __future__ import annotations
 
+import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -26,6 +28,8 @@ def to_plain(value: Any, *, without: tuple[str, ...] = ()) -> Any:
 def from_plain(hint: Any, value: Any) -> Any:
     """The value of an annotated type that ``to_plain`` made ``value`` of.
 
+    Whole numbers are counts or positions, so none is negative; all others are finite.
+
     Raises:
         TypeError, ValueError: it is no such value.
     """
@@ -34,7 +38,7 @@ def from_plain(hint: Any, value: Any) -> Any:
         return [from_plain(arguments[0], item) for item in _listed(value)]
     if origin is dict:
         if not isinstance(value, Mapping):
-            raise TypeError(f"a dictionary is wanted, not {value!r}")
+            raise TypeError(f"a dictionary is wanted, not {reprlib.repr(value)}")
         key = arguments[0]
         return {key(name): from_plain(arguments[1], item) for name, item in value.items()}
     if origin is tuple:
@@ -45,23 +49,32 @@ def from_plain(hint: Any, value: Any) -> Any:
         kinds = list(get_type_hints(hint).values())
         return hint(*(from_plain(kind, item) for kind, item in zip(kinds, _listed(value), strict=True)))
     wanted = int | float if hint is float else hint
-    if not isinstance(value, wanted) or isinstance(value, bool) != (hint is bool):
-        raise TypeError(f"{hint.__name__} is wanted, not {value!r}")
+    fits = isinstance(value, wanted) and isinstance(value, bool) == (hint is bool)
+    if not fits or (hint is float and not math.isfinite(value)) or (hint is int and value < 0):
+        raise TypeError(f"{hint.__name__} is wanted, not {reprlib.repr(value)}")
     return value
 
 
-def restore(target: Any, values: Mapping[str, Any]) -> None:
-    """Set the fields of a dataclass that ``values`` names."""
+def restore(target: Any, values: Any, *, without: tuple[str, ...] = ()) -> None:
+    """Set the fields of a dataclass to what ``to_plain`` made of them. ``without``: as there.
+
+    Raises:
+        ValueError: a value is missing or does not fit.
+    """
+    if not isinstance(values, Mapping):
+        raise ValueError(f"a dictionary is wanted, not {reprlib.repr(values)}")
     hints = get_type_hints(type(target))
-    for each in fields(target):
-        if each.name in values:
-            try:
-                setattr(target, each.name, from_plain(hints[each.name], values[each.name]))
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"{each.name} does not fit: {error}") from None
+    wanted = [each.name for each in fields(target) if each.name not in without]
+    if absent := [name for name in wanted if name not in values]:
+        raise ValueError(f"{', '.join(absent)} is missing")
+    for name in wanted:
+        try:
+            setattr(target, name, from_plain(hints[name], values[name]))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name} does not fit: {error}") from None
 
 
 def _listed(value: Any) -> list[Any]:
     if not isinstance(value, list | tuple):
-        raise TypeError(f"a list is wanted, not {value!r}")
+        raise TypeError(f"a list is wanted, not {reprlib.repr(value)}")
     return list(value)

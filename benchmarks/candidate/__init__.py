@@ -1,1 +1,0 @@
-"""A controller that buys progress a second, on trial: ``controllers.py`` holds it against the present one."""

@@ -1,0 +1,39 @@
+"""What small sums take on the link, measured before training begins: the controller's first idea of it."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from hvdplus.compression import Array, Ops
+from hvdplus.transport import Transport
+
+RUNS = 3
+"""Sums of each size; the fastest counts, as the first may set up connections."""
+SMALL, LARGE = 4 << 10, 256 << 10
+"""Bytes. A small sum shows what every all-reduce takes, a large one what its bytes take."""
+SHARE = 1 / 20
+"""Most that a large one sends, as a share of a dense step's bytes."""
+
+
+def sizes(dense_bytes: int) -> tuple[int, int]:
+    """Bytes of a small and a large sum, for a model whose dense steps send ``dense_bytes``."""
+    large = max(SMALL, min(LARGE, int(SHARE * dense_bytes)))
+    return SMALL, large // 4 * 4
+
+
+def probe(ops: Ops[Array], transport: Transport, dense_bytes: int) -> list[tuple[int, float]]:
+    """(bytes, seconds on the slowest rank) of a sum of each size. All ranks call it at the same point."""
+
+    def seconds(size: int, run: int) -> float:
+        array = ops.from_numpy(np.zeros(size // 4, np.float32))
+        transport.barrier()
+        began = time.perf_counter()
+        total = transport.wait(transport.start(array, f"hvdplus.probe.{size}.{run}"))
+        ops.to_numpy(ops.reshape(total, (-1,))[:1])  # waits for the device
+        return time.perf_counter() - began
+
+    own = [min(seconds(size, run) for run in range(RUNS)) for size in sizes(dense_bytes)]
+    ranks = transport.gather_objects(own, "seconds of probes")
+    return [(size, round(max(same), 6)) for size, *same in zip(sizes(dense_bytes), *ranks, strict=True)]
