@@ -107,7 +107,9 @@ class Settings:
         _words,
         "levels that auto may choose from, least compression first",
     )
-    dense_steps: int = _setting(10, _at_least(1), "steps without compression at the start of training")
+    dense_steps: int = _setting(
+        0, _at_least(0), "steps without compression at the start of auto; 0: as few as it takes to know more"
+    )
     warm_steps: int = _setting(2, _at_least(1), "dense warm-up steps from which a level learns before it begins")
     drain_steps: int = _setting(10, _at_least(1), "steps over which a residual is flushed on the way back to dense")
     delay_price: float = _setting(

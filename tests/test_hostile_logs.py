@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from hvdplus.cli import main
-from hvdplus.control.controller import Limits
+from hvdplus.control.controller import Config
 
 COSTS = {"payload_bytes": 4_000_000, "last_bytes": 400_000, "messages": 4, "codec_ms": 0.1}
 LEVELS = {"none": COSTS, "fp16": {**COSTS, "payload_bytes": 2_000_000, "last_bytes": 200_000}}
@@ -24,7 +24,7 @@ RUN = {
     "kind": "run", "format": 1, "hvdplus": "0.1.0", "started_at": "2026-01-01T00:00:00+00:00", "framework": "torch",
     "ranks": 2, "hosts": {"a": 1, "b": 1}, "transport": "horovod-mpi", "collective": "ring", "compression": "auto",
     "ladder": ["none", "fp16"], "parameters": 1_000_000, "gradient_bytes": 4_000_000,
-    "payload_bytes": {"none": 4_000_000, "fp16": 2_000_000}, "levels": LEVELS, "limits": asdict(Limits()),
+    "payload_bytes": {"none": 4_000_000, "fp16": 2_000_000}, "levels": LEVELS, "limits": asdict(Config()),
 }  # fmt: skip
 EVIDENCE = {"none.step_ms": 30.0, "none.exposed_comm_ms": 18.0, "fp16.predicted_step_ms": 21.0, "link.ms_per_MB": 4.5}
 DECISION = {
@@ -162,7 +162,7 @@ def test_a_terminal_sees_no_control_character_of_a_log(
         assert "\\x1b]0;title\\x07 \\x1b[2J" in capsys.readouterr().out.replace("\n" + 15 * " ", " ")
 
 
-KNOWN = {*COSTS, *asdict(Limits()), *(key for record in LOG for key in record)}
+KNOWN = {*COSTS, *asdict(Config()), *(key for record in LOG for key in record)}
 """Keys of the format itself."""
 
 

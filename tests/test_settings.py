@@ -23,9 +23,10 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "compression": st.sampled_from(("auto", "none", "lowrank:4", "topk:0.05+int8")),
     "transport": st.sampled_from(("auto", "horovod", "mpi4py", "local")),
     "ladder": st.sampled_from((("none",), ("none", "fp16", "lowrank:1"), ("none", "topk:0.05+int8"))),
-    "dense_steps": WHOLE,
+    "dense_steps": st.integers(0, 10**6),
     "warm_steps": WHOLE,
     "drain_steps": WHOLE,
+    "delay_price": st.floats(0, 1e300),
     "error_budget": st.floats(1e-300, 1e300),
     "bucket_bytes": st.integers(4, 2**40),
     "weights_check_steps": st.integers(0, 10**6),
@@ -67,7 +68,7 @@ def test_an_empty_environment_gives_the_defaults() -> None:
     assert Settings.load(environ={}) == Settings.load({}, {}) == Settings()
     assert Settings.load(environ={"PATH": "/bin", "HOROVOD_SIZE": "2", CONFIG: ""}) == Settings()
     assert Settings().compression == "auto" and Settings().ladder[0] == "none"
-    assert (Settings().warm_steps, Settings().dense_steps, Settings().error_budget) == (2, 10, 1.0), "as in the README"
+    assert (Settings().warm_steps, Settings().dense_steps, Settings().error_budget) == (2, 0, 5.0), "as in the README"
 
 
 def test_every_setting_is_tried_here() -> None:
@@ -82,6 +83,8 @@ def test_every_setting_is_tried_here() -> None:
         ("HVDPLUS_LADDER", "none,lowrank:1", "ladder", ("none", "lowrank:1")),
         ("HVDPLUS_LADDER", " none , fp16 ", "ladder", ("none", "fp16")),
         ("HVDPLUS_DENSE_STEPS", "1", "dense_steps", 1),
+        ("HVDPLUS_DELAY_PRICE", "0", "delay_price", 0.0),
+        ("HVDPLUS_DELAY_PRICE", "0.1", "delay_price", 0.1),
         ("HVDPLUS_WARM_STEPS", "5", "warm_steps", 5),
         ("HVDPLUS_DRAIN_STEPS", "25", "drain_steps", 25),
         ("HVDPLUS_ERROR_BUDGET", "0.5", "error_budget", 0.5),
@@ -109,8 +112,8 @@ NAMES = "a list of names, or names with commas between them"
         ("transport", "Horovod", "one of auto, horovod, mpi4py, local"),
         ("ladder", "", NAMES),
         ("ladder", "none,,fp16", NAMES),
-        ("dense_steps", "0", WHOLE_FROM_1),
-        ("dense_steps", "ten", WHOLE_FROM_1),
+        ("drain_steps", "0", WHOLE_FROM_1),
+        ("drain_steps", "ten", WHOLE_FROM_1),
         ("warm_steps", "0", WHOLE_FROM_1),
         ("drain_steps", "", WHOLE_FROM_1),
         ("drain_steps", "2.5", WHOLE_FROM_1),
@@ -141,7 +144,7 @@ def test_a_bad_value_is_named_with_its_place_and_what_would_be_right(
 @pytest.mark.parametrize(
     ("line", "received"),
     [
-        ("dense_steps: 0", "dense_steps=0"),
+        ("dense_steps: -1", "dense_steps=-1"),
         ("dense_steps: 20.0", "dense_steps=20.0"),
         ("dense_steps: yes", "dense_steps=True"),
         ("dense_steps:", "dense_steps=None"),

@@ -81,12 +81,17 @@ class Knowledge:
         """Take in a block. ``held``: the level ran before it, too, so a change of its computation is the machine's."""
         aged = DRIFT**2 * max(1, self.steps - max((known.steps for known in self.levels.values()), default=0))
         known = self.levels.get(level)
+        before = {} if known else {other: self._model(other) for other in self.levels}
         self.pace = Guess(self.pace.mean, self.pace.variance + aged)
         if known and held:
             noise = block.busy_variance / block.busy**2 + NOISE_FLOOR**2
             self.pace = self.pace.updated(math.log(block.busy / known.busy), noise)
         self.hidden = max(self.hidden, block.overlapped / block.busy)
         self.link = self.link.older(aged).updated(self.costs[level], block.comm, block.comm_variance)
+        for other, model in before.items():  # the link is known better, it is no other: what was measured still holds
+            mean, variance = self.levels[other].own
+            own = Guess(mean + model - self._model(other), variance)
+            self.levels[other] = self.levels[other]._replace(own=own)
         pace = math.exp(self.pace.mean)
         own = self.known_own(level) if known else Guess()
         known = known or Level(block.busy / pace, block.codec / pace, 0.0, 0.0, 0.0, own, self.steps)
@@ -189,10 +194,17 @@ class Knowledge:
 
     def _model(self, level: int) -> float:
         """Logarithm of a step's seconds, by the model."""
-        busy, known = self._busy(level), self.levels.get(level)
-        codec = known.codec if known else self.costs[level].codec
+        busy = self._busy(level)
         exposed = self.link.link.exposed(self.costs[level], self.hidden * busy)
-        return math.log(busy + codec * math.exp(self.pace.mean) + exposed)
+        return math.log(busy + self._codec(level) * math.exp(self.pace.mean) + exposed)
+
+    def _codec(self, level: int) -> float:
+        """Seconds at pace 1: as measured, or else as timed alone, with what the nearest level takes beyond that: every
+        level packs gradients and writes means back."""
+        if level in self.levels or not self.levels:
+            return self.levels[level].codec if level in self.levels else self.costs[level].codec
+        near = min(self.levels, key=lambda other: abs(other - level))
+        return self.costs[level].codec + max(0.0, self.levels[near].codec - self.costs[near].codec)
 
     def _guess(self, level: int) -> float:
         dense, sent = self.costs[0].payload_bytes, self.costs[level].payload_bytes

@@ -36,4 +36,4 @@ def probe(ops: Ops[Array], transport: Transport, dense_bytes: int) -> list[tuple
 
     own = [min(seconds(size, run) for run in range(RUNS)) for size in sizes(dense_bytes)]
     ranks = transport.gather_objects(own, "seconds of probes")
-    return [(size, round(max(same), 6)) for size, *same in zip(sizes(dense_bytes), *ranks, strict=True)]
+    return [(size, max(same)) for size, *same in zip(sizes(dense_bytes), *ranks, strict=True)]

@@ -86,8 +86,8 @@ class Coordinator:
     def begin(self, probes: Sequence[tuple[int, float]]) -> None:
         """Before the first step of ``auto``: sums of so many bytes took so many seconds, on all ranks alike."""
         assert self._controller is not None
-        self._probes = list(probes)
-        self._controller.begin(probes)
+        self._probes = [(size, _whole_microseconds(seconds)) for size, seconds in probes]
+        self._controller.begin(self._probes)
         self.set_level(self._controller.level)
         self.advance()
 
