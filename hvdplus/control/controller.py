@@ -311,17 +311,19 @@ class Controller:
         ratio = ratio_of(self._turns, self.challenger, CONTENTION)
         price = math.log(self._known.price(self.challenger) / self._known.price(self.held))
         gain = -ratio.guess.mean - price - self._need(self.challenger)
-        bound = self.config.certainty * math.sqrt(ratio.guess.variance)
+        spread = math.sqrt(ratio.guess.variance)
+        bound, more = self.config.certainty * spread, self.challenger > self.held
         low, middle, high = (math.exp(ratio.guess.mean + price + off) for off in (-bound, 0.0, bound))
         pairs = f"{ratio.pairs} pair{'s' if ratio.pairs > 1 else ''}"
         interval = f"{middle:.3f} [{low:.3f}, {high:.3f}]"
         words = f"{self.names[self.challenger]} costs {interval} times {self.names[self.held]}, {pairs}"
         last = ratio.pairs >= self.config.pairs and self.level == self.held
-        if abs(gain) <= bound and not last:
+        at_stake = improvement(gain if more else -abs(gain), spread)
+        if abs(gain) <= bound and at_stake > self.config.margin / 2 and not last:
             other = self.held if self.level == self.challenger else self.challenger
             return self._enter(Mode.TRIAL, other, f"{words}: in turns")
         self._known.learn_ratio(self.challenger, self.held, ratio.guess)
-        if gain > (bound if self.challenger > self.held else 0.0):
+        if gain > (bound if more else 0.0):
             self.held = self.challenger
         self._turns = [turn for turn in self._turns if turn[0] == self.held][-1:]
         return self._choose(words)
