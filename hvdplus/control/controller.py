@@ -24,7 +24,7 @@ from enum import Enum
 from statistics import median
 from typing import Any, NamedTuple
 
-from hvdplus.control.blocks import Block, block_of, ratio_of, shrunk
+from hvdplus.control.blocks import Block, Guess, block_of, ratio_of, shrunk
 from hvdplus.control.knowledge import CONTENTION, Knowledge
 from hvdplus.control.link import LevelCost, Link
 from hvdplus.control.memory import restore, to_plain
@@ -134,6 +134,10 @@ class Controller:
     """(level, block): the last block of the level held, then those of the trial."""
     _age: int = 0
     """Steps since the level changed."""
+    _prior: Guess = Guess()
+    """What was known of the trial's ratio before it."""
+    _doubt: bool = False
+    """Whether the last block was left out, as it lay far from those before: a burst, or news."""
     _noise: float = 0.0
     """Variance of a trial's ratio, as blocks of the level held let expect."""
     _elapsed: float = 0.0
@@ -245,6 +249,9 @@ class Controller:
 
     def _after_block(self, block: Block) -> Decision | None:
         self._window = []
+        self._doubt = not self._doubt and self._known.is_news(self.level, block)
+        if self._doubt:
+            return None
         self._known.learn(self.level, block, held=self.level == self.held)
         if self.level == self.held:
             share = 2 / (self.config.pairs * block.step**2)
@@ -283,9 +290,7 @@ class Controller:
         for level in self._usable():
             guess = self._known.cost(level, self.held)
             gain = now.mean - self._need(level) - guess.mean
-            # What a trial can tell is less than what is not known, where blocks are noisy.
-            spread = guess.variance / math.sqrt(guess.variance + self._noise)
-            promise = improvement(gain, spread)
+            promise = promised(gain, guess.variance, self._noise, self._certainty(level))
             if level != self.held and promise > most and (gain > 0 or self._affords(gain)):
                 best, most = level, promise
         if best is None:
@@ -295,7 +300,7 @@ class Controller:
                 if news
                 else None
             )
-        self.challenger = best
+        self.challenger, self._prior = best, self._known.ratio(best, self.held)
         ratio = math.exp(self._known.cost(best, self.held).mean - now.mean)
         promise_text = f"{self.names[best]} is expected to cost {ratio:.2f} times {self.names[self.held]}"
         return self._enter(Mode.TRIAL, best, f"{why}; {promise_text}" if why else promise_text)
@@ -308,25 +313,34 @@ class Controller:
 
     def _judge(self) -> Decision | None:
         """After a block of a trial: decide, if the pairs' bound does, or let the other have its turn."""
-        ratio = ratio_of(self._turns, self.challenger, CONTENTION)
+        measured, pairs_seen = ratio_of(self._turns, self.challenger, CONTENTION)
+        ratio = self._prior.updated(measured.mean, measured.variance)
         price = math.log(self._known.price(self.challenger) / self._known.price(self.held))
-        gain = -ratio.guess.mean - price - self._need(self.challenger)
-        spread = math.sqrt(ratio.guess.variance)
-        bound, more = self.config.certainty * spread, self.challenger > self.held
-        low, middle, high = (math.exp(ratio.guess.mean + price + off) for off in (-bound, 0.0, bound))
-        pairs = f"{ratio.pairs} pair{'s' if ratio.pairs > 1 else ''}"
+        gain = -ratio.mean - price - self._need(self.challenger)
+        bound = self.config.certainty * math.sqrt(ratio.variance)
+        low, middle, high = (math.exp(ratio.mean + price + off) for off in (-bound, 0.0, bound))
+        pairs = f"{pairs_seen} pair{'s' if pairs_seen > 1 else ''}"
         interval = f"{middle:.3f} [{low:.3f}, {high:.3f}]"
         words = f"{self.names[self.challenger]} costs {interval} times {self.names[self.held]}, {pairs}"
-        last = ratio.pairs >= self.config.pairs and self.level == self.held
-        at_stake = improvement(gain if more else -abs(gain), spread)
-        if abs(gain) <= bound and at_stake > self.config.margin / 2 and not last:
+        left = self.config.pairs - pairs_seen + (0.5 if self.level == self.challenger else 0.0)
+        certainty = self._certainty(self.challenger)
+        if left and abs(gain) <= bound:
+            noise = measured.variance * pairs_seen / left
+            at_stake = promised(gain if certainty else -abs(gain), ratio.variance, noise, certainty)
+        else:
+            at_stake = 0.0
+        if at_stake > self.config.margin / 2:
             other = self.held if self.level == self.challenger else self.challenger
             return self._enter(Mode.TRIAL, other, f"{words}: in turns")
-        self._known.learn_ratio(self.challenger, self.held, ratio.guess)
-        if gain > (bound if more else 0.0):
+        self._known.learn_ratio(self.challenger, self.held, ratio)
+        if gain > (bound if certainty else 0.0):
             self.held = self.challenger
         self._turns = [turn for turn in self._turns if turn[0] == self.held][-1:]
         return self._choose(words)
+
+    def _certainty(self, level: int) -> float:
+        """Standard deviations by which a level has to be better: more compression has to prove it, less does not."""
+        return self.config.certainty if level > self.held else 0.0
 
     def _need(self, level: int) -> float:
         return self.config.margin if level > self.held else -self.config.margin / 2
@@ -344,8 +358,9 @@ class Controller:
     def _refuse(self, why: str) -> Decision | None:
         """The present level is out."""
         self.refused[self.level] = why
-        known = [level for level in self._known.levels if level not in self.refused]
-        self.held = min(known, key=lambda level: self._known.cost(level, level).mean, default=0)
+        if self.level == self.held:
+            known = [level for level in self._known.levels if level not in self.refused]
+            self.held = min(known, key=lambda level: self._known.cost(level, level).mean, default=0)
         self._turns = []
         mode = Mode.HOLD if self._known.levels else Mode.START
         return self._enter(mode, self.held, f"{why}; back to {self.names[self.held]}")
@@ -375,10 +390,18 @@ class Controller:
         return {name: round(value, 4) for name, value in evidence.items()}
 
 
-def improvement(gain: float, spread: float) -> float:
-    """What choosing the better of two brings, if one's ``gain`` over the other is normal with this ``spread``: the mean
-    of max(0, gain), as in Bayesian optimisation (Mockus, 1978)."""
-    if spread <= 0:
+def promised(gain: float, variance: float, noise: float, certainty: float) -> float:
+    """What a trial may bring: the mean of the gain that it then shows, where that convinces; else 0.
+
+    The value of a measurement to a decision (Raiffa and Schlaifer, 1961). A gain convinces if it lies ``certainty`` of
+    its standard deviations above 0.
+
+    Args:
+        gain, variance: as known before the trial, of a logarithm.
+        noise: variance of what the trial measures.
+    """
+    if not variance:
         return max(0.0, gain)
-    z = gain / spread
-    return gain * math.erfc(-z / math.sqrt(2)) / 2 + spread * math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+    shown = variance / math.sqrt(variance + noise)  # standard deviation of the gain as it will be known
+    z = (certainty * math.sqrt(variance * noise / (variance + noise)) - gain) / shown
+    return gain * math.erfc(z / math.sqrt(2)) / 2 + shown * math.exp(-z * z / 2) / math.sqrt(2 * math.pi)

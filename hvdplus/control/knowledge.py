@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
-from hvdplus.control.blocks import NOISE_FLOOR, Block, Guess
+from hvdplus.control.blocks import FAR, NOISE_FLOOR, Block, Guess
 from hvdplus.control.link import MODEL_ERROR, LevelCost, LinkEstimate
 
 DRIFT = 0.0015
@@ -101,6 +101,23 @@ class Knowledge:
         )
         own = own.updated(math.log(block.step) - self._model(level), block.step_variance)
         self.levels[level] = self.levels[level]._replace(own=own)
+
+    def is_news(self, level: int, block: Block) -> bool:
+        """Whether a block of a level lies far from what was measured of it before."""
+        known = self.levels.get(level)
+        if not known:
+            return False
+        variance = self.known_own(level).variance + block.step_variance
+        step = abs(math.log(block.step / self.seconds(level))) > FAR * math.sqrt(variance)
+        comm = known.exposed + known.overlapped
+        variance = 2 * block.comm_variance + (MODEL_ERROR * comm) ** 2
+        return step or abs(block.comm - comm) > max(FAR * math.sqrt(variance), MODEL_ERROR * block.step)
+
+    def ratio(self, level: int, other: int) -> Guess:
+        """Logarithm of a level's seconds over another's, as far as it was measured."""
+        if level not in self.levels or other not in self.levels:
+            return Guess()
+        return Guess(math.log(self.seconds(level) / self.seconds(other)), self.known_own(level).variance)
 
     def see_sum(self, size: int, seconds: float) -> None:
         """Take in what a sum of ``size`` bytes took that nothing else went along with."""
