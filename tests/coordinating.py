@@ -34,9 +34,9 @@ SENT = {
 """Bytes a step."""
 
 
-def cost(sent: int, codec: float = 0.0) -> LevelCost:
+def cost(sent: int, codec: float = 0.0, *, keeps_residual: bool = False) -> LevelCost:
     """A fortieth of the bytes leaves last, when nothing hides it any more."""
-    return LevelCost(sent, sent // 40, 4, codec)
+    return LevelCost(sent, sent // 40, 4, codec, keeps_residual)
 
 
 def make(*names: str, auto: bool = False, ranks: int = 2, log: RunLog | None = None, **settings: Any) -> Coordinator:
@@ -48,7 +48,10 @@ def make(*names: str, auto: bool = False, ranks: int = 2, log: RunLog | None = N
         Settings(**settings),
         auto=auto,
         ranks=ranks,
-        costs=[cost(SENT[name]) for name in ladder.names],
+        costs=[
+            cost(SENT[name], keeps_residual=compressor.keeps_residual)
+            for name, compressor in zip(ladder.names, ladder.compressors, strict=True)
+        ],
         log=log or RunLog(None),
     )
 

@@ -79,8 +79,8 @@ class Job:
     def costs(self) -> tuple[LevelCost, ...]:
         """What the controller is told of the levels."""
         return tuple(
-            LevelCost(round(sent), round(sent / self.messages), self.messages, self.told * codec)
-            for sent, codec in zip(self.payload_bytes, self.codec, strict=True)
+            LevelCost(round(sent), round(sent / self.messages), self.messages, self.told * codec, level >= LOSSY)
+            for level, (sent, codec) in enumerate(zip(self.payload_bytes, self.codec, strict=True))
         )
 
     def wire(self, level: int) -> float:

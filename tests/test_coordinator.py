@@ -274,7 +274,13 @@ def test_the_log_opens_with_what_the_job_is_and_closes_with_what_it_came_to(tmp_
     assert (first["compression"], first["ladder"]) == ("auto", list(LADDER))
     assert first["payload_bytes"] == {name: SENT[name] for name in LADDER}
     assert first["levels"] == {
-        name: {"payload_bytes": SENT[name], "last_bytes": SENT[name] // 40, "messages": 4, "codec_ms": 0.0}
+        name: {
+            "payload_bytes": SENT[name],
+            "last_bytes": SENT[name] // 40,
+            "messages": 4,
+            "codec_ms": 0.0,
+            "keeps_residual": name == "lowrank:4",
+        }
         for name in LADDER
     }
     assert first["limits"] == dataclasses.asdict(Config(dense_steps=0, delay_price=0.05, error_budget=5.0))
@@ -589,7 +595,8 @@ def test_buckets_that_are_cut_anew_send_something_else(tmp_path: Path) -> None:
     records = read(path)
     kinds = [record["kind"] for record in records]
     (record,) = (record for record in records if record["kind"] == "resize")
-    assert record["levels"]["fp16"] == {"payload_bytes": 2500, "last_bytes": 62, "messages": 4, "codec_ms": 1.234}
+    sent = {"payload_bytes": 2500, "last_bytes": 62, "messages": 4, "codec_ms": 1.234, "keeps_residual": False}
+    assert record["levels"]["fp16"] == sent
     assert kinds.index("trace") < kinds.index("resize"), "what was seen before stands before"
     assert len(records[kinds.index("trace")]["steps"]) == 7
     fixed = make("none", "fp16")

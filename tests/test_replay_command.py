@@ -18,7 +18,7 @@ from hvdplus.control.link import LevelCost
 from hvdplus.control.meter import StepTimes
 from hvdplus.log.runlog import RunLog, read
 
-COSTS = {"none": LevelCost(4_000_000, 1_000_000, 4), "fp16": LevelCost(2_000_000, 500_000, 4, 3e-4)}
+COSTS = {"none": LevelCost(4_000_000, 1_000_000, 4, 0.0, False), "fp16": LevelCost(2_000_000, 500_000, 4, 3e-4, False)}
 NAMES = tuple(COSTS)
 
 

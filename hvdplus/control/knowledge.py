@@ -173,6 +173,8 @@ class Knowledge:
         """e, as measured, or else as guessed from the bytes and from the level measured with about as many."""
         if level in self.errors:
             return median(self.errors[level])
+        if not self.costs[level].keeps_residual:
+            return 0.0
         sent = self.costs[level].payload_bytes
 
         def distance(other: int) -> float:

@@ -27,6 +27,8 @@ class LevelCost(NamedTuple):
     """Number of all-reduces."""
     codec: float = 0.0
     """Seconds to encode and decode, measured before training; 0: not measured."""
+    keeps_residual: bool = True
+    """Whether what is not sent stays in a residual, and so arrives late."""
 
 
 class Link(NamedTuple):

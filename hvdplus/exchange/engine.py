@@ -212,6 +212,7 @@ def level_costs(
             bytes_per_step(buckets[-1:], compressor, summable),
             len(buckets),
             seconds,
+            compressor.keeps_residual,
         )
         for compressor, seconds in zip(compressors, codec, strict=True)
     )

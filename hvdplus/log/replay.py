@@ -64,6 +64,12 @@ def replay(records: Sequence[Record], **limits: float) -> tuple[tuple[str, ...],
 
 def _costs(record: Record) -> tuple[LevelCost, ...]:
     return tuple(
-        LevelCost(level["payload_bytes"], level["last_bytes"], level["messages"], round(level["codec_ms"] * 1e3) / 1e6)
+        LevelCost(
+            level["payload_bytes"],
+            level["last_bytes"],
+            level["messages"],
+            round(level["codec_ms"] * 1e3) / 1e6,
+            level["keeps_residual"],
+        )
         for level in record["levels"].values()
     )

@@ -76,6 +76,7 @@ else:
     import hvdplus.keras as hvd
 
 hvdplus.exchange.engine.codec_seconds = fixed_costs
+hvdplus.exchange.engine.probe = lambda ops, transport, dense_bytes: [(4096, 0.0003), (262144, 0.0006)]
 hvd.init()
 sums = listen(hvd._require_world().transport)
 rank, seen = hvd.rank(), []

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from hvdplus.control.controller import typical
 from hvdplus.control.meter import StepTimes, median_times
 
 FRAMEWORK = os.environ.get("FRAMEWORK", "torch")
