@@ -22,6 +22,7 @@ from hvdplus.cli.text import FOREIGN, columns, foreign, ratio, read_log, reason,
 from hvdplus.compression import Compressor, NoCompression, parse
 from hvdplus.control.link import ALL_REDUCES, Collective, Wire, ring_all_reduce
 from hvdplus.exchange.bucket import Bucket, bytes_per_step, make_buckets
+from hvdplus.log.facts import PLAIN
 from hvdplus.log.forecast import (
     DENSE,
     MARGIN,
@@ -286,8 +287,8 @@ def _forecasts(
 ) -> str:
     """The table of ranks and rates; below it, the levels that cannot serve so many ranks."""
     rows = [
-        ["ranks", "Gbit/s", "dense", "exposed", "best", "its step", "speed-up", "all-reduce"],
-        ["", "", "ms", "share", "level", "ms", "to dense", ""],
+        ["ranks", "Gbit/s", "dense", "exposed", "best", "its step", "sooner", "all-reduce"],
+        ["", "", "ms", "share", "level", "ms", "than plain", ""],
     ]
     left_out = []
     for number in ranks:
@@ -296,23 +297,25 @@ def _forecasts(
         for gbit in rates:
             wire = _wire(gbit, latency)
             steps = {name: predict(shown, cost, number, wire, kinds) for name, cost in costs.items()}
-            rows.append([f"{number:,}", *_forecast(steps, gbit)])
+            rows.append([f"{number:,}", *_forecast(steps, gbit, shown.prices)])
     table = columns(rows, (0, 1, 2, 3, 5, 6))
     return "\n\n".join([table, *(["\n".join(map(_wrapped, left_out))] if left_out else [])])
 
 
-def _forecast(steps: Mapping[str, Step], gbit: float) -> list[str]:
-    dense, name = steps[DENSE], best_level(steps)
+def _forecast(steps: Mapping[str, Step], gbit: float, prices: Mapping[str, float]) -> list[str]:
+    dense, name = steps[DENSE], best_level(steps, prices)
     best = steps[name]
+    plain = min(steps[level].seconds for level in PLAIN if level in steps)
+    gain = plain / (best.seconds * prices.get(name, 1.0))
     return [
         f"{gbit:.3g}", _ms(dense.seconds), f"{dense.exposed / dense.seconds:.0%}", name, _ms(best.seconds),
-        f"{dense.seconds / best.seconds:.2f} x", ", ".join(dict.fromkeys((dense.collective, best.collective))),
+        f"{gain:.2f} x", ", ".join(dict.fromkeys((dense.collective, best.collective))),
     ]  # fmt: skip
 
 
 def _limits(shown: Shown, ranks: Sequence[int], latency: float, kinds: Mapping[str, Collective]) -> str:
     never = "it never pays" if len(shown.costs) > 1 else "unknown, as the run had no other level: let it run with auto"
-    lines = [f"Compression stops paying (no level saves more than {MARGIN:.0%} of the dense step)"]
+    lines = [f"Compression stops paying (no level saves more than {MARGIN:.0%} of the time to the same loss)"]
     for number in ranks:
         limit = pays_up_to(shown, number, latency, kinds)
         where = {0.0: never, math.inf: "it always pays"}.get(limit, f"above {limit:.3g} Gbit/s")
@@ -326,6 +329,7 @@ def _assumed(shown: Shown, latency: float, kinds: Mapping[str, Collective]) -> s
     less = "" if fixed else f"; the run showed less than its {2 * (shown.ranks - 1)} messages would take"
     notes = [
         *shown.assumptions,
+        "Sooner: to the same loss, against the faster of " + " and ".join(PLAIN) + ". " + _delay(shown.prices),
         f"A message takes {latency * 1e6:g} us (--latency-us), and an all-reduce {_ms(fixed)} ms more{less}. One run "
         "cannot tell the two apart.",
         f"All-reduce: {' or '.join(kinds)}"
@@ -339,6 +343,12 @@ def _assumed(shown: Shown, latency: float, kinds: Mapping[str, Collective]) -> s
         "level's loss of accuracy there.",
     ]
     return "\n".join(_wrapped(note) for note in notes)
+
+
+def _delay(prices: Mapping[str, float]) -> str:
+    """What delay costs, in a sentence."""
+    known = ", ".join(f"{name} {price - 1:.1%}" for name, price in prices.items() if price - 1 >= 0.0005)
+    return f"More steps for what a level sends later, by the run's errors: {known}." if known else "Delay is free here."
 
 
 def _ms(seconds: float) -> str:

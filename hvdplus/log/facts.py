@@ -16,6 +16,8 @@ Record = dict[str, Any]
 """One line of the log: plain JSON values, ``kind`` among them."""
 
 DENSE = "none"
+PLAIN = (DENSE, "fp16")
+"""Levels that stock Horovod has, too: what compression is held against."""
 
 MEDIANS = (
     "step_ms", "compute_ms", "codec_ms", "exposed_comm_ms", "overlapped_comm_ms", "input_wait_ms", "error",
@@ -150,6 +152,25 @@ def evidence_by_level(decision: Record) -> dict[str, dict[str, float]]:
         if not math.isnan(number_of(value)):
             figures.setdefault(name, {})[figure] = number_of(value)
     return figures
+
+
+def delay_prices(records: Sequence[Record]) -> dict[str, float]:
+    """Level -> how many times the steps of dense a training needs there, by the errors of the run and its price of
+    delay; levels that keep nothing back are left out."""
+    price = number_of((run_of(records).get("limits") or {}).get("delay_price"))
+    if math.isnan(price):
+        return {}
+    errors = {
+        name: figures["error"]
+        for decision in decisions_of(records)
+        for name, figures in evidence_by_level(decision).items()
+        if "error" in figures
+    }
+    windows = [window for window in windows_of(records) if not math.isnan(number_of(window.get("error")))]
+    for level in {level_of(window) for window in windows}:
+        same = [window for window in windows if level_of(window) == level]
+        errors[level] = weighted_median([number_of(each["error"]) for each in same], [steps_in(each) for each in same])
+    return {name: 1 + price * error**2 for name, error in errors.items() if error}
 
 
 def dense_exposed_share(decision: Record) -> float:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from statistics import median
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from hvdplus.compression import NoCompression, Spec, parse
@@ -22,6 +23,7 @@ from hvdplus.exchange.metadata import Slot
 from hvdplus.log.facts import (
     Record,
     check_not_empty,
+    delay_prices,
     level_of,
     levels_refused,
     number_of,
@@ -76,6 +78,8 @@ class Shown(NamedTuple):
     """Sentences on what the run did not show and this model assumes."""
     rejected: frozenset[str] = frozenset()
     """Levels that the run has refused; they are in ``costs``, and get no forecast."""
+    prices: Mapping[str, float] = MappingProxyType({})
+    """Level -> how many times the steps of dense a training needs there, where the run shows more than once."""
 
     @property
     def gbit(self) -> float:
@@ -117,7 +121,8 @@ def what_the_run_showed(records: Sequence[Record]) -> Shown:
     if not seen:
         raise ValueError("it holds no complete window of steps at a level: let the job run longer, 100 steps or so")
 
-    link = fit_link([(costs[name], level.comm) for name, level in seen.items()])
+    probes = [(LevelCost(size, size, 1), micros / 1e6) for size, micros in about.get("probes") or []]
+    link = fit_link([*((costs[name], level.comm) for name, level in seen.items()), *probes])
     compute = median(level.compute for level in seen.values())
     hideable = max(level.overlapped for level in seen.values())
     # The codec times in the run record are of encoding and decoding alone; packing and unpacking buckets adds to them.
@@ -128,7 +133,7 @@ def what_the_run_showed(records: Sequence[Record]) -> Shown:
         for name, cost in costs.items()
     }
     assumptions = []
-    if len(seen) == 1:
+    if len(seen) == 1 and not probes:
         (only,) = seen
         assumptions.append(
             f"Only {only} ran: its communication time is attributed to bytes alone, none to the number of all-reduces."
@@ -157,7 +162,7 @@ def what_the_run_showed(records: Sequence[Record]) -> Shown:
     assumptions += [f"No forecast for {name}: the run rejected it {why}." for name, why in rejected.items()]
     return Shown(
         ranks, hosts, collective, gradient_bytes // 4, seen, costs, link, compute, hideable, tuple(assumptions),
-        frozenset(rejected),
+        frozenset(rejected), delay_prices(records),
     )  # fmt: skip
 
 
@@ -277,23 +282,23 @@ def predict(
     return min(map(by, collectives), key=lambda step: round(step.seconds, 9))  # equal to a nanosecond is equal
 
 
-def best_level(steps: Mapping[str, Step]) -> str:
-    """The least compression whose step is within ``MARGIN`` of the fastest level's.
+def best_level(steps: Mapping[str, Step], prices: Mapping[str, float]) -> str:
+    """The least compression whose step, times the price of delay, is within ``MARGIN`` of the best level's.
 
-    ``auto`` chooses by the same rule; it also stays dense where communication is no bottleneck, and rejects levels over
-    the error budget.
+    ``auto`` chooses by the same rule; it also rejects levels over the error budget.
 
     Args:
         steps: level -> predicted step, least compression first.
+        prices: level -> price of delay, where it is not 1.
     """
-    fastest = min(step.seconds for step in steps.values())
-    return next(name for name, step in steps.items() if (1 - MARGIN) * step.seconds <= fastest)
+    costs = {name: step.seconds * prices.get(name, 1.0) for name, step in steps.items()}
+    return next(name for name, cost in costs.items() if (1 - MARGIN) * cost <= min(costs.values()))
 
 
 def pays_up_to(
     shown: Shown, ranks: int, message_seconds: float, collectives: Mapping[str, Collective] = ALL_REDUCES
 ) -> float:
-    """The rate of the links, in Gbit/s, above which no level saves ``MARGIN`` of the step; 0 if none does at any rate,
+    """The rate of the links, in Gbit/s, above which no level saves ``MARGIN`` of the time; 0 if none does at any rate,
     infinite if one does at every rate.
 
     On a faster link communication shrinks and the codec's time stays, so there is one such rate.
@@ -303,7 +308,10 @@ def pays_up_to(
     def pays(gbit: float) -> bool:
         wire = Wire(message_seconds, 8e-9 / gbit)
         return (
-            best_level({name: predict(shown, cost, ranks, wire, collectives) for name, cost in costs.items()}) != DENSE
+            best_level(
+                {name: predict(shown, cost, ranks, wire, collectives) for name, cost in costs.items()}, shown.prices
+            )
+            != DENSE
         )
 
     if pays(FASTEST):

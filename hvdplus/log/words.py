@@ -15,9 +15,11 @@ from typing import Any
 from hvdplus.control.controller import Config
 from hvdplus.log.facts import (
     DENSE,
+    PLAIN,
     Record,
     Span,
     decisions_of,
+    delay_prices,
     dense_exposed_share,
     evidence_by_level,
     level_of,
@@ -69,7 +71,8 @@ def closing(records: Sequence[Record]) -> str:
     asked = run_record.get("compression") not in (None, "auto")
     others = [span for level, span in levels.items() if level != main.level and span.steps >= ENOUGH_STEPS]
     if main.level != DENSE:
-        return _closing_compressed(main, next((span for span in others if span.level == DENSE), None), steps, asked)
+        dense = next((span for span in others if span.level == DENSE), None)
+        return _closing_compressed(main, dense, steps, asked) + _sooner(records, main, others)
     if asked:
         return (
             f"Gradients were sent uncompressed, as asked for: communication held up {main.exposed_share:.0%} of the "
@@ -126,6 +129,32 @@ def _closing_compressed(main: Span, dense: Span | None, steps: int, asked: bool)
     if main.exposed_share <= BOTTLENECK:
         return f"Communication was hidden at level {main.level}: {versus}."
     return f"Level {main.level} made the step shorter: {versus}; communication still held up {share}."
+
+
+def _sooner(records: Sequence[Record], main: Span, others: Sequence[Span]) -> str:
+    """A further sentence: how much sooner ``main`` comes to the same loss than the better of the plain levels, measured
+    or, where they did not run, predicted; empty where that is known or nothing is."""
+    if main.level in PLAIN and any(span.level == DENSE for span in others):
+        return ""
+    predicted = {
+        name: (figures["predicted_step_ms"], " as predicted")
+        for decision in decisions_of(records)
+        for name, figures in evidence_by_level(decision).items()
+        if name in PLAIN and name != main.level and "predicted_step_ms" in figures
+    }
+    plain = predicted | {span.level: (like_for_like(main, span), "") for span in others if span.level in PLAIN}
+    if not plain:
+        return ""
+    best = min(plain, key=lambda name: plain[name][0])
+    step_ms, source = plain[best]
+    price = delay_prices(records).get(main.level, 1.0)
+    gain = step_ms / (main.step_ms * price)
+    delay = f" and {price - 1:.1%} more steps for what arrives late" if price - 1 >= 0.0005 else ""
+    than = f"than at {best} ({in_ms(step_ms)} a step{source})"
+    if abs(gain - 1) <= MARGIN:
+        return f" With {in_ms(main.step_ms)} a step{delay} it comes to the same loss no sooner {than}."
+    how = f"{gain:.2f} x sooner" if gain > 1 else f"{1 / gain:.2f} x later"
+    return f" With {in_ms(main.step_ms)} a step{delay} it comes to the same loss {how} {than}."
 
 
 def like_for_like(span: Span, dense: Span) -> float:

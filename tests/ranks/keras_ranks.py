@@ -664,7 +664,7 @@ def test_settings_of_the_script_come_before_the_environment_and_the_file(monkeyp
     assert plain("auto", settings={"compression": "none"})[1].hvdplus.ladder.names == ("none",)
     for wrong, match in (
         ({"dense_stepz": 20}, r"dense_stepz \(argument\) is not a setting; did you mean dense_steps\?"),
-        ({"dense_steps": 0}, r"dense_steps \(argument\) wants a whole number of at least 1. Received: dense_steps=0"),
+        ({"drain_steps": 0}, r"drain_steps \(argument\) wants a whole number of at least 1. Received: drain_steps=0"),
         ({"transport": "mpi4py"}, "comes too late"),
     ):
         raises_everywhere(ValueError, match, lambda wrong=wrong: plain("auto", settings=wrong))

@@ -77,7 +77,7 @@ def alone(job: Job) -> float:
         for total in sums():
             total.numpy()
         seconds.append(time.perf_counter() - began)
-    return typical(seconds[4:])
+    return sorted(seconds[4:])[(STEPS - 5) // 4]  # what else the machine does makes sums longer, never shorter
 
 
 def torch_step(job: Job) -> tuple[object, Callable[[], None]]:
