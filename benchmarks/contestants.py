@@ -6,8 +6,10 @@ same conditions. Rank 0 takes commands over the socket that CONTESTANTS names, t
     auto                       hvdplus, as it comes
     level NAME                 hvdplus at one level
     horovod, horovod fp16      stock Horovod (over the same MPI settings, ring included)
-    ddp, ddp fp16, ddp powersgd:R
-                               PyTorch's own DistributedDataParallel over Gloo, with its communication hooks
+    ddp, ddp fp16, ddp powersgd:R:S
+                               PyTorch's own DistributedDataParallel over Gloo, with its communication hooks; PowerSGD
+                               of rank R after S dense steps
+    alone                      a rank with its share of the batch, and nobody to talk to
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn import functional
 
 import hvdplus.torch as hvd
+from hvdplus.compression import parse
+from hvdplus.settings import Settings
 
 
 class Perceptron(quality.Digits):
@@ -68,10 +72,24 @@ class Characters(quality.Text):
         return quality.Transformer(width=224, layers=3)
 
 
-POWERSGD_START = 10
-"""Dense steps before PowerSGD begins; PyTorch wants at least two."""
+class Bytes(Characters):
+    """More gradient, and AdamW: a transformer of 3.3 M parameters."""
 
-TASKS: dict[str, Callable[[], quality.Task]] = {"mlp": Perceptron, "cnn": Convolutions, "text": Characters}
+    name = "bytes"
+
+    def model(self) -> nn.Module:
+        return quality.Transformer(width=304, layers=3)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=self.learning_rate, weight_decay=0.01)
+
+
+TASKS: dict[str, Callable[[], quality.Task]] = {
+    "mlp": Perceptron,
+    "cnn": Convolutions,
+    "text": Characters,
+    "bytes": Bytes,
+}
 
 
 class Contestant:
@@ -95,6 +113,8 @@ class Contestant:
             self.optimizer = horovod.DistributedOptimizer(
                 self.optimizer, named_parameters=named, compression=compression
             )
+        elif kind == "alone":
+            pass
         elif kind == "ddp":
             self._forward = _ddp(self.model, detail)
         else:
@@ -132,14 +152,14 @@ def _ddp(model: nn.Module, hook: str) -> nn.Module:
             os.environ["CONTESTANTS_MASTER"], 29511, hvd.size(), is_master=hvd.rank() == 0
         )
         torch.distributed.init_process_group("gloo", store=store, rank=hvd.rank(), world_size=hvd.size())
-    name, _, rank = hook.partition(":")
+    name, rank, start = (*hook.split(":"), "", "")[:3]
     # PowerSGD over several Gloo buckets aborts: one bucket.
     wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1000 if name == "powersgd" else 25)
     if name == "fp16":
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif name == "powersgd":
         state = powerSGD_hook.PowerSGDState(
-            None, matrix_approximation_rank=int(rank), start_powerSGD_iter=POWERSGD_START, min_compression_rate=1
+            None, matrix_approximation_rank=int(rank), start_powerSGD_iter=int(start), min_compression_rate=1
         )
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return wrapped
@@ -196,8 +216,11 @@ class Job:
         return seconds
 
     def dense_start(self, who: str) -> int:
-        """Steps that ``who`` takes over plain DDP before it compresses."""
-        return POWERSGD_START if "powersgd" in who else 0
+        """Dense steps that ``who`` takes before it compresses."""
+        if "powersgd" in who:
+            return int(who.rpartition(":")[2])
+        level = who.removeprefix("level ")
+        return Settings().warm_steps if level != who and parse(level).needs_warmup else 0
 
     def evaluate(self, who: str) -> float:
         return self._people[who].evaluate()

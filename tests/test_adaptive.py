@@ -20,6 +20,7 @@ from adaptive import (
     Ratio,
     against,
     block_steps,
+    cheapest,
     in_turns,
     judge_cells,
     judge_race,
@@ -95,7 +96,7 @@ def test_rounds_end_when_their_time_is_over() -> None:
 
 
 def cell(rate: str, oracle: Ratio, dense: Ratio) -> Cell:
-    return Cell(2, "mlp", rate, "fp16", "fp16", "horovod", oracle, dense, 10.0, {}, {}, [])
+    return Cell(2, "mlp", rate, "fp16", "fp16", "horovod", oracle, dense, 10.0, {}, {}, {}, [])
 
 
 def test_the_bound_is_judged_and_the_worst_cell_named() -> None:
@@ -103,7 +104,7 @@ def test_the_bound_is_judged_and_the_worst_cell_named() -> None:
     wide = cell("5gbit", Ratio(1.0, 0.9, ORACLE_LIMIT + 0.01), Ratio(0.9, 0.8, 1.0))
     assert [verdict.passed for verdict in judge_cells([good], [good])] == [True, True, True]
     oracle, dense = judge_cells([good, wide], [])
-    assert not oracle.passed and oracle.figures == "1 of 2 cells; worst: 2 hosts, mlp, 5gbit, 1.000 [0.900, 1.060]"
+    assert not oracle.passed and oracle.figures == "1 of 2 cells; worst: 2 hosts, mlp, 5gbit, 1.000 [0.900, 1.040]"
     assert dense.passed and dense.figures.startswith("2 of 2 cells; worst: 2 hosts, mlp, 1gbit")
 
 
@@ -112,20 +113,35 @@ def test_a_race_is_judged_by_the_best_fixed_choice() -> None:
         return [[(seconds / 2, 4.0), (seconds, 2.9), (2 * seconds, end)] for end in ends]
 
     run = Race(
+        "text",
         "1gbit",
-        3.0,
+        (3.0, 2.85),
         {
             "auto": curves(10, 2.80, 2.82),
+            "alone": curves(20, 2.80, 2.82),
             "horovod": curves(25, 2.79, 2.81),
-            "ddp powersgd:4": curves(12, 2.9, 2.9),
-            "ddp powersgd:8": curves(14, 2.9, 2.9),
+            "ddp powersgd:4:2": curves(12, 2.9, 2.9),
+            "ddp powersgd:8:2": curves(14, 2.9, 2.9),
+            "level int8": curves(9, 2.9, 2.9),
         },
     )
-    against_dense, against_best, loss = judge_race(run, 2.0)
-    assert against_dense.passed and against_dense.figures.startswith("2.50 x")
-    assert not against_best.passed and re.match(r"1\.20 x .* ddp powersgd:4: 12\.0 s", against_best.figures)
-    assert loss.passed and loss.figures.startswith("+0.0100 bits a character, standard deviation of dense 0.0141")
-    assert not any(verdict.passed for verdict in judge_race(run._replace(target=2.5), 2.0)[:2]), "nobody is there ever"
+    fixed, levels = judge_race(run, 1.3)
+    assert not fixed.passed and re.match(
+        r"1\.20 x \(seeds 1\.20 to 1\.20\) at 3 bits; ddp powersgd:4:2: 12\.0 s, auto: 10\.0 s", fixed.figures
+    )
+    assert not levels.passed and levels.figures.startswith("0.90 x")
+    assert all(verdict.passed for verdict in judge_race(run._replace(targets=(2.85,)), 1.3)[:1]), (
+        "PowerSGD is never there"
+    )
+    assert not any(verdict.passed for verdict in judge_race(run._replace(targets=(2.5,)), 1.3)), "nobody is there ever"
+
+
+def test_delay_has_its_price_in_a_cell() -> None:
+    seconds = {"auto": [1.0, 1.0], "level int8": [1.0, 1.0], "level lowrank:8": [0.98, 0.98]}
+    levels = ["level int8", "level lowrank:8"]
+    assert cheapest(seconds, levels, {}) == "level lowrank:8"
+    assert cheapest(seconds, levels, {"lowrank:8": 1.1}) == "level int8"
+    assert against(seconds, "level lowrank:8", 1 / 1.1).middle == pytest.approx(1 / 0.98 / 1.1)
 
 
 def test_parts_that_are_measured_on_two_hosts_are_refused_on_four(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,8 @@ RUN = {
     "kind": "run", "format": 1, "hvdplus": "0.1.0", "started_at": "2026-01-01T00:00:00+00:00", "framework": "torch",
     "ranks": 2, "hosts": {"a": 1, "b": 1}, "transport": "horovod-mpi", "collective": "ring", "compression": "auto",
     "ladder": ["none", "fp16"], "parameters": 1_000_000, "gradient_bytes": 4_000_000,
-    "payload_bytes": {"none": 4_000_000, "fp16": 2_000_000}, "levels": LEVELS, "limits": asdict(Config()), "probes": [[4096, 300], [200000, 900]],
+    "payload_bytes": {"none": 4_000_000, "fp16": 2_000_000}, "levels": LEVELS, "limits": asdict(Config()),
+    "probes": [[4096, 300], [200000, 900]],
 }  # fmt: skip
 EVIDENCE = {"none.step_ms": 30.0, "none.exposed_comm_ms": 18.0, "fp16.predicted_step_ms": 21.0, "link.ms_per_MB": 4.5}
 DECISION = {
