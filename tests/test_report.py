@@ -284,8 +284,8 @@ CASES: dict[str, tuple[Callable[[], Job], str]] = {
             Job(limits={"delay_price": 0.1}).run("none", 15).run("lowrank:4", 100, (11.0, 0.6, 4.0, 0.4), error=1.0)
         ),
         "Level lowrank:4 made the step shorter: 16.0 ms a step against 19.8 ms dense (1.24 x); communication still "
-        "held up 25% of the step. With 16.0 ms a step and 10.0% more steps for what arrives late it comes to the same loss "
-        "1.12 x sooner than at none (19.8 ms a step).",
+        "held up 25% of the step. With 16.0 ms a step and 10.0% more steps for what arrives late it comes to the same "
+        "loss 1.12 x sooner than at none (19.8 ms a step).",
     ),
     "held against what was predicted": (
         lambda: (
