@@ -323,17 +323,17 @@ class Controller:
         interval = f"{middle:.3f} [{low:.3f}, {high:.3f}]"
         words = f"{self.names[self.challenger]} costs {interval} times {self.names[self.held]}, {pairs}"
         left = self.config.pairs - pairs_seen + (0.5 if self.level == self.challenger else 0.0)
-        certainty = self._certainty(self.challenger)
+        certainty, at_stake = self._certainty(self.challenger), 0.0
         if left and abs(gain) <= bound:
             noise = measured.variance * pairs_seen / left
             at_stake = promised(gain if certainty else -abs(gain), ratio.variance, noise, certainty)
-        else:
-            at_stake = 0.0
-        if at_stake > self.config.margin / 2:
+        wins = gain > (bound if certainty else 0.0)
+        # One that loses is held against a turn after its own, too: the link may have changed since the one before it.
+        if at_stake > self.config.margin / 2 or (self.level == self.challenger and not wins):
             other = self.held if self.level == self.challenger else self.challenger
             return self._enter(Mode.TRIAL, other, f"{words}: in turns")
         self._known.learn_ratio(self.challenger, self.held, ratio)
-        if gain > (bound if certainty else 0.0):
+        if wins:
             self.held = self.challenger
         self._turns = [turn for turn in self._turns if turn[0] == self.held][-1:]
         return self._choose(words)
