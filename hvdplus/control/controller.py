@@ -236,7 +236,7 @@ class Controller:
             return self._age >= config.dense_steps
         if slow and count >= 2:
             return True
-        if count >= config.block_steps * self._patience():
+        if count >= config.block_steps * (self._patience() if self.mode is Mode.TRIAL else 1):
             return True
         if self.mode is Mode.TRIAL and self.level == self.challenger and count >= 3:
             return median(each.step for each in self._window) > HOPELESS * self._known.seconds(self.held)
@@ -244,8 +244,8 @@ class Controller:
 
     def _patience(self) -> int:
         """Factor by which a trial's blocks are longer: where steps are noisy, long turns cost less than many."""
-        noisy = self.mode is Mode.TRIAL and self.config.margin
-        return max(1, min(LONGEST, round(math.sqrt(self._noise) / self.config.margin))) if noisy else 1
+        margin = self.config.margin
+        return max(1, min(LONGEST, round(math.sqrt(self._noise) / margin))) if margin else 1
 
     def _after_block(self, block: Block) -> Decision | None:
         self._window = []
@@ -308,7 +308,8 @@ class Controller:
     def _affords(self, gain: float) -> bool:
         """Whether a trial that probably gains nothing fits into the time for exploring."""
         step = self._known.seconds(self.held)
-        dear = (self.config.block_steps + self.config.settle_steps) * step * (math.exp(-gain) - 1)
+        turn = self.config.block_steps * self._patience() + self.config.settle_steps
+        dear = turn * step * (math.exp(-gain) - 1)
         return self._spent + dear <= self.config.explore * self._elapsed
 
     def _judge(self) -> Decision | None:
