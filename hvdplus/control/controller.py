@@ -145,6 +145,10 @@ class Controller:
     """Seconds of all steps; seconds that trials and probes took longer than the level held would have."""
     _norms: list[float] = field(default_factory=list)
     _learning_rate: float = 0.0
+    _error: float = 0.0
+    """The latest at this level; 0: none yet."""
+    _carried: float = 0.0
+    """The same of the level before, whose residual this one began with."""
     _critical: int = 0
     """Steps that are left of a critical phase."""
     _probe_after: int = PROBE_STEPS
@@ -272,7 +276,8 @@ class Controller:
         """Errors, and phases in which a residual would be missed most (Agarwal et al., Accordion, MLSys 2021)."""
         self._critical = max(0, self._critical - 1)
         if not math.isnan(seen.error) and level:
-            self._known.learn_error(level, seen.error, self._age)
+            self._error = seen.error
+            self._known.learn_error(level, seen.error, self._age, self._carried)
         last, self._learning_rate = self._learning_rate, seen.learning_rate
         fell = 0 < seen.learning_rate * CRITICAL_CHANGE <= last
         if not math.isnan(seen.gradient_norm):
@@ -373,6 +378,7 @@ class Controller:
     def _enter(self, mode: Mode, level: int, why: str = "") -> Decision:
         if level != self.level:
             self._age, self._probe_after = 0, PROBE_STEPS
+            self._carried, self._error = self._error, 0.0
         self.mode, self.level, self._window = mode, level, []
         return Decision(level, why, self._evidence())
 

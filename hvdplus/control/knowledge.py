@@ -39,6 +39,8 @@ Not fitted to measured errors. It turns the steps that PowerSGD at ranks 16, 8 a
 those of dense) into e² by κ = 0.05, and assumes the bytes of ``lowrank:16+fp16`` to ``lowrank:4+fp16``, on the same
 text model."""
 ERRORS_KEPT = 10
+LEAST_SENT = 0.01
+"""Least share of the energy of gradient and residual that a level sends in a step: e comes to 10 at most."""
 COMPUTATIONS = (1e-3, 1e-2, 1e-1, 1.0)
 """Seconds that the computation of a step may take, before one was seen; half of them may hide communication."""
 
@@ -151,9 +153,9 @@ class Knowledge:
         own = self._model(other) + self.levels[other].own.mean + ratio.mean - self._model(level)
         self.levels[level] = self.levels[level]._replace(own=Guess(own, ratio.variance), steps=self.steps)
 
-    def learn_error(self, level: int, error: float, age: int) -> None:
-        """Take in a reading of e, ``age`` steps after the level began."""
-        self.errors[level] = [*self.errors.get(level, [])[1 - ERRORS_KEPT :], settled(error, age)]
+    def learn_error(self, level: int, error: float, age: int, carried: float = 0.0) -> None:
+        """Take in a reading of e, ``age`` steps after the level began; the level before it had come to ``carried``."""
+        self.errors[level] = [*self.errors.get(level, [])[1 - ERRORS_KEPT :], settled(error, age, carried)]
 
     def forget_errors(self) -> None:
         """The gradients are others now."""
@@ -230,17 +232,24 @@ class Knowledge:
         return math.sqrt(ENERGY * max(0.0, dense / max(1, sent) - 1))
 
 
-def settled(error: float, age: int) -> float:
-    """What a level's error comes to, by a reading ``age`` steps after the level began with no residual.
+def settled(error: float, age: int, carried: float = 0.0) -> float:
+    """What a level's error comes to, by a reading ``age`` steps after the level began, at an error of ``carried``.
 
     A step sends the share δ of the energy of gradient and residual. If gradients are mostly noise, then
-    ``e² = (1 - δ) / δ · (1 - (1 - δ)^age)``, which is solved for δ by bisection.
+    ``e² = (1 - δ) / δ · (1 - (1 - δ)^age) + carried² (1 - δ)^age``, which is solved for δ by bisection. A reading that
+    is too large for any δ stands for itself.
     """
     if not error:
         return 0.0
-    low, high = 1e-4, 1.0
+
+    def reached(share: float) -> float:
+        kept = (1 - share) ** max(1, age)
+        return (1 - share) / share * (1 - kept) + carried**2 * kept
+
+    low, high = LEAST_SENT, 1.0
+    if reached(low) <= error * error:
+        return error
     for _ in range(24):
         share = math.sqrt(low * high)
-        reached = (1 - share) / share * (1 - (1 - share) ** max(1, age))
-        low, high = (share, high) if reached > error * error else (low, share)
+        low, high = (share, high) if reached(share) > error * error else (low, share)
     return math.sqrt((1 - low) / low)
