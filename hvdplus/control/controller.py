@@ -185,7 +185,7 @@ class Controller:
     def begin(self, probes: Sequence[tuple[int, float]]) -> None:
         """Before the first step: sums of so many bytes took so many seconds."""
         for size, seconds in probes:
-            self._known.see_sum(size, seconds)
+            self._known.see_sum(size, seconds, first=True)
         if probes and not self.config.dense_steps:
             self.level = self.held = self._known.clearly_best(self._usable(), self.config.margin)
 

@@ -121,9 +121,9 @@ class Knowledge:
             return Guess()
         return Guess(math.log(self.seconds(level) / self.seconds(other)), self.known_own(level).variance)
 
-    def see_sum(self, size: int, seconds: float) -> None:
-        """Take in what a sum of ``size`` bytes took that nothing else went along with."""
-        self.link = self.link.updated(LevelCost(size, size, 1), seconds, (MODEL_ERROR * seconds) ** 2)
+    def see_sum(self, size: int, seconds: float, *, first: bool = False) -> None:
+        """Take in what a sum of ``size`` bytes took that nothing else went along with. ``first``: before any step."""
+        self.link = self.link.updated(LevelCost(size, size, 1), seconds, (MODEL_ERROR * seconds) ** 2, same=first)
 
     def clearly_best(self, usable: Sequence[int], margin: float) -> int:
         """The level to begin with, before any step was seen: dense, or the best of those that are cheaper by ``margin``

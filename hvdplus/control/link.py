@@ -74,15 +74,16 @@ class LinkEstimate(NamedTuple):
         """α and β may each have changed; ``share``: variance of the change, relative to their squares."""
         return self._replace(aa=self.aa + share * self.alpha**2, bb=self.bb + share * self.beta**2)
 
-    def updated(self, cost: LevelCost, seconds: float, variance: float) -> LinkEstimate:
-        """With a level's measured communication. Measurements far from the estimate say that the link has changed."""
+    def updated(self, cost: LevelCost, seconds: float, variance: float, *, same: bool = False) -> LinkEstimate:
+        """With a level's measured communication. One far from the estimate says that the link has changed, unless it
+        is the ``same`` link for sure, of which little was known."""
         m, b = cost.messages, cost.payload_bytes
         if seconds <= 0 or not b:
             return self
         noise = variance + (MODEL_ERROR * seconds) ** 2
         expected = self.link.seconds(cost)
         off, known = seconds - expected, self
-        if expected and off * off > 9 * (self.variance(cost) + noise):
+        if not same and expected and off * off > 9 * (self.variance(cost) + noise):
             share = (off / expected) ** 2
             known = self.older(share)._replace(ab=self.ab + share * self.alpha * self.beta / 2)
         pa, pb = m * known.aa + b * known.ab, m * known.ab + b * known.bb
