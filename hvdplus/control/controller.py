@@ -179,7 +179,10 @@ class Controller:
             raise ValueError(f"it names levels beyond {', '.join(self.names)}")
         if self.mode is Mode.TRIAL and self.held not in self._known.levels:
             raise ValueError("it compares a level with one that it has not seen")
-        if not self._known.plausible(block for _, block in self._turns):
+        turns = [*(level for level, _ in self._turns), self.level]
+        if self.mode is Mode.TRIAL and (len(turns) < 2 or turns != ([self.held, self.challenger] * 99)[: len(turns)]):
+            raise ValueError(f"its trial of {self.names[self.challenger]} is not in turns")
+        if self._noise < 0 or not self._known.plausible([block for _, block in self._turns]):
             raise ValueError("it knows of steps that took less than no time")
 
     def begin(self, probes: Sequence[tuple[int, float]]) -> None:

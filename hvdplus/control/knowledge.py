@@ -13,7 +13,7 @@ a factor of its own, which is remembered, and trusted less the older it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
@@ -138,7 +138,7 @@ class Knowledge:
         clear = [level for level in usable if max(ratio(level, busy, doubt) for busy in COMPUTATIONS) < 1 - margin]
         return min(clear, key=lambda level: math.prod(ratio(level, busy, 1.0) for busy in COMPUTATIONS), default=0)
 
-    def plausible(self, blocks: Iterable[Block]) -> bool:
+    def plausible(self, blocks: Sequence[Block]) -> bool:
         """Whether all that should be above 0 is."""
         link, pace, levels = self.link, self.pace, self.levels.values()
         variances = [link.aa, link.bb, pace.variance, *(known.own.variance for known in levels)]
@@ -146,7 +146,14 @@ class Knowledge:
         for block in blocks:
             variances += [block.step_variance, block.busy_variance, block.rest_variance, block.comm_variance]
             seconds += [block.step, block.busy]
-        return min(variances) >= 0 and min(seconds, default=1.0) > 0 <= min(link.alpha, link.beta, self.hidden)
+        rest = [
+            link.alpha,
+            link.beta,
+            self.hidden,
+            *(known.codec for known in levels),
+            *(block.rest for block in blocks),
+        ]
+        return min(variances) >= 0 and min(seconds, default=1.0) > 0 <= min(rest)
 
     def learn_ratio(self, level: int, other: int, ratio: Guess) -> None:
         """``level`` was measured to take as long as ``other``, times ``ratio`` (a logarithm)."""
