@@ -190,7 +190,7 @@ class Controller:
         for size, seconds in probes:
             self._known.see_sum(size, seconds, first=True)
         if probes and not self.config.dense_steps:
-            self.level = self.held = self._known.clearly_best(self._usable(), self.config.margin)
+            self.level = self.held = self._known.clearly_best(self._usable())
 
     def forbid(self, level: int, why: str) -> None:
         """Never again run ``level`` or one above it (1 or more); where one of them runs, the run starts anew, dense."""

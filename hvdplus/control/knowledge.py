@@ -29,7 +29,7 @@ it for the machine."""
 EXPOSED_ERROR = 0.25
 """Standard deviation of predicted communication, as a share of it."""
 CODEC_ERROR = 0.5
-"""The same of a codec that was timed alone: within a step it shares caches and cores."""
+"""The same of a codec that was timed alone."""
 PRICE_ERROR = 0.5
 """The same of what a price adds, where no error was measured."""
 ENERGY = 0.02
@@ -125,9 +125,9 @@ class Knowledge:
         """Take in what a sum of ``size`` bytes took that nothing else went along with. ``first``: before any step."""
         self.link = self.link.updated(LevelCost(size, size, 1), seconds, (MODEL_ERROR * seconds) ** 2, same=first)
 
-    def clearly_best(self, usable: Sequence[int], margin: float) -> int:
-        """The level to begin with, before any step was seen: dense, or the best of those that are cheaper by ``margin``
-        whatever the computation takes, and even if the link's and the codec's figures are off in dense's favour."""
+    def clearly_best(self, usable: Sequence[int]) -> int:
+        """The level to begin with, before any step was seen: the best of those that are no dearer than dense whatever
+        the computation takes, and even if the link's and the codec's figures are off in dense's favour."""
 
         def ratio(level: int, busy: float, favour: float) -> float:
             dense, other = (self.link.link.exposed(self.costs[each], busy / 2) for each in (0, level))
@@ -135,7 +135,7 @@ class Knowledge:
             return delay * (busy + favour * (self.costs[level].codec + other)) / (busy + dense / favour)
 
         doubt = 1 + EXPOSED_ERROR
-        clear = [level for level in usable if max(ratio(level, busy, doubt) for busy in COMPUTATIONS) < 1 - margin]
+        clear = [level for level in usable if max(ratio(level, busy, doubt) for busy in COMPUTATIONS) <= 1]
         return min(clear, key=lambda level: math.prod(ratio(level, busy, 1.0) for busy in COMPUTATIONS), default=0)
 
     def plausible(self, blocks: Sequence[Block]) -> bool:
@@ -206,7 +206,7 @@ class Knowledge:
             variance = self.known_own(level).variance
         else:
             exposed = self.link.link.exposed(cost, self.hidden * busy)
-            variance = ((CODEC_ERROR * cost.codec) ** 2 + (EXPOSED_ERROR * exposed) ** 2) / step**2
+            variance = (self._codec(level).variance + (EXPOSED_ERROR * exposed) ** 2) / step**2
         if level not in self.errors:
             variance += (PRICE_ERROR * (self.price(level) - 1)) ** 2
         if level != held:
@@ -224,15 +224,22 @@ class Knowledge:
         """Logarithm of a step's seconds, by the model."""
         busy = self._busy(level)
         exposed = self.link.link.exposed(self.costs[level], self.hidden * busy)
-        return math.log(busy + self._codec(level) * math.exp(self.pace.mean) + exposed)
+        return math.log(busy + self._codec(level).mean * math.exp(self.pace.mean) + exposed)
 
-    def _codec(self, level: int) -> float:
-        """Seconds at pace 1: as measured, or else as timed alone, with what the nearest level takes beyond that: every
-        level packs gradients and writes means back."""
-        if level in self.levels or not self.levels:
-            return self.levels[level].codec if level in self.levels else self.costs[level].codec
-        near = min(self.levels, key=lambda other: abs(other - level))
-        return self.costs[level].codec + max(0.0, self.levels[near].codec - self.costs[near].codec)
+    def _codec(self, level: int) -> Guess:
+        """Seconds at pace 1: as measured, or else as timed alone, and beyond that what the nearest level packs.
+
+        Of dense that is all it does. What another level takes beyond its codec alone may as well be its codec, which is
+        slower in the crowd of a whole step: half of it counts, give or take the half.
+        """
+        if level in self.levels:
+            return Guess(self.levels[level].codec, 0.0)
+        alone, packs, doubt = self.costs[level].codec, 0.0, 0.0
+        if self.levels:
+            near = min(self.levels, key=lambda other: abs(other - level))
+            beyond = max(0.0, self.levels[near].codec - self.costs[near].codec)
+            packs, doubt = (beyond / 2, beyond / 2) if near else (beyond, 0.0)
+        return Guess(alone + packs, doubt**2 + (CODEC_ERROR * alone) ** 2)
 
     def _guess(self, level: int) -> float:
         dense, sent = self.costs[0].payload_bytes, self.costs[level].payload_bytes
