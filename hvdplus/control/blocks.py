@@ -18,6 +18,10 @@ ONE_SIDED = 0.01
 """Standard deviation of a ratio of which only one neighbour was measured: the machine's pace may be changing."""
 
 
+ALONE = 0.05
+"""Standard deviation of one or two steps, as a share of them: nobody knows how they scatter."""
+
+
 class Guess(NamedTuple):
     """An estimate of a logarithm."""
 
@@ -62,13 +66,13 @@ def block_of(steps: Sequence[StepTimes]) -> Block:
     def pairs(values: Sequence[float]) -> list[float]:
         return [(a + b) / 2 for a, b in pairwise(values)] or list(values)
 
-    def middle(values: Sequence[float]) -> tuple[float, float]:
+    def middle(values: Sequence[float], *, logarithms: bool = False) -> tuple[float, float]:
         means = pairs(values)
-        spread = stdev(means) if len(means) > 1 else 0.05 * abs(means[0])
+        spread = stdev(means) if len(means) > 1 else ALONE * (1.0 if logarithms else abs(means[0]))
         return median(means), spread**2 / max(1.0, len(values) / 2)
 
     busy = [each.compute + each.input_wait for each in steps]
-    step, step_variance = middle([math.log(max(each.step, 1e-9)) for each in steps])
+    step, step_variance = middle([math.log(max(each.step, 1e-9)) for each in steps], logarithms=True)
     busy_middle, busy_variance = middle(busy)
     rest, rest_variance = middle([max(0.0, each.step - own) for each, own in zip(steps, busy, strict=True)])
     codec, exposed, overlapped = (

@@ -94,7 +94,8 @@ class LinkEstimate(NamedTuple):
             alpha, beta = 0.0, max(0.0, beta + alpha * m / b)
         elif beta < 0:
             alpha, beta = max(0.0, alpha + beta * b / m), 0.0
-        return LinkEstimate(alpha, beta, known.aa - ka * pa, known.ab - ka * pb, known.bb - kb * pb)
+        aa, bb = max(0.0, known.aa - ka * pa), max(0.0, known.bb - kb * pb)  # rounding
+        return LinkEstimate(alpha, beta, aa, known.ab - ka * pb, bb)
 
 
 def fit_link(measured: Sequence[tuple[LevelCost, float]]) -> Link:
