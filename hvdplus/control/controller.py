@@ -195,7 +195,7 @@ class Controller:
     def forbid(self, level: int, why: str) -> None:
         """Never again run ``level`` or one above it (1 or more); where one of them runs, the run starts anew, dense."""
         self.refused.update({above: why for above in range(level, len(self.names))})
-        if self.held >= level or self.level >= level:
+        if max(self.held, self.level, self.challenger if self.mode is Mode.TRIAL else 0) >= level:
             self._known.levels.clear()
             self.held = 0
             self._enter(Mode.START, 0)

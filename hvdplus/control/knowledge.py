@@ -189,7 +189,8 @@ class Knowledge:
         def distance(other: int) -> float:
             return abs(math.log(max(1, self.costs[other].payload_bytes) / max(1, sent)))
 
-        near = [other for other in self.errors if distance(other) < math.log(4) and self._guess(other)]
+        kept = [other for other in self.errors if self.costs[other].keeps_residual]
+        near = [other for other in kept if distance(other) < math.log(4) and self._guess(other)]
         nearest = min(near, key=distance, default=None)
         scale = 1.0 if nearest is None else median(self.errors[nearest]) / self._guess(nearest)
         return scale * self._guess(level)
