@@ -1,4 +1,8 @@
-"""The controller on numbers alone: a simulated job on a simulated link, and what it decides there."""
+"""The controller on numbers alone: a simulated job on a simulated link, and what it decides there.
+
+*Cost* is seconds a step times the price of delay. ``controllers`` is the benchmark, whose jobs and errors these tests
+use; ``dearer`` compares with an oracle that knows every level's true cost.
+"""
 
 from __future__ import annotations
 
@@ -6,1136 +10,699 @@ import json
 import math
 import random
 import re
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
-from functools import cache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import Any
 
 import pytest
+from controllers import ERRORS, NOISY, cost, fast_links, training
 from frameworks import examples as up_to
 from hypothesis import given
 from hypothesis import strategies as st
-from simulating import (
-    LIMITS,
-    LOSSY,
-    NAMES,
-    NOISES,
-    NORM_STEPS,
-    WARM_STEPS,
-    Course,
-    Job,
-    Noise,
-    Training,
-    any_job,
-    calm,
-    drive,
-    jobs,
-    ms,
-    some_jobs,
-)
+from simulating import DRAIN_STEPS, LOSSY, NAMES, NOISES, WARM_STEPS, Course, Job, Noise, any_job, drive, jobs, ms
+from simulating import some_jobs as drawn
 
-from hvdplus.control.controller import Controller, Decision, Limits, Mode, Observation, typical_times
+from hvdplus.control.controller import (
+    CRITICAL_STEPS,
+    LONGEST,
+    PROBE_STEPS,
+    Config,
+    Controller,
+    Decision,
+    Mode,
+    Observation,
+    promised,
+)
 from hvdplus.control.link import LevelCost
 from hvdplus.control.meter import StepTimes, reduce_times
 
 NONE, FP16, INT8, LOWRANK_16, LOWRANK_8 = range(5)
-SETTLED = LIMITS.dense_steps + 80
+CONFIG = Config()
+START = CONFIG.settle_steps + CONFIG.block_steps
+"""Steps of a start that takes less than ``start_seconds``."""
+SETTLED = 100
 """Steps after which a level has been chosen."""
-ENOUGH = 1 / (1 - LIMITS.bottleneck)
-"""How much longer than the best a step may take: dense is kept where its communication is no bottleneck."""
-WORTHWHILE = 1 / (1 - LIMITS.worthwhile) / (1 - LIMITS.margin)
-"""The same after a change of the link, when only what promises to save so much is tried."""
-EXACT = 1 + 1e-9
+ALL_NOISES = {**NOISES, "much noise": NOISY}
+some_examples, few_examples = up_to(32), up_to(16)
 
-examples = up_to(60)
-some_examples = up_to(40)
-few_examples = up_to(20)
-
-FAST = Job(rate=10e9)
+FAST = Job(rate=50e9, alpha=0.01 * ms)
 SLOW = Job(rate=10e6)
-MIDDLE = Job(rate=300e6, messages=20, codec=(0.0, 0.5 * ms, 1 * ms, 4 * ms, 3 * ms))
-"""At this speed float16 alone hides behind the computation."""
 
 
-def share(job: Job, level: int) -> float:
-    """Exposed communication as a share of the step."""
-    return job.exposed(level) / job.seconds(level)
+def dearer(job: Job, level: int, price: float = CONFIG.delay_price, errors: tuple[float, ...] = ERRORS) -> float:
+    """Cost at ``level``, over that at the best."""
+    costs = [job.seconds(each) * (1 + price * e**2) for each, e in enumerate(errors)]
+    return costs[level] / min(costs)
 
 
-def least(job: Job) -> int:
-    """The least compression that is as good as the best level."""
-    return min(level for level in range(5) if job.seconds(level) * (1 - LIMITS.margin) <= job.best() * EXACT)
+def beyond(ratios: list[float], limit: float = 1.05) -> float:
+    """Share of the ratios that are larger."""
+    return sum(ratio > limit for ratio in ratios) / len(ratios)
 
 
-def test_the_simulated_links_are_what_they_are_called() -> None:
-    assert share(FAST, NONE) < LIMITS.bottleneck / 2
-    assert share(MIDDLE, NONE) > 2 * LIMITS.bottleneck and least(MIDDLE) == FP16
-    assert share(SLOW, NONE) > 0.9 and least(SLOW) == LOWRANK_8
-    dice = random.Random(0)
-    figures = reduce_times(SLOW.step(FP16, dice))
-    assert figures.step == pytest.approx(SLOW.seconds(FP16)) and figures.comm == pytest.approx(SLOW.wire(FP16))
+@dataclass
+class Watch:
+    """An event of ``drive`` that notes which level is the choice at every step, and does something at one."""
+
+    at: int = -1
+    what: Callable[[Controller], object] = lambda controller: None
+    held: list[int] = field(default_factory=list)
+
+    def __call__(self, step: int, controller: Controller) -> None:
+        if step == self.at:
+            self.what(controller)
+        self.held.append(controller.held)
+
+
+def coming_to(*errors: float, tau: float = 1.0) -> Callable[[int, int, int], tuple[float, float, float]]:
+    """A training whose error at each level grows to these within some ``tau`` steps."""
+    return lambda step, level, age: (errors[level] * (1 - math.exp(-(age + 1) / tau)), 1.0, 0.1)
+
+
+def faster(job: Job, factor: float) -> Job:
+    """The same job on another link."""
+    return replace(job, rate=factor * job.rate, alpha=job.alpha / factor)
+
+
+def slower_machine(job: Job, factor: float) -> Job:
+    """All that a processor does takes longer, sending as well."""
+    return faster(replace(job, compute=factor * job.compute, codec=tuple(factor * c for c in job.codec)), 1 / factor)
+
+
+def test_any_job_is_any_job() -> None:
+    """The drawn jobs hold what they should: every level is the best of some, and dense of many."""
+    best = [min(range(5), key=partial(cost, any_job(random.Random(seed)))) for seed in range(400)]
+    assert set(best) == set(range(5)) and 0.1 < best.count(NONE) / len(best) < 0.6
 
 
 # -- the start ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dense_steps", [1, 2, 7, 15, 40])
-def test_the_first_steps_are_dense(dense_steps: int) -> None:
+@pytest.mark.parametrize("dense_steps", [1, 2, 7, 40])
+def test_so_many_steps_are_dense_as_are_asked_for(dense_steps: int) -> None:
     """However slow the link. The last one's figures arrive with the step after it."""
-    course = drive(SLOW, 100, limits=Limits(dense_steps=dense_steps))
-    (first, decision), *_ = course.decisions
-    assert first == dense_steps and "communication holds up" in decision.reason
-    assert set(course.levels[: dense_steps + 1]) == {NONE}
-    assert course.levels[dense_steps + 1] == decision.level != NONE
+    for job in (SLOW, FAST, replace(SLOW, compute=3.0)):
+        course = drive(job, 60, config=Config(dense_steps=dense_steps))
+        (first, decision), *_ = course.decisions
+        assert first == dense_steps and decision.reason.startswith("the start is over")
+        assert set(course.levels[: dense_steps + 1]) == {NONE}
+        assert course.modes[dense_steps : dense_steps + 2] == [Mode.START, Mode.TRIAL if job.rate < 1e9 else Mode.HOLD]
 
 
-@pytest.mark.parametrize("dense_steps", [10, 15, 20, 40])
-@pytest.mark.parametrize("restless", [0, 17, 23, 1000])
-def test_the_start_lasts_while_gradients_change_fast_but_never_twice_as_long(dense_steps: int, restless: int) -> None:
-    """``restless``: until this step every norm is three times as large or small as the one before."""
-
-    def norm(step: int) -> float:
-        return 3.0 if step < restless and step // NORM_STEPS % 2 else 1.0
-
-    def is_calm(steps: int) -> bool:
-        """After so many steps, of which every fifth measured norms."""
-        latest = (steps - 1) // NORM_STEPS * NORM_STEPS
-        return norm(latest) == norm(latest - NORM_STEPS)
-
-    limits = Limits(dense_steps=dense_steps)
-    course = drive(SLOW, 100, limits=limits, training=lambda step, level, age: (0.0, norm(step), 0.1))
-    first = course.decisions[0][0]
-    assert first == next((steps for steps in range(dense_steps, 2 * dense_steps) if is_calm(steps)), 2 * dense_steps)
-    assert first == (dense_steps if restless == 0 else 2 * dense_steps if restless == 1000 else first)
+@given(jobs, st.floats(0.01, 3.0))
+@some_examples
+def test_else_the_start_lasts_a_block_or_so_many_seconds(job: Job, seconds: float) -> None:
+    """But three steps at least, of which two count. It is the level's steps that count, not those that warm it up."""
+    course = drive(job, 40, config=Config(start_seconds=seconds))
+    first, level = course.decisions[0][0], course.levels[0]
+    lasted = first - (WARM_STEPS if level >= LOSSY else 0)
+    assert set(course.levels[: first + 1]) == {level}
+    enough = math.ceil(seconds / job.seconds(level) - 1e-9)
+    assert max(3, min(START, enough)) <= lasted <= max(3, min(START, enough + 1))
 
 
-def test_norms_that_shrink_slowly_do_not_extend_the_start() -> None:
-    course = drive(SLOW, 60, training=lambda step, level, age: (0.0, 10 * 0.9**step, 0.1))
-    assert course.decisions[0][0] == LIMITS.dense_steps
+@pytest.mark.parametrize(
+    "told",
+    [0.7, 1.0, 1.3, pytest.param(0.0, marks=pytest.mark.xfail(reason="up to 45 % dearer than dense", strict=True))],
+)
+def test_a_level_is_run_from_the_first_step_where_it_is_no_dearer_than_dense_and_only_there(told: float) -> None:
+    """Sums sent before training tell, of all jobs and noises, if codecs were timed, however roughly."""
+    compressed = []
+    for seed in range(200):
+        job = replace(any_job(random.Random(seed)), noise=list(ALL_NOISES.values())[seed % 5], told=told)
+        level = drive(job, 1, seed=seed).levels[0]
+        compressed.append(level > NONE)
+        assert cost(job, level) <= 1.001 * cost(job, NONE)
+    assert sum(compressed) > 0.3 * len(compressed)
+    assert all(drive(job, 1).levels == [NONE] for job in [FAST, *fast_links(60)] if job.told)
+    assert drive(SLOW, 1).levels == [LOWRANK_8]
+
+
+def test_without_small_sums_the_start_is_dense() -> None:
+    controller = Controller(NAMES, SLOW.costs)
+    controller.begin([])
+    assert controller.level == NONE
 
 
 # -- what is chosen on a steady link -----------------------------------------------------------------------------------
 
 
 @given(jobs)
-@examples
-def test_the_best_level_is_found_within_80_steps(job: Job) -> None:
-    """Whatever the link and the codecs, and whether or not their times are known beforehand (wrong by 30 %)."""
-    course = drive(job, SETTLED + 2)
-    held = course.levels[-1]
-    assert course.modes[-1] is Mode.HOLD
-    if share(job, NONE) <= LIMITS.bottleneck / EXACT:
-        assert set(course.levels) == {NONE} and job.seconds(NONE) <= ENOUGH * EXACT * job.best()
-    elif share(job, NONE) > LIMITS.bottleneck * EXACT:
-        assert held == least(job), "the least compression that is as good as the best"
-        assert job.seconds(held) * (1 - LIMITS.margin) <= job.best() * EXACT
+@some_examples
+def test_without_noise_the_choice_is_the_best_within_the_margin(job: Job) -> None:
+    """Where the codecs were timed beforehand (wrong by 30 %)."""
+    job = replace(job, told=job.told or 1.3)
+    course, watch = watched(job, SETTLED + 100)
+    assert dearer(job, watch.held[SETTLED]) < 1.05 and dearer(job, watch.held[-1]) < 1.05
+    assert cost(job, watch.held[-1]) <= 1.02 * min(cost(job, NONE), cost(job, FP16))
+    assert course.changes(SETTLED) <= 6
 
 
-@given(jobs)
-@examples
-def test_a_level_is_tried_once_at_most(job: Job) -> None:
-    course = drive(job, SETTLED + 300)
-    trials = Counter(
-        new for old, new in zip(course.levels, course.levels[1:], strict=False) if old != new and new != NONE
-    )
-    assert all(count <= (2 if level == course.levels[-1] else 1) for level, count in trials.items())
-    assert course.changes(SETTLED) == 0
+def watched(job: Any, steps: int, seed: int = 0, **others: Any) -> tuple[Course, Watch]:
+    watch = Watch()
+    return drive(job, steps, seed=seed, events=watch, **{"training": training, **others}), watch
 
 
-def test_what_steps_typically_take_is_not_what_slowed_them_down() -> None:
-    def steps(*seconds: float) -> list[StepTimes]:
-        return [StepTimes(each, 0.0, 1 - each, 0.0, 0.0) for each in seconds]
-
-    for some, typical in (([3.0], 3), ([3, 2], 2.5), ([4, 1, 3, 2, 5], 2), ([9, 1, 2, 3, 9, 9, 9, 9], 2.5)):
-        assert typical_times(steps(*some)).step == typical
-    assert typical_times(steps(1, 2, 3, 4, 5)).exposed_comm == 1 - 4.5, "figure by figure"
-    # Of a level that takes turns neither phase alone is typical, whichever was first.
-    assert typical_times(steps(1, 3, 1, 3, 1, 3, 9, 3)).step == typical_times(steps(3, 1, 3, 1, 3, 1, 9, 1)).step == 2
-
-
-@pytest.mark.parametrize("kind", NOISES)
-def test_with_noise_39_of_40_jobs_are_within_5_percent_of_the_best(kind: str) -> None:
-    """And all within 15 %."""
-    slower = []
-    for seed, job in enumerate(some_jobs(80, NOISES[kind])):
-        course = drive(job, SETTLED + 2, seed=seed)
-        slower.append(job.seconds(course.levels[-1]) / job.best())
-    assert sum(ratio > ENOUGH for ratio in slower) <= len(slower) / 40 and max(slower) < 1.15
-
-
-@given(jobs)
-@examples
-def test_never_slower_than_dense_or_float16(job: Job) -> None:
-    """Promise 1: what is held compresses only where that saves time, against float16 too. Where communication is no
-    bottleneck dense is kept, though float16 could save a part of that 5 %."""
-    course = drive(job, SETTLED + 2)
-    held = course.levels[-1]
-    better = min(job.seconds(NONE), job.seconds(FP16))
-    assert job.seconds(held) <= better * EXACT * (1 / (1 - LIMITS.margin) if held else ENOUGH)
-
-
-def test_a_slow_link_is_answered_with_the_fastest_level() -> None:
-    course = drive(replace(SLOW, noise=NOISES["jitter"]), 300)
-    assert set(course.levels[SETTLED:]) == {LOWRANK_8}
-    assert "lowrank:8+fp16 is best, 9" in course.last.reason
-
-
-def test_the_fastest_is_held_even_if_it_is_not_the_last_one_tried() -> None:
-    """lowrank:8 sends least, and its codec, of which nothing was known, costs more than that saves."""
-    job = replace(SLOW, codec=(0.0, 1 * ms, 2 * ms, 4 * ms, 150 * ms), told=0.0)
-    course = drive(job, 300)
-    assert course.levels[16] == LOWRANK_8, "promises most"
-    assert set(course.levels[SETTLED:]) == {LOWRANK_16}
-    assert course.levels.count(LOWRANK_8) < 20
-
-
-def test_what_is_hopeless_is_given_up_before_its_trial_is_over() -> None:
-    job = replace(SLOW, codec=(0.0, 1 * ms, 2 * ms, 4 * ms, 9.0), told=0.0)
-    assert drive(job, 300).levels.count(LOWRANK_8) == WARM_STEPS + LIMITS.settle_steps + 3 + 1
-
-
-def test_the_least_compression_that_removes_the_bottleneck_wins() -> None:
-    """int8 and lowrank would be no slower, but what they save is within the margin."""
-    job = replace(MIDDLE, codec=(0.0, *[0.5 * ms] * 4))
-    assert job.seconds(LOWRANK_8) < job.seconds(FP16)
-    for seed in range(10):
-        course = drive(replace(job, noise=Noise(compute=0.005, wire=0.05)), 300, seed=seed)
-        assert course.decisions[0][1].level == FP16, "tried first"
-        assert course.levels[-1] == FP16 and "fp16 is best" in course.last.reason
-
-
-def test_compression_that_does_not_pay_is_given_up_with_a_reason() -> None:
-    job = replace(SLOW, codec=(0.0, 0.5, 0.9, 1.1, 1.2), told=0.0)
-    course = drive(job, 1000)
-    assert "compression does not pay" in course.last.reason
-    assert all(name in course.last.reason for name in NAMES), "what was tried, with its times"
-    assert set(course.levels[SETTLED:]) == {NONE}, "remembered while the link stays as it is"
-
-
-def test_input_that_is_waited_for_is_named_with_its_figures() -> None:
-    """What a rank waits for input counts as computation; communication stays as it is."""
-    controller = Controller(NAMES, FAST.costs)
-    times = StepTimes(11 * ms, input_wait=1 * ms)
-    slow = times._replace(step=30 * ms, input_wait=20 * ms)
-    said = [controller.observe(0, Observation(slow if step > 100 else times)) for step in range(200)]
-    reasons = [decision.reason for decision in said[100:] if decision]
-    assert any("computation and input wait take 30.00 ms a step instead of 11.00 ms" in reason for reason in reasons)
-
-
-def test_codecs_that_are_known_to_be_dear_are_not_even_tried() -> None:
-    job = replace(SLOW, codec=(0.0, 0.9, 1.3, 1.6, 1.7))
-    course = drive(job, 300)
-    assert set(course.levels) == {NONE} and "no other level promises enough" in course.last.reason
-
-
-@pytest.mark.parametrize("pays", [True, False])
-def test_the_mildest_level_is_tried_though_the_model_has_doubts(pays: bool) -> None:
-    """The model takes the codec for ten times dearer than it is; or is right."""
-    codec = (0.0, 1.5 * ms if pays else 15 * ms, *[30 * ms] * 3)
-    job = Job(rate=300e6, overlap=0.4, messages=2, codec=codec, told=10.0 if pays else 1.0)
-    dense, fp16 = job.seconds(NONE), job.compute + 15 * ms + job.exposed(FP16)
-    assert (1 - LIMITS.mild_optimism) * fp16 < dense < (1 - LIMITS.optimism) * fp16
-    course = drive(job, 300)
-    assert FP16 in course.levels and len(course.decisions) == 2
-    assert course.levels[-1] == (FP16 if pays else NONE)
-
-
-def test_the_mildest_level_is_tried_though_more_compression_was_measured_faster_than_dense() -> None:
-    class Doubted(Job):
-        """The model takes the codec of float16 for much dearer than it is."""
-
-        @property
-        def costs(self) -> tuple[LevelCost, ...]:
-            none, fp16, *others = super().costs
-            return none, fp16._replace(codec=19 * ms), *others
-
-    job = Doubted(rate=300e6, overlap=0.4, messages=2, codec=(0.0, 0.5 * ms, *[9 * ms] * 3))
-    fp16, lowrank = job.compute + 19 * ms + job.exposed(FP16), min(map(job.seconds, (LOWRANK_16, LOWRANK_8)))
-    assert (1 - LIMITS.mild_optimism) * fp16 < (1 - LIMITS.margin) * lowrank < lowrank < (1 - LIMITS.optimism) * fp16
-    assert job.seconds(FP16) < (1 - LIMITS.margin) * lowrank
-    assert lowrank < (1 - LIMITS.margin) * job.seconds(NONE)
-    course = drive(job, 300)
-    assert course.times("tried as the mildest level") and course.levels[-1] == FP16
-
-
-# -- communication that is none ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["jitter", "odd steps", "restless wire"])
-def test_without_a_bottleneck_it_never_leaves_dense(kind: str) -> None:
-    for seed in range(10):
-        course = drive(replace(FAST, noise=NOISES[kind]), 500, seed=seed)
-        assert set(course.levels) == {NONE}
-        ((_, decision),) = course.decisions
-        assert "communication is no bottleneck" in decision.reason
-
-
-@given(jobs, st.floats(0.2, 3))
-@few_examples
-def test_a_slow_rank_is_not_answered_with_compression(job: Job, slow: float) -> None:
-    """Each of the others waits for much of the step, and it looks like communication to them."""
-    job = replace(job, rate=1e15, alpha=0.0, slow_rank=slow * job.compute, noise=NOISES["jitter"])
-    theirs = job.step(NONE, random.Random(0))[1]
-    assert theirs.exposed_comm > 2 * LIMITS.bottleneck * theirs.step
-    course = drive(job, 200)
-    assert set(course.levels) == {NONE} and "communication is no bottleneck" in course.last.reason
-
-
-def test_a_rank_that_turns_slow_is_not_answered_with_compression_either() -> None:
-    for slow in (0.1, 0.5, 2.0):
-        job = replace(FAST, noise=NOISES["jitter"])
-        later = replace(job, slow_rank=slow * job.compute)
-        course = drive(lambda step, job=job, later=later: job if step < 100 else later, 400)
-        assert set(course.levels) == {NONE}
-        assert not course.times("communication takes")
-
-
-@pytest.mark.parametrize("names", [("none",), NAMES])
-def test_a_bottleneck_without_a_remedy_is_not_denied(names: tuple[str, ...]) -> None:
-    """A ladder of one level, or one whose levels all send the same."""
-    costs = (LevelCost(8_000_000, 1_600_000, 5),) * len(names)
-    controller = Controller(names, costs)
-    dice = random.Random(0)
-    decided = [controller.observe(0, Observation(reduce_times(SLOW.step(NONE, dice)))) for _ in range(300)]
-    (decision,) = filter(None, decided)
-    assert decision.level == NONE and "holds up" in decision.reason and "no bottleneck" not in decision.reason
-
-
-def test_a_job_that_takes_no_time_divides_by_nothing() -> None:
-    controller = Controller(NAMES, FAST.costs)
-    decisions = [controller.observe(NONE, Observation(StepTimes())) for _ in range(200)]
-    assert [decision.level for decision in decisions if decision] == [NONE]
-
-
-def test_levels_that_send_nothing_divide_by_nothing() -> None:
-    """As in a model without parameters that may be compressed."""
-    for costs in ((LevelCost(0, 0, 0),) * 5, (LevelCost(100, 50, 2), *(LevelCost(0, 0, 0),) * 4)):
-        controller = Controller(NAMES, costs)
-        dice = random.Random(0)
-        for _ in range(600):
-            controller.observe(controller.level, Observation(reduce_times(SLOW.step(controller.level, dice))))
-
-
-# -- steadiness --------------------------------------------------------------------------------------------------------
-
-
-STEADY_STEPS = 500
+STEADY = 300
 
 
 @cache
-def steady(kind: str) -> list[tuple[Job, Course]]:
-    """40 jobs with noise, each with what happened until it was settled and 500 steps longer."""
-    drawn = some_jobs(40, NOISES[kind], seed=2)
-    return [(job, drive(job, SETTLED + STEADY_STEPS, seed=seed)) for seed, job in enumerate(drawn)]
-
-
-@pytest.mark.parametrize("kind", NOISES)
-def test_noise_makes_nothing_oscillate(kind: str) -> None:
-    """In 500 steady steps no job changes its level more than 7 times (there and back at three comparisons, one of which
-    may end elsewhere), and 9 of 10 spend 95 % of the steps at one level. Where two are as good as each other the choice
-    may change, and costs nothing."""
-    courses = [course for _, course in steady(kind)]
-    assert max(course.changes(SETTLED) for course in courses) <= 7
-    assert sum(course.most(SETTLED)[1] >= 0.95 for course in courses) >= 0.9 * len(courses)
-
-
-@pytest.mark.parametrize("kind", NOISES)
-def test_with_noise_the_steady_state_is_nearly_the_best(kind: str) -> None:
-    """Every one of 500 steps counts, looks at dense and comparisons too: 39 of 40 jobs are within 5 % of the best, and
-    38 of 40 within the margin of dense and float16 (but 5 % where communication is no bottleneck)."""
-    slower, not_better = [], []
-    for job, course in steady(kind):
-        mean = sum(map(job.seconds, course.levels[SETTLED:])) / STEADY_STEPS
-        slower.append(mean / job.best())
-        margin = ENOUGH if share(job, NONE) < 2 * LIMITS.bottleneck else 1 / (1 - LIMITS.margin)
-        not_better.append(mean / job.best((NONE, FP16)) / margin)
-    assert sum(ratio > ENOUGH for ratio in slower) <= 1 and max(slower) < 1.15
-    assert sum(ratio > 1 for ratio in not_better) <= 2 and max(not_better) < 1.1
-
-
-@pytest.mark.parametrize("kind", NOISES)
-def test_on_a_steady_link_levels_are_changed_for_rare_looks_and_comparisons_only(kind: str) -> None:
-    """Comparisons come after 20, 80 and 320 held steps, looks at dense after 400: each named as what it is."""
-    for _, course in steady(kind):
-        held = 0
-        compared: list[int] = []
-        for step in range(len(course.levels) - 1):
-            held = held + 1 if course.modes[step] is Mode.HOLD else 0
-            if course.modes[step] is Mode.HOLD and course.modes[step + 1] is Mode.TRIAL:
-                reason = dict(course.decisions)[step].reason
-                assert re.search("compared once more|is it still needed|communication takes|input wait take", reason)
-                if "compared once more" in reason:
-                    compared.append(held)
-                if "is it still needed" in reason:
-                    assert held >= LIMITS.probe_steps
-        assert len(compared) <= 3
-        assert all(steps >= 20 * 4**number for number, steps in enumerate(compared))
-
-
-def test_comparisons_become_rarer() -> None:
-    """Where codecs take longer and longer, what was measured long ago always looks better than what is held."""
-    start = Job(rate=100e6, codec=(0.0, 30 * ms, 24 * ms, 5 * ms, 5 * ms))
-    course = drive(lambda step: replace(start, codec=tuple(1.002**step * c for c in start.codec)), 2000)
-    compared = course.times("compared once more")
-    assert 3 <= len(compared) <= 5
-    gaps = [later - earlier for earlier, later in zip(compared, compared[1:], strict=False)]
-    assert all(later > 3 * earlier for earlier, later in zip(gaps, gaps[1:], strict=False))
-
-
-def test_a_slow_machine_is_no_excuse_for_what_has_lost_a_comparison_by_a_tenth() -> None:
-    """A level that makes the computation itself slower looks as if it had only been tried in a slow phase. Once what is
-    held is slower than that, or once the wire has changed, it is compared again."""
-    present = 0
-
-    def watch(step: int, controller: Controller) -> None:
-        nonlocal present
-        present = controller.level
-
-    slow = replace(NEAR, compute=1.25 * NEAR.compute)
-    course = drive(lambda step: slow if present == INT8 else NEAR, 2000, events=watch)
-    assert slow.seconds(INT8) * NEAR.compute / slow.compute < (1 - LIMITS.margin) * NEAR.seconds(FP16)
-    assert len(course.times("compared once more")) == 1
-    assert course.most(SETTLED)[0] == FP16 and course.controller._beaten == [INT8]
-
-    dearer = replace(NEAR, codec=(0.0, 40 * ms, *NEAR.codec[2:]))
-    course = drive(lambda step: slow if present == INT8 else NEAR if step < 1000 else dearer, 2000, events=watch)
-    assert course.levels[-1] == INT8
-
-    faster = replace(NEAR, rate=4 * NEAR.rate)
-    course = drive(lambda step: slow if present == INT8 else NEAR if step < 1000 else faster, 1200, events=watch)
-    assert INT8 not in course.controller._beaten
-
-
-@pytest.mark.parametrize("threshold", ["bottleneck", "margin"])
-def test_a_link_right_at_a_limit_does_not_oscillate_either(threshold: str) -> None:
-    if threshold == "bottleneck":  # float16 and all others are dearer than what they save
-        job = Job(overlap=0.0, alpha=0.0, rate=8e6 / (50 / 19 * ms), codec=(0.0, *[4 * ms] * 4))
-        assert share(job, NONE) == pytest.approx(LIMITS.bottleneck, rel=0.01)
-    else:  # what float16 saves, its codec takes away again, but for 2 %
-        job = Job(overlap=0.0, alpha=0.0, rate=8e6 / (20 * ms), codec=(0.0, 8.6 * ms, *[20 * ms] * 3))
-        assert job.seconds(FP16) / job.seconds(NONE) == pytest.approx(1 - LIMITS.margin, abs=0.001)
-    for seed in range(20):
-        course = drive(replace(job, noise=NOISES["jitter"]), SETTLED + 400, seed=seed)
-        assert course.changes(SETTLED) <= 6  # there and back at three comparisons
-
-
-NEAR = Job(rate=40e6, codec=(0.0, 1 * ms, 67 * ms, *[200 * ms] * 2), told=0.0, overlap=0.0)
-"""float16 is the fastest, int8 takes a tenth longer."""
-
-
-@pytest.mark.parametrize("lasts", [0, 1])
-def test_phases_of_a_machine_that_change_between_two_trials_deceive_nobody(lasts: int) -> None:
-    """What a level sends is slower by a quarter while it is held, so that another looks better, and fast again as soon
-    as that one is compared: it would win, if the held one had not another turn. What does stay slow, is left."""
-    assert NEAR.seconds(INT8) / NEAR.seconds(FP16) == pytest.approx(1.1, abs=0.01)
-    slow = replace(NEAR, rate=NEAR.rate / 1.25, codec=tuple(1.25 * c for c in NEAR.codec))
-    stays = replace(NEAR, codec=(0.0, 70 * ms, *NEAR.codec[2:])) if lasts else NEAR
-    phases = [NEAR, slow, stays]
-    phase = 0
-
-    def watch(step: int, controller: Controller) -> None:
-        nonlocal phase
-        holding = controller.mode is Mode.HOLD
-        phase = 2 if phase == 1 and not holding else max(phase, int(holding))
-
-    course = drive(lambda step: phases[phase], 200, events=watch)
-    assert phase == 2 and len(course.times("compared once more")) >= 1 and len(course.times("before it is left")) == 1
-    assert course.levels[-1] == (INT8 if lasts else FP16)
-
-
-def test_what_was_measured_decides_what_is_held() -> None:
-    """However unlike the levels' computation is: nobody knows whether the machine or the level is to blame for it."""
-
-    def steps(busy: float, comm: float) -> list[StepTimes]:
-        return [StepTimes(step=busy + comm, exposed_comm=comm)] * LIMITS.trial_steps
-
-    for busy, best in ((10.0, NONE), (10.9, FP16), (13.0, FP16), (7.0, NONE)):
-        controller = Controller(NAMES, SLOW.costs, level=FP16)
-        controller._samples = {NONE: steps(busy, 2.0), FP16: steps(10.0, 2.0)}
-        decision = controller._hold_best("tried")
-        assert decision.level == best
-        assert "pace" not in decision.reason
-
-
-@pytest.mark.parametrize(
-    ("exposed", "longer"),
-    [(8, (0, 14, 16, 15, 15)), (12, (0, 3, 12, 25, 24)), (20, (0, 30, 30, 30, 30)), (20, (0, 31, 40, 5, 50))],
-)
-def test_no_level_is_held_that_took_longer_than_another(exposed: int, longer: tuple[int, ...]) -> None:
-    """Codecs on a device may make computation longer without being seen as codecs. A step of 131 ms was once held as
-    13% less than a dense one of 120 ms, since the machine was thought to have become slower."""
-    costs = tuple(cost._replace(codec=ms * more) for cost, more in zip(SLOW.costs, longer, strict=True))
-    controller, held = Controller(NAMES, costs), Counter[int]()
-    took = [ms * (100 + more + (exposed, exposed / 2, 2, 1, 1)[level]) for level, more in enumerate(longer)]
-    for _ in range(600):
-        level = controller.level
-        waited = took[level] - ms * (100 + longer[level])
-        controller.observe(level, Observation(StepTimes(step=took[level], exposed_comm=waited), 0.3, 1.0, 0.1))
-        if controller.mode is Mode.HOLD:
-            held[controller.level] += 1
-            known = [took[each] for each in controller._samples]
-            assert took[controller.level] <= min(known) / (1 - LIMITS.margin)
-    assert set(held) == {min(range(5), key=took.__getitem__)}
-
-
-def test_a_level_that_computes_longer_by_itself_is_not_held_for_ever() -> None:
-    """Dense takes less in all, though more of it is communication."""
-
-    def seen(level: int) -> Observation:
-        busy, comm = ((100 * ms, 20 * ms), (150 * ms, 2 * ms))[min(level, 1)]
-        return Observation(StepTimes(step=busy + comm, exposed_comm=comm), 0.0, 1.0)
-
-    controller, levels = Controller(NAMES, SLOW.costs), []
-    for _ in range(400):
-        levels.append(controller.level)
-        controller.observe(controller.level, seen(controller.level))
-    assert set(levels[:100]) > {NONE} == set(levels[-100:])
-    assert sum(level != NONE for level in levels[100:]) <= LIMITS.settle_steps + LIMITS.trial_steps, "one look more"
-
-
-@pytest.mark.parametrize("slower", [1.2, 1.5])
-def test_a_level_that_was_tried_in_a_slow_phase_is_compared_once_more(slower: float) -> None:
-    """All that a processor does is slower in it, sending as well; computation tells by how much."""
-    job = replace(NEAR, codec=(0.0, 1 * ms, *NEAR.codec[2:]))
-    slow = replace(
-        job,
-        compute=slower * job.compute,
-        rate=job.rate / slower,
-        alpha=slower * job.alpha,
-        codec=tuple(slower * seconds for seconds in job.codec),
-    )
-    assert least(job) == FP16
-    undisturbed = drive(job, 200)
-    trial = undisturbed.levels.index(FP16)
-    ends = next(step for step, _ in undisturbed.decisions if step >= trial)
-    course = drive(lambda step: slow if trial <= step <= ends else job, 300)
-    assert course.times("at the machine's present pace: compared once more")
-    assert set(course.levels[150:]) == {FP16}
-
-
-def test_a_machine_that_is_slower_as_a_whole_makes_no_other_level_look_better() -> None:
-    """What was tried while it was fast would be slower now, too."""
-    slow = replace(
-        NEAR, compute=1.2 * NEAR.compute, rate=NEAR.rate / 1.2, codec=tuple(1.2 * codec for codec in NEAR.codec)
-    )
-    course = drive(lambda step: slow if step >= SETTLED else NEAR, 600)
-    assert slow.seconds(FP16) > NEAR.seconds(INT8)
-    assert not course.times("compared once more") and set(course.levels[SETTLED:]) == {FP16}
-
-
-@pytest.mark.parametrize(("forbidden", "running"), [(FP16, FP16), (FP16, INT8), (INT8, INT8), (INT8, FP16)])
-def test_a_level_forbidden_while_it_is_compared_is_not_held(forbidden: int, running: int) -> None:
-    slow = replace(NEAR, rate=NEAR.rate / 1.25, codec=(0.0, 20 * ms, *NEAR.codec[2:]))
-    when = []
-
-    def forbid(step: int, controller: Controller) -> None:
-        if controller._rivals and controller.level == running:
-            controller.forbid(forbidden, "a test")
-            when.append(step)
-
-    course = drive(lambda step: NEAR if step < SETTLED else slow, 300, events=forbid)
-    assert when and max(course.levels[when[0] :]) < forbidden
-    assert course.modes[-1] is Mode.HOLD
-
-
-# -- links that change -------------------------------------------------------------------------------------------------
-
-
-def changing(job: Job, rates: tuple[float, ...], period: int = 150) -> Callable[[int], Job]:
-    return lambda step: replace(job, rate=rates[min(step // period, len(rates) - 1)])
-
-
-LINKS = (125e6, 12.5e6, 1e10, 125e6)
-
-
-@pytest.mark.parametrize("kind", [None, "jitter", "odd steps"])
-def test_after_a_change_of_the_link_the_best_level_is_found_within_80_steps(kind: str | None) -> None:
-    """1 Gbit/s, 100 Mbit/s, very fast, 1 Gbit/s: of all jobs and changes 9 of 10 are within 5 % of the best again, and
-    all but 1 in 30 within the tenth for which alone something else is tried."""
-    slower = []
-    for seed, job in enumerate(some_jobs(30, NOISES[kind] if kind else Noise(), seed=5)):
-        job = replace(job, alpha=min(job.alpha, 0.2 * ms))
-        course = drive(changing(job, LINKS), 600, seed=seed)
-        for number, rate in enumerate(LINKS):
-            now = replace(job, rate=rate)
-            held = course.levels[number * 150 + (81 if number else SETTLED + 1)]
-            slower.append(now.seconds(held) / now.best())
-    assert sum(ratio > ENOUGH for ratio in slower) <= len(slower) / 10
-    assert sum(ratio > WORTHWHILE for ratio in slower) <= len(slower) / 30
-
-
-def test_a_link_that_turns_slow_is_noticed_at_once() -> None:
-    slow = replace(SLOW, noise=NOISES["jitter"])
-    course = drive(lambda step: replace(FAST, noise=NOISES["jitter"]) if step < 200 else slow, 400)
-    (noticed,) = course.times("communication takes")
-    assert 200 < noticed <= 200 + (LIMITS.patience + 1) * LIMITS.watch_steps + 1
-    assert set(course.levels[280:]) == {LOWRANK_8}
-
-
-@pytest.mark.parametrize(("rate", "times"), [(800e6, 5), (800e6, 20), (2e9, 20)])
-@pytest.mark.parametrize("kind", [None, "jitter"])
-def test_a_link_that_becomes_slower_little_by_little_is_noticed(kind: str | None, rate: float, times: float) -> None:
-    """No look differs from the one before by much."""
-    job = Job(rate=rate, messages=20, noise=NOISES[kind] if kind else Noise())
-
-    def drifting(step: int) -> Job:
-        return replace(job, rate=job.rate / times ** min(1.0, max(0, step - 150) / 500))
-
-    course, end = drive(drifting, 900), drifting(900)
-    assert course.levels[149] in (NONE, FP16) and share(job, NONE) < 0.2 < share(end, NONE)
-    assert end.seconds(course.levels[-1]) <= WORTHWHILE * end.best()
-
-
-def test_a_link_that_turns_fast_behind_compression_is_noticed_in_a_look_at_dense() -> None:
-    """The wire takes next to nothing of a compressed step, before and after, and nobody sounds it."""
-    before = Job(rate=250e6, alpha=0.0, payload_bytes=(8e6, 4e6, 2e6, 1e5, 5e4), codec=(0.0, *[8 * ms] * 4))
-    after = replace(before, rate=1e10)
-    assert least(before) == LOWRANK_16 and least(after) == NONE
-    course = drive(lambda step: before if step < 200 else after, 800, limits=replace(LIMITS, sounding_steps=10**6))
-    (look,) = course.times("is it still needed")
-    assert set(course.levels[SETTLED : look + 1]) == {LOWRANK_16}
-    (once_more,) = course.times("before it is left")
-    turn = LIMITS.settle_steps + LIMITS.trial_steps
-    assert look < once_more <= look + LIMITS.drain_steps + turn + 1
-    assert set(course.levels[once_more + WARM_STEPS + turn + 2 :]) == {NONE}
-    assert look <= SETTLED + LIMITS.probe_steps + LIMITS.watch_steps
-
-
-HEAVY = Job(
-    rate=1e8, alpha=0.0, payload_bytes=(8e6, 4e6, 2e6, 1e5, 5e4), codec=(0.0, 8 * ms, 20 * ms, 15 * ms, 15 * ms)
-)
-"""The wire takes next to nothing of a step at its best level, whose codec a faster link would do without."""
-
-
-@pytest.mark.parametrize("wait", [0.0, 5 * ms])
-@pytest.mark.parametrize("kind", NOISES)
-def test_a_link_that_turns_fast_behind_compression_is_noticed_by_a_sounding(kind: str, wait: float) -> None:
-    before = replace(HEAVY, noise=NOISES[kind], wait=wait)
-    after = replace(before, rate=1e10)
-    assert least(before) == LOWRANK_16 and least(after) == NONE
-    course = drive(lambda step: before if step < 200 else after, 400)
-    assert course.levels[199] in (LOWRANK_16, LOWRANK_8)
-    assert set(course.levels[281:]) == {NONE}
-    assert any(200 < step <= 280 for step in course.times("the link is faster"))
-    assert not any(step <= 200 for step in course.times("the link is faster"))
-    for _, decision in course.decisions:
-        explains_itself(decision)
-
-
-@given(jobs)
-@examples
-def test_soundings_cost_little_and_change_nothing_on_a_steady_link(job: Job) -> None:
-    course = drive(job, 500)
-    assert not course.times("the link is faster")
-    assert sum(seconds for _, seconds in course.soundings) <= (LIMITS.sounding_share + 0.005) * course.seconds
-    assert all(course.levels[step] for step, _ in course.soundings), "a dense step shows the link as it is"
-
-
-FAR = Job(compute=180 * ms, messages=1, alpha=1 * ms, rate=1e7, payload_bytes=(1e8, 5e7, 2.6e7, 1e5, 5e4), overlap=0.0)
-"""Dense takes fifty times as long as the best level."""
-
-
-@pytest.mark.parametrize("codec", [5 * ms, 25 * ms])
-@pytest.mark.parametrize("burst", [1e5, 1e6, 1e7])
-def test_what_a_link_carries_for_nothing_costs_little_where_dense_is_far_away(burst: float, codec: float) -> None:
-    """Whether dense on a fast link would pay, or not."""
-    job = replace(FAR, burst=burst, codec=(0.0, *[codec] * 4))
-    course = drive(job, 4000)
-    assert not course.times("the link is faster")
-    assert sum(seconds for _, seconds in course.soundings) <= (LIMITS.sounding_share + 0.005) * course.seconds
-    after = replace(job, rate=1e10)
-    course = drive(lambda step: job if step < 1000 else after, 2000)
-    assert set(course.levels[-10:]) == {NONE} or codec < 25 * ms
-
-
-@pytest.mark.parametrize("burst", [1e5, 1e6, 1e9])
-def test_what_a_link_carries_for_nothing_deceives_ever_more_rarely(burst: float) -> None:
-    """Of the least that is sounded, of most, and of all."""
-    job = replace(HEAVY, burst=burst)
-    course = drive(job, 4000)
-    deceived = course.times("the link is faster")
-    assert len(deceived) <= 6
-    assert all(
-        later - sooner > sooner - soonest
-        for soonest, sooner, later in zip(deceived, deceived[1:], deceived[2:], strict=False)
-    )
-    assert course.seconds <= 1.05 * 4000 * job.best()
-
-
-def test_a_link_that_turns_fast_is_noticed_though_all_its_work_is_hidden() -> None:
-    """Float16 hides behind the computation, and its codec costs a tenth of the step."""
-    before = replace(MIDDLE, codec=(0.0, *[7 * ms] * 4))
-    after = replace(before, rate=1e10, alpha=0.0)
-    assert least(before) == FP16 and least(after) == NONE
-    assert after.exposed(FP16) > before.exposed(FP16) - 0.02 * before.seconds(FP16)
-    course = drive(lambda step: before if step < 200 else after, 300)
-    assert set(course.levels[SETTLED:200]) == {FP16} and set(course.levels[281:]) == {NONE}
-
-
-@given(jobs, st.sampled_from([1 / 3, 3]))
-@examples
-def test_three_times_more_or_less_computation_is_handled(job: Job, factor: float) -> None:
-    """Longer sequences, another batch size: communication hides behind more or less."""
-    job = replace(job, told=1.0)
-    later = replace(job, compute=factor * job.compute)
-    course = drive(lambda step: job if step < 150 else later, 232)
-    assert later.seconds(course.levels[-1]) <= WORTHWHILE * EXACT * later.best()
-
-
-def test_computation_that_changes_beside_a_wire_that_does_not_changes_nothing() -> None:
-    job = replace(SLOW, overlap=0.0)
-    longer = replace(job, compute=3 * job.compute)
-    course = drive(lambda step: job if step < 150 else longer, 400)
-    assert set(course.levels[SETTLED:]) == {LOWRANK_8}
-
-
-def test_a_change_that_the_tried_level_hardly_sees_is_no_false_alarm() -> None:
-    """From 80 to 1 Gbit/s: dense takes 3.5 times as long, and lowrank, whose wire time is nearly all latency, 9 % more.
-    What lowrank takes "as before" says nothing of what dense takes now."""
-    sent = tuple(2.25e6 * part for part in (1, 0.5, 0.26, 0.07, 0.035))
-    codec = (0.0, 0.1 * ms, 0.3 * ms, 1 * ms, 0.2 * ms)
-    fast = Job(compute=5 * ms, payload_bytes=sent, rate=1e10, alpha=0.45 * ms, codec=codec, overlap=0.1)
-    slow = replace(fast, rate=125e6)
-    course = drive(lambda step: fast if step < 150 else slow, 400)
-    assert slow.seconds(course.levels[-1]) <= WORTHWHILE * slow.best()
-
-
-UNNOTICED = Job(
-    compute=140 * ms,
-    payload_bytes=(8e6, 7.2e6, 8e6, 8e6, 8e4),
-    rate=400e6,
-    alpha=0.0,
-    messages=1,
-    codec=(0.0, 1 * ms, 9 * ms, 9 * ms, 9 * ms),
-    overlap=0.0,
-)
-"""Where lowrank:8 is held, neither a slower codec nor a wire four times slower is much of a change; together they make
-it slower than dense once was."""
-UNNOTICED_LATER = replace(UNNOTICED, codec=(*UNNOTICED.codec[:-1], 25 * ms), rate=110e6)
-
-
-def test_a_comparison_is_made_with_what_a_level_takes_now() -> None:
-    """Not with the median of that and what it took when it was tried first."""
-    course = drive(lambda step: UNNOTICED if step < 150 else UNNOTICED_LATER, 250)
-    compared = course.times("compared once more")[0]
-    decision = next(decision for step, decision in course.decisions if step > compared)
-    assert decision.reason.startswith("fp16 takes 206.45 ms a step")
-
-
-def test_dense_is_not_held_for_what_it_took_before_an_unnoticed_change() -> None:
-    course = drive(lambda step: UNNOTICED if step < 150 else UNNOTICED_LATER, 500)
-    assert UNNOTICED_LATER.seconds(course.levels[-1]) <= WORTHWHILE * UNNOTICED_LATER.best()
-
-
-# -- false alarms ------------------------------------------------------------------------------------------------------
-
-
-def burst(job: Job, factor: float, steps: int, begins: int = 200) -> Callable[[int], Job]:
-    """Communication takes ``factor`` times as long for some steps."""
-    busy = replace(job, rate=job.rate / factor, alpha=job.alpha * factor)
-    return lambda step: busy if begins <= step < begins + steps else job
-
-
-def after_bursts(steps: int, factor: float) -> tuple[float, float]:
-    """Shares of 40 jobs in which what was held comes back, and that are slower than before by more than the margin."""
-    back, slower = 0, []
-    for job in some_jobs(40, Noise(), seed=7):
-        course = drive(burst(job, factor, steps), 280)
-        before, after = course.levels[199], course.levels[-1]
-        back += after == before
-        slower.append(job.seconds(after) / job.seconds(before))
-    return back / 40, sum(ratio > 1 / (1 - LIMITS.margin) for ratio in slower) / 40
-
-
-@pytest.mark.parametrize("steps", [8, 20])
-@pytest.mark.parametrize("factor", [3, 10])
-def test_after_a_burst_on_the_wire_most_things_are_as_before(steps: int, factor: float) -> None:
-    """What was held comes back in 3 of 4 jobs, and 11 of 12 are no slower than before."""
-    back, slower = after_bursts(steps, factor)
-    assert back >= 3 / 4 and slower <= 1 / 12
-
-
-@pytest.mark.xfail(strict=True, reason="what is held was measured in the burst, others after it")
-def test_after_a_burst_on_the_wire_nothing_much_slower_is_held() -> None:
-    """The burst ends while others are tried. What was held was the best, and is by far."""
-    sent = tuple(11.1e6 * part for part in (1, 0.5, 0.26, 0.07, 0.035))
-    codec = (0.0, 0.28 * ms, 0.0, 2.34 * ms, 2.05 * ms)
-    job = Job(compute=5 * ms, payload_bytes=sent, rate=4.1e9, alpha=0.517 * ms, codec=codec, overlap=0.823)
-    for steps in (20, 30):
-        course = drive(burst(job, 10, steps), 400)
-        assert job.seconds(course.levels[-1]) <= WORTHWHILE * job.seconds(course.levels[199])
-
-
-@pytest.mark.parametrize("begins", range(200, 200 + LIMITS.watch_steps))
-def test_trouble_that_is_as_long_as_one_look_is_sat_out(begins: int) -> None:
-    """Two looks in a row must agree: three times as much of it, with quiet between, is no more."""
-    at = [burst(FAST, 100, LIMITS.watch_steps - 1, begins + 3 * number * LIMITS.watch_steps) for number in range(3)]
-    course = drive(lambda step: min((job(step) for job in at), key=lambda job: job.rate), 300)
-    assert len(course.decisions) == 1
-
-
-ALARMING = Job(rate=40e6, codec=(0.0, 1 * ms, 2 * ms, 30 * ms, 40 * ms))
-"""Holds int8; where the wire slows down, lowrank promises more."""
-
-
-def test_after_a_false_alarm_what_was_held_is_held_and_the_next_has_to_be_clearer() -> None:
-    """The burst is over when another level is tried, so that one is as it was: nothing was the matter. From then on
-    twice as many looks must agree: the same burst once more is sat out."""
-    at = burst(ALARMING, 5, 12)
-    again = burst(ALARMING, 5, 12, 300)
-    patience = []
-    course = drive(
-        lambda step: at(step) if step < 300 else again(step),
-        400,
-        events=lambda step, controller: patience.append(controller._patience),
-    )
-    (alarm,) = course.times("communication takes")
-    assert 200 < alarm < 215
-    assert set(course.levels[190:200]) == {INT8} == set(course.levels[240:])
-    assert set(course.levels[200:240]) != {INT8}, "another one was looked at"
-    assert (patience[199], patience[-1]) == (LIMITS.patience, 2 * LIMITS.patience)
-
-
-def test_a_change_that_lasts_makes_it_watchful_again() -> None:
-    at = burst(ALARMING, 5, 12)
-    course = drive(lambda step: at(step) if step < 300 else replace(ALARMING, rate=4e6), 500)
-    assert course.controller._patience == LIMITS.patience
-    assert course.levels[-1] == least(replace(ALARMING, rate=4e6)) != INT8
-
-
-# -- looks at dense ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("job", "share"), [(MIDDLE, 0.01), (Job(rate=40e6), 0.05)], ids=["cheap", "dear"])
-def test_looks_at_dense_cost_their_share_of_the_time_at_most(job: Job, share: float) -> None:
-    """And one look more, as the last one is not paid off yet."""
-    steps, settled = 5000, SETTLED + 1
-    course = drive(job, steps, limits=replace(LIMITS, probe_share=share))
-    held, _ = course.most(settled)
-    cost = course.seconds - drive(job, settled).seconds - (steps - settled) * job.seconds(held)
-    # The step under way when it is decided, and those from which the level learns on the way back, are dense too.
-    one_look = LIMITS.drain_steps + LIMITS.settle_steps + LIMITS.trial_steps + 1 + WARM_STEPS
-    assert 0 < cost <= share * course.seconds + one_look * (job.seconds(NONE) - job.seconds(held))
-    assert set(course.levels[settled:]) == {NONE, held}
-    looks = course.times("is it still needed")
-    gaps = [later - earlier for earlier, later in zip([SETTLED, *looks], looks, strict=False)]
-    if job is MIDDLE:
-        assert len(gaps) == 3 and all(1.8 < after / before < 2.5 for before, after in zip(gaps, gaps[1:], strict=False))
-    else:
-        assert len(gaps) >= 2 and min(gaps) > 2 * LIMITS.probe_steps, "what costs much has to wait"
-
-
-def test_looks_at_dense_make_nobody_slow_to_notice() -> None:
-    """They are no false alarms."""
-    change = 4000
-    course = drive(lambda step: MIDDLE if step < change else replace(MIDDLE, rate=MIDDLE.rate / 20), change + 100)
-    assert len([look for look in course.times("is it still needed") if look < change]) >= 2
-    noticed = next(time for time in course.times("communication takes") if time >= change)
-    assert noticed <= change + (LIMITS.patience + 1) * LIMITS.watch_steps + 1
-
-
-def test_one_odd_reading_in_a_trial_is_no_reason_either() -> None:
-    """A gradient that happened to be small; the reading before it was not over the budget."""
-    controller = Controller(NAMES, SLOW.costs)
-    dice = random.Random(0)
-
-    def go(error: float) -> None:
-        controller.observe(controller.level, Observation(reduce_times(SLOW.step(controller.level, dice)), error, 1.0))
-
-    while controller.mode is not Mode.TRIAL:
-        go(0.0)
-    tried = controller.level
-    while controller.mode is Mode.TRIAL and controller.level == tried:
-        odd = len(controller._errors) == LIMITS.settle_steps + LIMITS.trial_steps - 1
-        go(5.0 if odd else 0.3)
-    assert tried not in controller.refused
-
-
-# -- what encoding loses -----------------------------------------------------------------------------------------------
-
-errors = st.tuples(*[st.sampled_from([0.1, 0.5, 0.8, 1.6, 5.0])] * 3)
-
-
-@given(jobs, errors, st.sampled_from([1, 5, 30]), st.integers(0, 99))
+def steady(kind: str) -> list[tuple[Job, Course, Watch]]:
+    """24 jobs with noise."""
+    jobs_of_kind = drawn(24, ALL_NOISES[kind], seed=31)
+    return [(job, *watched(job, STEADY, seed)) for seed, job in enumerate(jobs_of_kind)]
+
+
+@pytest.mark.parametrize("kind", ALL_NOISES)
+def test_with_noise_23_of_24_jobs_end_within_5_percent_of_the_best_cost(kind: str) -> None:
+    """And none is much dearer than dense and float16."""
+    ends = [dearer(job, watch.held[-1]) for job, _, watch in steady(kind)]
+    assert beyond(ends) <= 1 / 24 and max(ends) < 1.15
+    plain = [cost(job, watch.held[-1]) / min(cost(job, NONE), cost(job, FP16)) for job, _, watch in steady(kind)]
+    assert beyond(plain, 1.03) <= 1 / 24 and max(plain) < 1.06
+
+
+@pytest.mark.parametrize("kind", ALL_NOISES)
+def test_on_a_steady_link_changes_are_rare_and_cost_little(kind: str) -> None:
+    """In half of the jobs there is none, or one trial, after the first 100 steps. All steps count: trials and bandwidth
+    probes make them 1 % dearer at the median than the level held alone."""
+    courses = [course for _, course, _ in steady(kind)]
+    changes = sorted(course.changes(SETTLED) for course in courses)
+    assert changes[12] <= 2 and changes[-1] <= 20
+    assert sum(course.most(SETTLED)[1] >= 0.9 for course in courses) >= 0.7 * 24
+    over = []
+    for job, course, watch in steady(kind):
+        spent = sum(map(job.seconds, course.levels[SETTLED:])) + sum(s for at, s in course.soundings if at >= SETTLED)
+        over.append(spent / sum(map(job.seconds, watch.held[SETTLED:])))
+    assert sorted(over)[12] <= 1.01 and beyond(over, 1.03) <= 3 / 24 and max(over) <= 1.1
+
+
+@pytest.mark.parametrize("kind", ALL_NOISES)
+def test_where_nothing_is_to_be_gained_it_rests_at_dense(kind: str) -> None:
+    for seed in range(4):
+        course, _ = watched(replace(FAST, noise=ALL_NOISES[kind]), 500, seed)
+        assert (
+            course.changes(0) <= (6 if kind == "much noise" else 2)
+            and course.most(0)[1] > 0.9
+            and course.levels[-1] == NONE
+        )
+        assert not course.soundings
+
+
+def test_the_fastest_is_held_even_if_it_is_not_the_one_that_was_expected_to_be() -> None:
+    """lowrank:8 sends least, and its codec, of which nothing was known, costs more than that saves."""
+    job = replace(SLOW, codec=(0.0, 1 * ms, 2 * ms, 4 * ms, 150 * ms), told=0.0)
+    course, watch = watched(job, 300)
+    assert course.levels[0] == LOWRANK_8 and set(watch.held[SETTLED:]) == {LOWRANK_16}
+
+
+def test_compression_that_does_not_pay_is_given_up() -> None:
+    job = replace(SLOW, codec=(0.0, 0.9, 1.3, 1.6, 1.7), told=0.0)
+    course, watch = watched(job, 1000)
+    assert set(watch.held[150:]) == {NONE} and course.most(150)[1] > 0.97
+    known = replace(job, told=1.0)
+    assert set(drive(known, 300).levels) == {NONE}, "codecs that are known to be dear are not even tried"
+
+
+# -- the price of delay ------------------------------------------------------------------------------------------------
+
+
+@given(jobs, st.integers(0, 99))
 @some_examples
-def test_a_level_over_the_error_budget_is_left_for_good(
-    job: Job, factors: tuple[float, ...], tau: float, seed: int
-) -> None:
-    """Errors build up while a level runs, quickly or slowly."""
-    job = replace(job, rate=min(job.rate, 1e8), noise=NOISES["jitter"])
-    final = [0.0, 0.0, *(factor * LIMITS.error_budget for factor in factors)]
-
-    def training(step: int, level: int, age: int) -> tuple[float, float, float]:
-        return final[level] * (1 - math.exp(-(age + 1) / tau)), 1.0, 0.1
-
-    course = drive(job, 500, seed=seed, training=training)
-    excessive = {level for level in range(5) if final[level] > LIMITS.error_budget}
-    for step in course.times("times the gradient"):
-        level = course.levels[step]
-        assert level in excessive and f"(budget {LIMITS.error_budget:g})" in dict(course.decisions)[step].reason
-        assert level not in course.levels[step + 1 :]
-    # Readings come every fifth step, and a trial ends after the first ones. One that loses by its time alone is never
-    # held and may be looked at again, some steps at a time.
-    assert all(course.levels.count(level) <= 120 for level in excessive), "however slowly it built up"
-    held = [level for level, mode in zip(course.levels, course.modes, strict=True) if mode is Mode.HOLD]
-    assert all(held.count(level) <= 100 for level in excessive)
+def test_without_a_price_seconds_alone_count(job: Job, seed: int) -> None:
+    """Whatever is lost on the way, within the budget."""
+    errors = (0.0, 0.0, 1.0, 3.0, 4.0)
+    _, watch = watched(job, 250, seed, config=Config(delay_price=0.0), training=coming_to(*errors))
+    assert dearer(job, watch.held[-1], 0.0) < 1.05
 
 
-@pytest.mark.parametrize("bad", [LOWRANK_8, LOWRANK_16, INT8])
-def test_the_best_of_what_is_left_is_held(bad: int) -> None:
-    course = drive(SLOW, 300, training=lambda step, level, age: (2.0 if level >= bad else 0.0, 1.0, 0.1))
-    assert set(course.levels[150:]) == {bad - 1}
-    assert set(course.controller.refused) == set(range(bad, 5))
-    assert all("times the gradient (budget 1)" in why for why in course.controller.refused.values())
+@given(jobs, st.sampled_from(sorted(NOISES)), st.integers(0, 99))
+@some_examples
+def test_at_a_high_price_no_level_with_an_error_is_held(job: Job, kind: str, seed: int) -> None:
+    job = replace(job, rate=min(job.rate, 1e8), noise=NOISES[kind])
+    course, watch = watched(job, 250, seed, config=Config(delay_price=1000.0), training=coming_to(0, 0, 0.5, 0.8, 1.2))
+    assert max(watch.held) < LOSSY and max(course.levels) < LOSSY
 
 
-@pytest.mark.parametrize("error", [1.8, 2.2])
-def test_what_loses_twice_the_budget_in_its_trial_is_not_even_held(error: float) -> None:
-    """Less than that may be what the level before it left behind."""
-    course = drive(SLOW, 300, training=lambda step, level, age: (error if level == LOWRANK_8 else 0.0, 1.0, 0.1))
-    trial = WARM_STEPS + LIMITS.settle_steps + LIMITS.trial_steps + 1
-    assert (course.levels.count(LOWRANK_8) == trial) == (error > 2)
-    assert set(course.levels[150:]) == {LOWRANK_16}
+PRICED = Job(rate=50e6, overlap=0.0, codec=(0.0, 2 * ms, 20 * ms, 30 * ms, 50 * ms))
 
 
-def test_a_single_reading_of_many_is_no_reason() -> None:
-    """The median of the last ten counts."""
-    rare = drive(SLOW, 600, training=lambda s, level, age: (3.0 if age % 20 == 5 and age > 20 else 0.5, 1.0, 0.1))
-    assert not rare.controller.refused and rare.levels[-1] == LOWRANK_8
+@pytest.mark.parametrize("kind", NOISES)
+@pytest.mark.parametrize(("error", "best"), [(0.3, LOWRANK_16), (3.0, INT8)])
+def test_the_error_that_is_measured_moves_the_choice(kind: str, error: float, best: int) -> None:
+    """lowrank:16 takes the least time. At an error of 0.3 it costs next to nothing else, at 3 nearly half as much."""
+    errors = (0.0, 0.0, 0.02, error, 1.3 * error)
+    assert dearer(PRICED, LOWRANK_16, 0.0) == 1.0 == dearer(PRICED, best, errors=errors)
+    for seed in range(3):
+        _, watch = watched(replace(PRICED, noise=NOISES[kind]), 200, seed, training=coming_to(*errors, tau=3.0))
+        assert watch.held[-1] == best
 
 
-def test_an_error_that_grows_in_the_end_is_noticed_too() -> None:
-    def training(step: int, level: int, age: int) -> tuple[float, float, float]:
-        return (1.5 if level >= LOWRANK_16 and step > 300 else 0.5), 1.0, 0.1
-
-    course = drive(SLOW, 500, training=training)
-    assert set(course.levels[SETTLED:300]) == {LOWRANK_8}
-    assert set(course.levels[400:]) == {INT8}
-    decision = next(decision for step, decision in course.decisions if step > 300)
-    assert decision.evidence["lowrank:8+fp16.error"] == 1.5
-
-
-def test_what_takes_the_place_of_a_refused_level_is_not_looked_for_in_dense_steps() -> None:
-    """The wire has changed meanwhile, so that nothing else was measured on it; the model still tells."""
-
-    def training(step: int, level: int, age: int) -> tuple[float, float, float]:
-        return (1.5 if level == LOWRANK_8 and step > 300 else 0.5), 1.0, 0.1
-
-    course = drive(lambda step: SLOW if step < 200 else replace(SLOW, rate=SLOW.rate / 2), 500, training=training)
-    assert course.levels[299] == LOWRANK_8
-    assert NONE not in course.levels[300:] and course.levels[-1] == LOWRANK_16
+@pytest.mark.parametrize("tau", [1.0, 5.0, 30.0])
+def test_a_level_over_the_error_budget_is_left_for_good(tau: float) -> None:
+    """Errors build up while a level runs, quickly or slowly; another one may have been chosen by then."""
+    config, errors = Config(delay_price=0.0, error_budget=2.0), (0.0, 0.0, 0.02, 4.0, 6.0)
+    left = 0
+    for seed, job in enumerate(drawn(16, NOISES["jitter"], seed=3)):
+        job = replace(job, rate=min(job.rate, 1e8))
+        course, watch = watched(job, 300, seed, config=config, training=coming_to(*errors, tau=tau))
+        for step in course.times("times the gradient (budget 2)"):
+            level, left = course.levels[step], left + 1
+            assert level >= LOWRANK_16 and level not in course.levels[step + 1 :]
+            assert "back to " in dict(course.decisions)[step].reason
+        assert watch.held[-1] < LOWRANK_16
+        assert job.seconds(watch.held[-1]) <= 1.05 * job.best(range(LOWRANK_16))
+    assert left >= 16
 
 
-def test_what_takes_the_place_of_a_refused_level_is_soon_compared() -> None:
-    """However rare comparisons have become: what they told was told of the level that is out."""
-    controller, dice, reasons = Controller(NAMES, SLOW.costs), random.Random(0), []
+def test_an_error_is_no_reason_within_the_budget_and_one_that_is_not_measured_neither() -> None:
+    errors = coming_to(0.0, 0.0, 0.0, 4.9, 4.9)
+    course = drive(SLOW, 200, config=Config(delay_price=0.0), training=errors)
+    assert course.levels[-1] == LOWRANK_8 and not course.controller.refused
+    blind = drive(SLOW, 200, training=lambda step, level, age: (math.nan, math.nan, 0.0))
+    assert blind.levels[-1] == LOWRANK_8
 
-    def go(error: float) -> None:
-        seen = Observation(reduce_times(SLOW.step(controller.level, dice)), error, 1.0)
-        if decision := controller.observe(controller.level, seen):
-            reasons.append(decision.reason)
 
-    while controller.mode is not Mode.HOLD:
-        go(0.0)
-    assert controller.level == LOWRANK_8
-    controller._compare_after, controller._beaten = 10_000, [NONE, FP16, INT8, LOWRANK_16]
-    while controller.level == LOWRANK_8:
-        go(2.0)
-    while controller.mode is not Mode.HOLD:
-        go(0.0)
-    held, reasons[:] = controller.level, []
-    other = next(level for level in controller._samples if level not in (held, LOWRANK_8))
-    took = [  # while the wire was faster
-        times._replace(step=times.step - saved, exposed_comm=times.exposed_comm - saved)
-        for times in controller._samples[held]
-        for saved in [0.1 * times.step]
-    ]
-    controller._samples[other] = took
-    for _ in range(5 * LIMITS.watch_steps):
-        if not reasons:
-            go(0.0)
-    assert "compared once more" in reasons[0] and not controller._beaten
+class Handed:
+    """A training in which a level begins with the residual of the level before it, unless that keeps none."""
+
+    def __init__(self, errors: tuple[float, ...]) -> None:
+        self.errors, self.energy = errors, 0.0
+
+    def __call__(self, step: int, level: int, age: int) -> tuple[float, float, float]:
+        kept = 1 - 1 / (1 + self.errors[level] ** 2)
+        self.energy = kept * (1 + self.energy)
+        return math.sqrt(self.energy), 1.0, 0.1
+
+
+def test_a_residual_that_another_level_left_is_not_held_against_a_level() -> None:
+    errors = (0.0, 0.0, 0.02, 1.5, 3.0)
+    ends = []
+    for seed, job in enumerate(drawn(20, NOISES["jitter"], seed=3)):
+        job = replace(job, rate=min(job.rate, 1e7))
+        course, watch = watched(job, 240, seed, training=Handed(errors))
+        ends.append(dearer(job, watch.held[-1], errors=errors))
+        known = course.controller._known
+        assert all(known.error(level) == pytest.approx(errors[level], rel=0.05) for level in known.errors)
+    assert max(ends) < 1.05
 
 
 # -- critical phases ---------------------------------------------------------------------------------------------------
 
 
-AT_ANY_COST = Limits(critical_share=math.inf)
+def phase(what: str, at: int) -> Callable[[int, int, int], tuple[float, float, float]]:
+    """The learning rate falls by half, gradients turn 2.5 times larger, or both change by less."""
+    fall, rise = {"rate": (0.5, 1.0), "norm": (1.0, 2.5), "neither": (0.6, 1.8)}[what]
+
+    def course(step: int, level: int, age: int) -> tuple[float, float, float]:
+        error = coming_to(*ERRORS)(step, level, age)[0]
+        return error, rise if step >= at else 1.0, 0.1 * (fall if step >= at else 1.0)
+
+    return course
 
 
-def phases(course: Course) -> list[int]:
-    """Steps at which a critical phase was decided on."""
-    return course.times("dense for")
+@pytest.mark.parametrize("what", ["rate", "norm", "neither"])
+@pytest.mark.parametrize("kind", ["jitter", "odd steps"])
+def test_a_critical_phase_raises_the_price_for_a_while(what: str, kind: str) -> None:
+    """lowrank:8 is the best at the usual price, and int8 at four times that."""
+    job = replace(CRITICAL, noise=NOISES[kind])
+    assert dearer(job, LOWRANK_8) == 1.0 == dearer(job, INT8, CONFIG.critical_price * CONFIG.delay_price)
+    prices: list[float] = []
+    course, watch = None, Watch()
+
+    def note(step: int, controller: Controller) -> None:
+        watch(step, controller)
+        prices.append(controller._known.delay_price / CONFIG.delay_price)
+
+    course = drive(job, 600, config=CONFIG, training=phase(what, 300), events=note)
+    assert watch.held[299] == LOWRANK_8 == watch.held[-1] and set(prices[:300]) == {1.0} == set(prices[450:])
+    if what == "neither":
+        assert set(prices) == {1.0} and course.most(300)[0] == LOWRANK_8
+    else:
+        assert CRITICAL_STEPS <= prices.count(CONFIG.critical_price) <= CRITICAL_STEPS + 20 + DRAIN_STEPS
+        assert INT8 in watch.held[300:420]
 
 
-@pytest.mark.parametrize("dense_steps", [1, 5, 15, 40])
-@pytest.mark.parametrize("what", ["rate", "norm"])
-def test_a_critical_phase_is_dense_and_then_over(what: str, dense_steps: int) -> None:
-    """The learning rate falls by half, or gradients turn 2.5 times larger."""
-
-    def training(step: int, level: int, age: int) -> tuple[float, float, float]:
-        later = step >= 450
-        return calm(step, level, age)[0], 2.5 if later and what == "norm" else 1.0, 0.05 if later else 0.1
-
-    if what == "norm":
-        change = training
-
-        def training(step: int, level: int, age: int) -> tuple[float, float, float]:
-            return *change(step, level, age)[:2], 0.1
-
-    limits = Limits(dense_steps=dense_steps, probe_steps=10_000, critical_share=math.inf)
-    course = drive(SLOW, 700, limits=limits, training=training)
-    (begins,) = phases(course)
-    reason = dict(course.decisions)[begins].reason
-    assert reason.startswith("the learning rate fell from 0.1 to 0.05" if what == "rate" else "gradient norms rose")
-    assert 450 < begins <= (460 if what == "rate" else 480)
-    (ends,) = course.times("the critical phase is over")
-    # Steps that pay out the residual come first, and the step under way when the phase ends is dense too.
-    assert ends - begins == LIMITS.drain_steps + max(dense_steps, LIMITS.settle_steps + 1) + 1
-    assert set(course.levels[begins + 1 : ends + 1]) == {NONE}
-    assert set(course.levels[SETTLED + 30 : begins]) == {LOWRANK_8} == set(course.levels[ends + 1 :])
-
-
-@pytest.mark.parametrize("rate", [3e6, 10e6, 30e6])
-def test_critical_phases_cost_little_however_slow_dense_is(rate: float) -> None:
-    """Gradients that grow and shrink without end would make a phase of every pause."""
-    job = Job(rate=rate)
-    restless = steps_of({}, {step: 3.0 if step % 200 else 1 / 3 for step in range(100, 2000, 100)})
-    steps = 2000
-    held = drive(job, steps).seconds
-    course = drive(job, steps, training=restless)
-    assert course.seconds <= (1 + 1.2 * LIMITS.critical_share) * held  # two steps warm up besides
-    assert drive(job, steps, limits=AT_ANY_COST, training=restless).seconds > course.seconds
-
-
-def test_without_a_residual_there_is_nothing_to_spare_a_critical_phase() -> None:
-    for job in (FAST, MIDDLE):
-        course = drive(job, 400, training=lambda step, level, age: (0.0, 1.0, 0.1 if step < 200 else 0.001))
-        assert not phases(course)
-
-
-def steps_of(rates: dict[int, float], norms: dict[int, float]) -> Training:
-    """Factors by which rate and norm change at steps."""
-
-    def training(step: int, level: int, age: int) -> tuple[float, float, float]:
-        rate = math.prod(factor for at, factor in rates.items() if at <= step)
-        norm = math.prod(factor for at, factor in norms.items() if at <= step)
-        return calm(step, level, age)[0], norm, 0.1 * rate
-
-    return training
-
-
-@given(
-    st.dictionaries(st.integers(0, 1100), st.sampled_from([0.1, 0.4, 0.9, 2.0]), max_size=6),
-    st.dictionaries(st.integers(0, 1100), st.sampled_from([0.3, 1.5, 3.0]), max_size=6),
-)
-@few_examples
-def test_critical_phases_are_a_pause_apart(rates: dict[int, float], norms: dict[int, float]) -> None:
-    course = drive(SLOW, 1200, limits=AT_ANY_COST, training=steps_of(rates, norms))
-    begun = phases(course)
-    ended = course.times("the critical phase is over")
-    assert all(begins - ends >= LIMITS.critical_pause for ends, begins in zip(ended, begun[1:], strict=False))
-    if not norms:
-        falls = sorted(at for at, factor in rates.items() if factor < 0.5)
-        assert len(begun) <= len(falls)
-        if falls and falls[0] > SETTLED:
-            assert falls[0] < begun[0] <= falls[0] + 12
-
+CRITICAL = Job(compute=100 * ms, rate=100e6, overlap=0.0, codec=(0.0, 2 * ms, 2 * ms, 30 * ms, 3 * ms))
 
 SCHEDULES: dict[str, Callable[[int], float]] = {
-    "constant": lambda step: 0.1,
     "cosine": lambda step: 0.001 + 0.0495 * (1 + math.cos(math.pi * step / 1000)),
     "linear to the last step but one": lambda step: 0.1 * (1001 - step) / 1000,
-    "warm-up, then linear": lambda step: 0.1 * min((step + 1) / 300, (1001 - step) / 700),
-    "exponential": lambda step: 0.1 * 0.99**step,
-    "warm restarts, upwards": lambda step: 0.1 * (0.1 + step % 250 / 250) ** -0.5 * 0.5,
-    "unknown": lambda step: 0.0,
     "warm-up from nothing": lambda step: 0.1 * min(1.0, step / 200),
+    "exponential": lambda step: 0.1 * 0.99**step,
+    "unknown": lambda step: 0.0,
 }
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_smooth_schedules_are_no_critical_phases(schedule: str) -> None:
     """While norms, noisy by a fifth, shrink to a tenth, or grow tenfold."""
-    for growth in (0.1, 1.0, 10.0):
-        dice = random.Random(1)
+    for growth in (0.1, 10.0):
+        controller, dice = Controller(NAMES, SLOW.costs), random.Random(1)
+        for step in range(0, 1000, 2):
+            norm = growth ** (step / 1000) * math.exp(0.2 * dice.gauss(0, 1)) if step % 10 == 0 else math.nan
+            seen = Observation(reduce_times(SLOW.step(controller.level, dice)), 0.3, norm, SCHEDULES[schedule](step))
+            controller.observe(controller.level, seen)
+            assert not controller._critical
 
-        def training(step: int, level: int, age: int, growth: float = growth, dice: random.Random = dice):
-            norm = growth ** (step / 1000) * math.exp(0.2 * dice.gauss(0, 1))
-            return calm(step, level, age)[0], norm, SCHEDULES[schedule](step)
 
-        course = drive(SLOW, 1000, training=training)
-        assert not phases(course)
-        assert course.levels[-1] == LOWRANK_8
+# -- links that change -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [20.0, 4.0, 1 / 4, 1 / 20])
+def test_after_a_change_of_the_link_7_of_8_jobs_are_near_the_best_within_80_steps(factor: float) -> None:
+    """Whatever the noise. And after 150 steps 12 of 13; on the way they lose little."""
+    soon, late, whole = [], [], []
+    for seed, job in enumerate(drawn(25, Noise(), seed=41)):
+        job = replace(job, noise=[Noise(), *NOISES.values()][seed % 5])
+        later = replace(job, rate=factor * job.rate)
+        course, watch = watched(lambda step, job=job, later=later: job if step < 100 else later, 250, seed)
+        soon.append(dearer(later, watch.held[180]))
+        late.append(dearer(later, watch.held[-1]))
+        whole.append(sum(dearer(later, level) for level in course.levels[100:]) / 150)
+    assert beyond(soon) <= 3 / 25 and beyond(late) <= 2 / 25 and max(late) < 1.2
+    assert sum(whole) / len(whole) < 1.1
+
+
+@pytest.mark.parametrize(("rate", "times"), [(800e6, 5.0), (800e6, 20.0), (2e9, 20.0)])
+@pytest.mark.parametrize("kind", ["none", "jitter"])
+def test_a_link_that_becomes_slower_little_by_little_is_noticed(kind: str, rate: float, times: float) -> None:
+    """No block differs from the one before by much."""
+    job = Job(rate=rate, messages=20, noise=NOISES.get(kind, Noise()))
+
+    def drifting(step: int) -> Job:
+        return replace(job, rate=job.rate / times ** min(1.0, max(0, step - 150) / 500))
+
+    _, watch = watched(drifting, 750)
+    assert dearer(drifting(750), watch.held[149]) > 1.05 > dearer(drifting(750), watch.held[-1])
+
+
+@pytest.mark.parametrize("slower", [4.0, 20.0])
+def test_a_link_that_becomes_slower_during_a_trial_makes_no_level_look_bad(slower: float) -> None:
+    """What is held had its turn before that, the other has its after that: it has to wait for another turn of both."""
+    for job in drawn(20, Noise(), seed=8):
+        changed: list[int] = []
+
+        def at(step: int, job: Job = job, changed: list[int] = changed) -> Job:
+            return replace(job, rate=job.rate / slower) if changed else job
+
+        def change(step: int, controller: Controller, changed: list[int] = changed) -> None:
+            if controller.mode is Mode.TRIAL and controller.level == controller.challenger and not changed:
+                changed.append(step)
+
+        course = drive(at, 300, training=training, events=change)
+        if changed:
+            assert dearer(at(0), course.controller.held) < 1.05
+
+
+HEAVY = Job(
+    rate=1e8, alpha=2 * ms, payload_bytes=(8e6, 4e6, 2e6, 1e5, 5e4), codec=(0.0, 8 * ms, 40 * ms, 15 * ms, 15 * ms)
+)
+"""The bytes of its best level take next to nothing of a step. A faster link would do without that level's codec."""
+
+
+HALFWAY = pytest.mark.xfail(reason="ends at fp16, 15 % dearer than dense, which is not tried", strict=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wait"),
+    [
+        ("jitter", 0.0),
+        ("restless wire", 0.0),
+        ("waves", 0.0),
+        ("jitter", 5 * ms),
+        pytest.param("restless wire", 5 * ms, marks=HALFWAY),
+        pytest.param("waves", 5 * ms, marks=HALFWAY),
+    ],
+)
+def test_a_link_that_turns_fast_behind_compression_is_noticed_by_a_probe(kind: str, wait: float) -> None:
+    before = replace(HEAVY, noise=NOISES[kind], wait=wait)
+    after = replace(before, rate=1e10)
+    for config in (CONFIG, Config(explore=0.0)):
+        course, watch = watched(lambda step: before if step < 200 else after, 400, config=config)
+        assert watch.held[199] >= LOWRANK_16
+        if config.explore:
+            assert set(watch.held[300:]) == {NONE}
+        else:
+            assert not course.soundings and watch.held[-1] >= LOWRANK_16, "the level alone does not show it"
+
+
+@given(jobs)
+@some_examples
+def test_probes_cost_little_and_go_along_with_compressed_steps_only(job: Job) -> None:
+    course, watch = watched(job, 300)
+    assert sum(seconds for _, seconds in course.soundings) <= 0.015 * course.seconds
+    steps = [step for step, _ in course.soundings]
+    assert all(course.levels[step] and course.modes[step] is Mode.HOLD for step in steps)
+    assert all(later - sooner >= PROBE_STEPS for sooner, later in zip(steps, steps[1:], strict=False))
+
+
+@pytest.mark.parametrize(
+    "burst",
+    [
+        1e5,
+        pytest.param(
+            1e6, marks=pytest.mark.xfail(reason="every probe has fp16 tried again: 13 % of the time", strict=True)
+        ),
+        1e9,
+    ],
+)
+def test_what_a_link_carries_for_nothing_deceives_a_probe_and_costs_little(burst: float) -> None:
+    """Of the least that is probed, of most, and of all."""
+    course, _ = watched(replace(HEAVY, burst=burst), 1500)
+    assert len(course.soundings) >= 3
+    assert course.seconds <= 1.06 * 1500 * HEAVY.best()
+
+
+# -- what is no change of the link -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.2, 2.0])
+def test_a_machine_that_is_slower_as_a_whole_makes_no_other_level_look_better(factor: float) -> None:
+    changed = []
+    for seed, job in enumerate(drawn(12, NOISES["jitter"], seed=51)):
+        later = slower_machine(job, factor)
+        _, watch = watched(lambda step, job=job, later=later: job if step < 150 else later, 270, seed)
+        changed.append(watch.held[-1] != watch.held[149])
+        assert dearer(later, watch.held[-1]) < 1.05
+    assert sum(changed) <= 1
+
+
+@given(jobs, st.floats(0.2, 3), st.sampled_from([0, 100]))
+@few_examples
+def test_a_slow_rank_is_not_answered_with_compression(job: Job, slow: float, since: int) -> None:
+    """Each of the others waits for much of the step, and it looks like communication to them."""
+    job = replace(job, rate=1e15, alpha=0.0, noise=NOISES["jitter"])
+    with_it = replace(job, slow_rank=slow * job.compute)
+    theirs = with_it.step(NONE, random.Random(0))[1]
+    assert theirs.exposed_comm > 0.1 * theirs.step
+    course = drive(lambda step: with_it if step >= since else job, 250, config=Config(dense_steps=11))
+    assert set(course.levels) == {NONE}
+
+
+def test_a_machine_in_phases_deceives_nobody() -> None:
+    """Slower by 1.3 in every other 70 steps: at every step the choice is as good as without."""
+    ends = []
+    for seed, job in enumerate(drawn(20, NOISES["jitter"], seed=7)):
+        slow = replace(job, compute=1.3 * job.compute, codec=tuple(1.3 * codec for codec in job.codec))
+        course, watch = watched(lambda step, job=job, slow=slow: slow if step // 70 % 2 else job, 350, seed)
+        ends += [dearer(job, watch.held[step]) for step in (150, 250, 349)]
+        assert course.changes(SETTLED) <= 16
+    assert beyond(ends) <= 2 / 60 and max(ends) < 1.15
+
+
+@pytest.mark.parametrize("factor", [3.0, 10.0])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        8,
+        pytest.param(
+            20,
+            marks=pytest.mark.xfail(
+                reason="a level wins whose turn came after the burst, against one in it: 15 % dearer", strict=True
+            ),
+        ),
+    ],
+)
+def test_after_a_burst_on_the_wire_things_are_as_before(steps: int, factor: float) -> None:
+    """100 steps after it: what was held is held in 3 of 4 jobs, and in all it is no dearer than that."""
+    back, after = 0, []
+    for job in drawn(16, Noise(), seed=7):
+        busy = faster(job, 1 / factor)
+        at = lambda step, job=job, busy=busy: busy if 150 <= step < 150 + steps else job  # noqa: E731
+        _, watch = watched(at, 150 + steps + 100)
+        back += watch.held[-1] == watch.held[149]
+        after.append(cost(job, watch.held[-1]) / cost(job, watch.held[149]))
+    assert back >= 3 / 4 * 16 and max(after) < 1.02
+
+
+def test_some_steps_of_trouble_are_sat_out() -> None:
+    """Half a block, of which the middle counts."""
+    for steps in (1, 3):
+        for begins in range(100, 100 + CONFIG.block_steps):
+            hit = faster(FAST, 1 / 100)
+            course = drive(lambda s, b=begins, n=steps, hit=hit: hit if b <= s < b + n else FAST, 160)
+            assert set(course.levels) == {NONE}
+
+
+# -- trials ------------------------------------------------------------------------------------------------------------
+
+RATIO = re.compile(r"(\S+) costs ([\d.]+) \[([\d.]+), ([\d.]+)\] times (\S+), (\d) pairs?")
+
+
+@given(jobs, st.integers(0, 999), st.sampled_from(sorted(ALL_NOISES)))
+@few_examples
+def test_both_levels_of_a_trial_take_turns_and_every_turn_tells_the_ratio(job: Job, seed: int, kind: str) -> None:
+    job = replace(job, noise=ALL_NOISES[kind])
+    course, _ = watched(job, 300, seed)
+    for (_, before), (step, decision) in zip(course.decisions, course.decisions[1:], strict=False):
+        told = RATIO.match(decision.reason)
+        assert bool(told) == (course.modes[step] is Mode.TRIAL)
+        if told:
+            challenger, held, pairs = told[1], told[5], int(told[6])
+            ratio, low, high = (float(told[number]) for number in (2, 3, 4))
+            assert low <= ratio <= high and 1 <= pairs <= CONFIG.pairs
+            assert NAMES[before.level] in (challenger, held) and challenger != held
+            if decision.reason.endswith("in turns"):
+                assert {NAMES[before.level], NAMES[decision.level]} == {challenger, held}
+            elif NAMES[before.level] == challenger:
+                wins = (1 - CONFIG.margin, high) if NAMES.index(challenger) > NAMES.index(held) else (1.02, ratio)
+                assert wins[1] <= wins[0] + 0.001, "one that loses has had a turn between two of the other"
+
+
+TIE = Job(compute=100 * ms, overlap=0.0, alpha=0.0, codec=(0.0, 20 * ms, 9.0, 9.0, 9.0), noise=Noise(compute=0.002))
+
+
+def at_ratio(ratio: float) -> Job:
+    """On a link at which a step takes so much longer at float16 than at dense, when its codec takes 20 ms."""
+    job = replace(TIE, rate=8e6 / ms / (120 - 100 * ratio) * (ratio - 0.5))
+    assert job.seconds(FP16) == pytest.approx(ratio * job.seconds(NONE))
+    return job
+
+
+@pytest.mark.parametrize(
+    ("ratio", "upwards", "downwards"), [(0.96, FP16, FP16), (0.985, NONE, FP16), (1.015, NONE, NONE)]
+)
+def test_more_compression_has_to_be_cheaper_by_the_margin_and_less_only_no_dearer(
+    ratio: float, upwards: int, downwards: int
+) -> None:
+    """A percent is not worth beginning with it, nor leaving it."""
+    job = at_ratio(ratio)
+    _, watch = watched(job, 200)
+    assert set(watch.held[SETTLED:]) == {upwards}
+    course, watch = watched(lambda step: at_ratio(0.8) if step < 100 else job, 300)
+    assert watch.held[99] == FP16 and set(watch.held[200:]) == {downwards}
+
+
+DEAR = replace(SLOW, compute=1 * ms, codec=(0.0, 1 * ms, 2 * ms, 4 * ms, 9.0), told=0.0)
+
+
+def test_what_is_hopeless_is_given_up_after_three_steps() -> None:
+    course = drive(DEAR, 300, config=Config(dense_steps=5), training=training)
+    assert course.levels.count(LOWRANK_8) == WARM_STEPS + CONFIG.settle_steps + 3 + 1
+
+
+@pytest.mark.xfail(reason="half of the codec of lowrank:8 is expected of lowrank:16, which is never tried", strict=True)
+def test_what_is_hopeless_says_nothing_of_the_level_below_it() -> None:
+    assert drive(DEAR, 300, config=Config(dense_steps=5), training=training).levels[-1] == LOWRANK_16
+
+
+@pytest.mark.parametrize("explore", [0.0, 0.02, 0.1])
+def test_trials_that_promise_nothing_wait_until_they_are_affordable(explore: float) -> None:
+    """Every level but dense is 1.3 to 1.6 times as dear, and nobody knows their codecs' true times."""
+    job = replace(FAST, codec=(0.0, *(each * FAST.compute for each in (0.3, 0.4, 0.5, 0.6))), told=0.0)
+    course, watch = watched(job, 2000, config=Config(explore=explore, dense_steps=11))
+    assert set(watch.held) == {NONE}
+    spent = course.seconds / (2000 * job.seconds(NONE)) - 1
+    assert spent <= 1.5 * explore + 0.02, "what was tried in hope comes on top"
+    controller = Controller(NAMES, job.costs, Config(explore=explore))
+    for _ in range(START):
+        controller.observe(NONE, Observation(reduce_times(job.step(NONE, random.Random(0)))))
+    controller._elapsed, controller._spent = 1000 * job.compute, 10 * job.compute
+    per_turn = START * 0.3 / 1000
+    assert controller._affords(-math.log(1.3)) == (0.01 + per_turn < explore)
+
+
+def test_blocks_are_longer_where_steps_are_noisy() -> None:
+    job = replace(PRICED, codec=(0.0, 1.5 * ms, 9.0, 9.0, 9.0), rate=400e6)
+    longest = {}
+    for name, noise in (("calm", Noise(wire=0.01)), ("noisy", Noise(wire=1.0))):
+        course, runs = drive(replace(job, noise=noise), 200, config=Config(dense_steps=20)), [0]
+        for level, mode in zip(course.levels, course.modes, strict=True):
+            runs.append(runs[-1] + 1 if mode is Mode.TRIAL and level == FP16 else 0)
+        longest[name] = max(runs)
+    assert 0 < longest["calm"] <= START + 1 < longest["noisy"] <= LONGEST * CONFIG.block_steps + CONFIG.settle_steps + 1
+
+
+@given(st.floats(-0.3, 0.3), st.floats(0.01, 0.3), st.floats(0.01, 0.3), st.sampled_from([0.0, 2.0]))
+@few_examples
+def test_what_a_trial_promises_is_the_mean_of_what_it_shows_where_that_convinces(
+    gain: float, known: float, noise: float, certainty: float
+) -> None:
+    """Played a few thousand times: the true gain, what the trial measures of it, and what is believed then."""
+    dice, won, count = random.Random(0), 0.0, 4000
+    weight = known**2 / (known**2 + noise**2)
+    bound = certainty * known * noise / math.hypot(known, noise)
+    for _ in range(count):
+        true = dice.gauss(gain, known)
+        believed = gain + weight * (dice.gauss(true, noise) - gain)
+        won += true if believed > bound else 0.0
+    assert promised(gain, known**2, noise**2, certainty) == pytest.approx(won / count, abs=0.08 * known)
+    assert promised(gain, 0.0, noise**2, certainty) == max(0.0, gain)
 
 
 # -- levels that may not run -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("sent", "tried"),
+    ("sent", "usable"),
     [
         ((5, 4, 3, 2, 1), {1, 2, 3, 4}),
         ((5, 5, 3, 2, 1), {2, 3, 4}),  # no less than dense
-        ((5, 7, 3, 2, 1), {2, 3, 4}),
         ((5, 4, 4, 2, 1), {1, 3, 4}),  # no less than the one below it
         ((5, 4, 6, 5, 1), {1, 4}),
-        ((5, 4, 2, 3, 2), {1, 2}),
         ((5, 5, 5, 5, 4), {4}),
         ((5, 1, 2, 3, 4), {1}),
         ((5, 5, 5, 5, 5), set()),
         ((5, 6, 7, 8, 9), set()),
     ],
 )
-def test_a_level_that_sends_no_less_is_passed_over(sent: tuple[int, ...], tried: set[int]) -> None:
+def test_a_level_that_sends_no_less_is_passed_over(sent: tuple[int, ...], usable: set[int]) -> None:
     """Its trial would cost steps and could save nothing. That of a level above it may still be worth it."""
     job = Job(rate=1e7, overlap=0.0, payload_bytes=tuple(1e6 * size for size in sent), codec=(0.0,) * 5)
-    # One after the other would be tried if the fastest were out.
     for forbidden in range(1, 6):
-
-        def forbid(step: int, controller: Controller, forbidden: int = forbidden) -> None:
-            if not step and forbidden < 5:
-                controller.forbid(forbidden, "a test")
-
-        course = drive(job, 600, events=forbid)
-        left = {level for level in tried if level < forbidden}
-        assert set(course.levels) <= {NONE, *left}
-        assert course.levels[-1] == max(left, default=NONE)
+        watch = Watch(0, lambda controller, level=forbidden: level < 5 and controller.forbid(level, "a test"))
+        course = drive(job, 200, events=watch, config=Config(dense_steps=5, delay_price=0.0))
+        left = {level for level in usable if level < forbidden}
+        assert set(course.levels) <= {NONE, *left} and course.levels[-1] == max(left, default=NONE)
         for _, decision in course.decisions:
             named = {key.rsplit(".", 1)[0] for key in decision.evidence} - {"link"}
-            assert named <= {NAMES[level] for level in (0, *left)}
+            assert named <= {NAMES[level] for level in (NONE, *left)}
 
 
-@given(jobs, st.integers(1, 4), st.integers(0, 400))
-@few_examples
+@given(jobs, st.integers(1, 4), st.integers(0, 200))
+@some_examples
 def test_forbidden_levels_do_not_run(job: Job, forbidden: int, when: int) -> None:
-    """Neither they nor those above; where one of them ran, the run starts anew, dense."""
-    job = replace(job, rate=min(job.rate, 1e8))
-    levels = []
+    """Neither they nor those above; where one of them ran or was the choice, the run starts anew, dense."""
+    job, before, after = replace(job, rate=min(job.rate, 1e8)), [], []
 
-    def forbid(step: int, controller: Controller) -> None:
-        if step == when:
-            levels.append(controller.level)
-            controller.forbid(forbidden, "a test")
-            levels.append(controller.level)
+    def forbid(controller: Controller) -> None:
+        before.extend([controller.level, controller.held])
+        controller.forbid(forbidden, "a test")
+        after.extend([controller.level, controller.held])
 
-    course = drive(job, 520, events=forbid)
-    before, after = levels
-    assert after == (before if before < forbidden else NONE)
-    assert max(course.levels[when:]) < forbidden
-    if before >= forbidden:
-        assert set(course.levels[when : when + LIMITS.drain_steps + LIMITS.dense_steps]) == {NONE}
-    if not (job.seconds(NONE) <= ENOUGH * job.best(range(forbidden))):
-        assert job.seconds(course.levels[-1]) <= 1.05 * job.best(range(forbidden))
+    watch = Watch(when, forbid)
+    course = drive(job, 330, events=watch, training=training)
+    assert after == (before if max(before) < forbidden else [NONE, NONE])
+    assert max(course.levels[when:]) < forbidden > max(watch.held[when:])
+    if max(before) >= forbidden:
+        assert course.modes[when] is Mode.START
+    best = min(cost(job, level) for level in range(forbidden))
+    assert cost(job, watch.held[-1]) <= 1.05 * best
 
 
-def test_a_level_forbidden_in_a_critical_phase_is_not_come_back_to() -> None:
-    def forbid(step: int, controller: Controller) -> None:
-        if controller.mode is Mode.CRITICAL:
-            controller.forbid(LOWRANK_16, "a test")
-
-    course = drive(SLOW, 400, limits=AT_ANY_COST, training=steps_of({200: 0.1}, {}), events=forbid)
-    assert course.levels[195] == LOWRANK_8 and set(course.levels[260:]) == {INT8}
+# -- whatever happens --------------------------------------------------------------------------------------------------
 
 
 class Misfortunes:
@@ -1145,9 +712,7 @@ class Misfortunes:
         self.job, self.dice = job, random.Random(seed)
 
     def __call__(self, step: int, controller: Controller) -> None:
-        assert controller.level not in controller.refused
-        if controller.mode is Mode.HOLD:
-            assert not controller._doubt and not controller._past, "what is held is held for a reason"
+        assert controller.level not in controller.refused and controller.held not in controller.refused
         chance = self.dice.random()
         if chance < 0.003:
             controller.forbid(self.dice.randrange(1, 5), "a test")
@@ -1160,138 +725,74 @@ class Misfortunes:
 
     def training(self, step: int, level: int, age: int) -> tuple[float, float, float]:
         dice = self.dice
-        error = dice.choice([0.3] * 9 + [5.0]) if level >= LOSSY else 0.0
+        error = dice.choice([0.3] * 9 + [7.0, math.nan]) if level >= LOSSY else 0.0
         return error, dice.choice([0.0, 1.0, 1.0, 3.0]) * 10 ** (step / 100), dice.choice([0.1] * 50 + [0.01, 0.0])
 
 
 @given(jobs, st.integers(0, 10_000))
-@examples
+@some_examples
 def test_whatever_happens_decisions_go_on(job: Job, seed: int) -> None:
-    job = replace(job, noise=NOISES["odd steps"])
+    job = replace(job, noise=ALL_NOISES["much noise"])
     misfortunes = Misfortunes(job, seed)
-    course = drive(lambda step: misfortunes.job, 500, seed=seed, training=misfortunes.training, events=misfortunes)
-    assert course.decisions
+    course = drive(lambda step: misfortunes.job, 300, seed=seed, training=misfortunes.training, events=misfortunes)
+    assert course.decisions and course.controller.level == course.levels[-1]
     for _, decision in course.decisions:
         explains_itself(decision)
 
 
-# -- explanations ------------------------------------------------------------------------------------------------------
-
-FIGURES = re.compile(
-    r"(?P<level>.+)\.((step|exposed_comm|overlapped_comm|codec|predicted_step)_ms|error)|link\.ms_per_(allreduce|MB)"
-)
-
-
-def explains_itself(decision: Decision) -> None:
-    """A reason with figures, and finite evidence with units."""
-    assert re.search(r"\d", decision.reason) or "the critical phase is over" in decision.reason
-    assert decision.evidence
-    for key, value in decision.evidence.items():
-        match = FIGURES.fullmatch(key)
-        assert match and (match["level"] is None or match["level"] in NAMES)
-        assert math.isfinite(value) and value >= 0
-    if sounding := re.search(r"a sounding of (\d+) kB took (\d+\.\d\d) ms", decision.reason):
-        megabytes, took = float(sounding[1]) / 1e3, float(sounding[2])
-        per_sum, per_megabyte = decision.evidence["link.ms_per_allreduce"], decision.evidence["link.ms_per_MB"]
-        rounded = 0.0051 + 0.00051 * per_megabyte + 0.0001 * (1 + megabytes)
-        assert abs(per_sum + megabytes * per_megabyte - took) <= rounded, "what it took is the link's two figures"
+NOTHING = LevelCost(0, 0, 0)
+ODD_COSTS = {
+    "one level": SLOW.costs[:1],
+    "all send the same": (LevelCost(8_000_000, 1_600_000, 5),) * 5,
+    "nothing is sent": (NOTHING,) * 5,
+    "compression sends nothing": (LevelCost(100, 50, 2), *(NOTHING,) * 4),
+    "usual": SLOW.costs,
+}
 
 
-@given(jobs, st.integers(0, 1000), st.sampled_from(sorted(NOISES)))
-@few_examples
-def test_every_decision_explains_itself(job: Job, seed: int, kind: str) -> None:
-    """Promise 3: the milliseconds that a reason names are in the evidence. The sum of exposed and hidden communication
-    stands for all of it; what it or the computation took before a change is history, and ``explains_itself`` looks at
-    what a sounding took."""
-    job = replace(job, noise=NOISES[kind])
-    course = drive(changing(job, (job.rate, job.rate / 5, 1e11)), 600, seed=seed)
-    assert course.decisions
-    for step, decision in course.decisions:
-        explains_itself(decision)
-        evidence = decision.evidence
-        assert f"{NAMES[course.levels[step]]}.step_ms" in evidence, "the level that was left or kept has been measured"
-        known = list(evidence.values())
-        for name in NAMES:
-            if f"{name}.step_ms" in evidence:
-                exposed, hidden = evidence[f"{name}.exposed_comm_ms"], evidence[f"{name}.overlapped_comm_ms"]
-                known += [exposed + hidden]
-        reason = re.sub("(input wait take|kB took|instead of) .*? ms", "", decision.reason)
-        for said in map(float, re.findall(r"(\d+\.\d\d) ms", reason)):
-            assert min(abs(value - said) for value in known) < 0.0061
+@pytest.mark.parametrize("costs", ODD_COSTS.values(), ids=list(ODD_COSTS))
+@pytest.mark.parametrize("config", [CONFIG, Config(block_steps=1, pairs=1, settle_steps=0, margin=0.0, certainty=0.0)])
+def test_odd_ladders_and_steps_divide_by_nothing(costs: tuple[LevelCost, ...], config: Config) -> None:
+    """Steps that take no time, nothing but communication, or less than their parts."""
+    all_comm, parts = StepTimes(1.0, 0.0, 1.0), StepTimes(1.0, 2.0, 2.0, 2.0, 2.0)
+    for odd in (StepTimes(), all_comm, StepTimes(overlapped_comm=1.0), parts, None):
+        controller, dice = Controller(NAMES[: len(costs)], costs, config), random.Random(0)
+        controller.begin([(4096, 0.0), (4096, 1e-3), (0, 1.0)])
+        decisions = []
+        for step in range(300):
+            times = odd if odd is not None and step % 50 > 20 else reduce_times(SLOW.step(controller.level, dice))
+            assert controller.probe_bytes() >= 0
+            decisions.append(controller.observe(controller.level, Observation(times, step % 5 / 10, 1.0, 0.1)))
+        assert any(decisions)
+        if len({cost.payload_bytes for cost in costs}) == 1:
+            assert {decision.level for decision in decisions if decision} == {NONE}
 
 
-def test_evidence_is_in_milliseconds() -> None:
-    job = Job(compute=20 * ms, rate=100e6, alpha=0.0, overlap=0.5, codec=(0.0, *[100 * ms] * 4))
-    course = drive(job, 17)
-    ((_, decision),) = course.decisions
-    measured = {"step": 90.0, "exposed_comm": 70.0, "overlapped_comm": 10.0, "codec": 0.0}
-    assert {key: decision.evidence[f"none.{key}_ms"] for key in measured} == measured
-    assert decision.evidence["fp16.predicted_step_ms"] == 100 + 20 + 30
-    assert decision.evidence["link.ms_per_MB"] == 10
-    assert "90.00 ms" in decision.reason and "70.00 ms" in decision.reason and "78%" in decision.reason
+@pytest.mark.parametrize("name", ["block_steps", "pairs"])
+def test_a_trial_of_no_steps_is_no_trial(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name} has to be at least 1\. Received: 0"):
+        Config(**{name: 0})
 
 
 @given(jobs, st.integers(0, 1000))
 @few_examples
-def test_equal_figures_give_equal_decisions(job: Job, seed: int) -> None:
-    """Every rank decides for itself, and a run log can be replayed."""
+def test_equal_figures_give_equal_decisions_and_steps_of_another_level_change_nothing(job: Job, seed: int) -> None:
+    """Every rank decides for itself, and a run log can be replayed. Steps that were under way when the level changed
+    do not count."""
     misfortunes = Misfortunes(replace(job, noise=NOISES["jitter"]), seed)
-    mine, other = Controller(NAMES, job.costs), Controller(NAMES, job.costs)
-    dice = random.Random(seed)
-    said = []
-    for step in range(300):
-        level = mine.level
-        figures = misfortunes.training(step, level, 0) if step % 5 == 0 else (math.nan, math.nan, 0.1)
-        seen = Observation(reduce_times(misfortunes.job.step(level, dice)), *figures)
-        said.append((level, seen, mine.observe(level, seen)))
-        assert other.observe(level, seen) == said[-1][2]
-        assert (mine.level, mine.mode) == (other.level, other.mode)
-    replayed = Controller(NAMES, job.costs)
-    assert [replayed.observe(level, seen) for level, seen, _ in said] == [decision for *_, decision in said]
-
-
-@given(jobs, st.integers(0, 1000), st.integers(0, 250))
-@few_examples
-def test_what_is_recalled_decides_like_what_remembers(job: Job, seed: int, when: int) -> None:
-    """At any time, and through a file."""
-    job = replace(job, noise=NOISES["jitter"])
-    mine, other = Controller(NAMES, job.costs), Controller(NAMES, job.costs)
-    dice = random.Random(seed)
-    for step in range(300):
-        if step == when:
-            other.recall(json.loads(json.dumps(mine.memory())))
-            assert mine == other
-        at = job if step < 150 else replace(job, rate=job.rate * dice.choice([0.05, 20]))
-        times, size = reduce_times(at.step(mine.level, dice)), mine.probe_bytes()
-        if size:
-            times = times._replace(step=times.step + at.probe(size), probe=at.probe(size))
-        seen = Observation(times, 0.3 * mine.level, 1.0, 0.1, size)
-        if step >= when:
-            assert other.probe_bytes() == size
-        decision = mine.observe(mine.level, seen)
-        if step >= when:
-            assert other.observe(other.level, seen) == decision
-    assert mine == other
-
-
-@given(jobs, st.integers(0, 1000), st.lists(st.integers(0, 299), max_size=60))
-@few_examples
-def test_steps_of_another_level_change_nothing(job: Job, seed: int, when: list[int]) -> None:
-    """They were under way when the level changed."""
-    controller, other = Controller(NAMES, job.costs), Controller(NAMES, job.costs)
+    mine, other, dice = Controller(NAMES, job.costs), Controller(NAMES, job.costs), random.Random(seed)
     nonsense = Observation(StepTimes(1e6, 1e5, 1e6, 1e4, 1e6), 1e9, 1e9, 1e-9)
-    dice = random.Random(seed)
-    for step in range(300):
-        if step in when:
-            assert controller.observe((controller.level + 1 + step % 4) % 5, nonsense) is None
-        seen = Observation(reduce_times(job.step(controller.level, dice)), 0.1, 1.0, 0.1)
-        assert controller.observe(controller.level, seen) == other.observe(other.level, seen)
-        assert controller.level == other.level
+    for step in range(200):
+        figures = misfortunes.training(step, mine.level, 0) if step % 5 == 0 else (math.nan, math.nan, 0.1)
+        seen = Observation(reduce_times(misfortunes.job.step(mine.level, dice)), *figures)
+        if dice.random() < 0.1:
+            assert other.observe((other.level + 1 + step % 4) % 5, nonsense) is None
+        assert other.observe(mine.level, seen) == mine.observe(mine.level, seen)
+        assert mine == other
 
 
 def test_steps_right_after_a_change_do_not_count() -> None:
-    controller = Controller(NAMES, SLOW.costs)
-    dice = random.Random(0)
+    controller, dice = Controller(NAMES, SLOW.costs, Config(dense_steps=15)), random.Random(0)
 
     def real() -> Observation:
         return Observation(reduce_times(SLOW.step(controller.level, dice)))
@@ -1299,18 +800,143 @@ def test_steps_right_after_a_change_do_not_count() -> None:
     while controller.level == NONE:
         controller.observe(NONE, real())
     tried = controller.level
-    for _ in range(LIMITS.settle_steps):
+    for _ in range(CONFIG.settle_steps):
         assert controller.observe(tried, Observation(StepTimes(step=1e6, exposed_comm=1e6))) is None
-    for _ in range(LIMITS.trial_steps - 1):
+    for _ in range(CONFIG.block_steps - 1):
         assert controller.observe(tried, real()) is None
     decision = controller.observe(tried, real())
-    assert decision is not None
-    assert decision.evidence[f"{NAMES[tried]}.step_ms"] == pytest.approx(SLOW.seconds(tried) * 1e3)
+    assert decision and decision.evidence[f"{NAMES[tried]}.step_ms"] == pytest.approx(
+        SLOW.seconds(tried) * 1e3, rel=0.02
+    )
 
 
-def test_any_job_is_any_job() -> None:
-    """The drawn jobs hold what they should: every level is the best of some, and dense is enough for others."""
-    drawn = [any_job(random.Random(seed)) for seed in range(400)]
-    assert {least(job) for job in drawn} == set(range(5))
-    enough = sum(share(job, NONE) <= LIMITS.bottleneck for job in drawn)
-    assert 0.1 < enough / len(drawn) < 0.6
+# -- explanations ------------------------------------------------------------------------------------------------------
+
+FIGURES = re.compile(
+    r"(?P<level>.+)\.((step|exposed_comm|overlapped_comm|codec|predicted_step)_ms|error)|link\.ms_per_(allreduce|MB)"
+)
+REASONS = re.compile(
+    r"the start is over; \S+ is (best|expected to cost [\d.]+ times \S+)|\S+ is (expected to cost|best)|"
+    + RATIO.pattern
+    + r"|the residual at \S+ is [\d.]+ times the gradient \(budget [\d.]+\); back to \S+"
+)
+
+
+def explains_itself(decision: Decision) -> None:
+    """A reason that names levels and figures, and finite evidence with units."""
+    assert REASONS.match(decision.reason) and NAMES[decision.level] in decision.reason
+    assert decision.evidence
+    for key, value in decision.evidence.items():
+        match = FIGURES.fullmatch(key)
+        assert match and (match["level"] is None or match["level"] in NAMES)
+        assert math.isfinite(value) and value >= 0
+
+
+@given(jobs, st.integers(0, 1000), st.sampled_from(sorted(NOISES)))
+@few_examples
+def test_every_decision_explains_itself(job: Job, seed: int, kind: str) -> None:
+    """What a reason says of a ratio agrees with what the evidence holds of both levels, and with the price."""
+    job = replace(job, noise=NOISES[kind])
+    rates = (job.rate, job.rate / 5, 1e11)
+    course, _ = watched(lambda step: replace(job, rate=rates[step // 120]), 360, seed)
+    for step, decision in course.decisions:
+        explains_itself(decision)
+        assert f"{NAMES[course.levels[step]]}.step_ms" in decision.evidence
+        if expected := re.search(r"(\S+) is expected to cost ([\d.]+) times (\S+)", decision.reason):
+            costs = []
+            for name in (expected[1], expected[3]):
+                seconds = decision.evidence.get(f"{name}.step_ms", decision.evidence.get(f"{name}.predicted_step_ms"))
+                error = decision.evidence.get(f"{name}.error", 0.0)
+                costs.append(seconds * (1 + CONFIG.delay_price * error**2))
+            assert costs[0] / costs[1] == pytest.approx(float(expected[2]), abs=0.006, rel=0.01)
+
+
+def test_evidence_is_in_milliseconds() -> None:
+    job = Job(compute=20 * ms, rate=100e6, alpha=0.0, overlap=0.5, codec=(0.0, *[100 * ms] * 4))
+    evidence = drive(job, 17, config=Config(dense_steps=11)).decisions[0][1].evidence
+    measured = {"step": 90.0, "exposed_comm": 70.0, "overlapped_comm": 10.0, "codec": 0.0}
+    assert {key: evidence[f"none.{key}_ms"] for key in measured} == pytest.approx(measured, abs=0.01)
+    assert evidence["fp16.predicted_step_ms"] == pytest.approx(100 + 20 + 30, rel=0.01)
+    assert evidence["link.ms_per_MB"] == pytest.approx(10, rel=0.02)
+    assert evidence["int8.error"] == pytest.approx(math.sqrt(0.02 * 3), rel=1e-3) and "fp16.error" not in evidence
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@given(jobs, st.integers(0, 1000), st.integers(0, 150))
+@some_examples
+def test_what_is_recalled_decides_like_what_remembers(job: Job, seed: int, when: int) -> None:
+    """At any time, and through a file."""
+    job = replace(job, noise=NOISES["jitter"])
+    mine, other, dice = Controller(NAMES, job.costs), Controller(NAMES, job.costs), random.Random(seed)
+    for step in range(when + 80):
+        if step == when:
+            other.recall(json.loads(json.dumps(mine.memory())))
+            assert mine == other
+        at = replace(job, rate=job.rate * dice.choice([0.05, 20])) if step == when + 20 else job
+        times, size = reduce_times(at.step(mine.level, dice)), mine.probe_bytes()
+        if size:
+            times = times._replace(step=times.step + at.probe(size), probe=at.probe(size))
+        seen = Observation(times, *training(step, mine.level, 20), size)
+        if step >= when:
+            assert other.probe_bytes() == size and other.observe(other.level, seen) == mine.observe(mine.level, seen)
+        else:
+            mine.observe(mine.level, seen)
+    assert mine == other
+
+
+def remembered(steps: int = 25) -> dict[str, Any]:
+    controller, dice = Controller(NAMES, SLOW.costs), random.Random(0)
+    for _ in range(steps):
+        controller.observe(
+            controller.level, Observation(reduce_times(SLOW.step(controller.level, dice)), 0.3, 1.0, 0.1)
+        )
+    return json.loads(json.dumps(controller.memory()))
+
+
+@pytest.mark.parametrize(
+    ("edit", "why"),
+    [
+        ({"level": 9}, "beyond none, fp16"),
+        ({"refused": {"7": "a test"}}, "beyond"),
+        ({"mode": "asleep"}, "mode does not fit"),
+        ({"_turns": [[0]]}, "_turns does not fit"),
+        ({"refused": 3}, "refused does not fit"),
+        ({"_elapsed": math.nan}, "_elapsed does not fit"),
+        ({"_known": {"levels": {"0": [1.0]}}}, "missing"),
+        ({"_known": None}, "a dictionary is wanted"),
+        ({"mode": "trying a level", "held": 2}, "has not seen"),
+        ({"mode": "trying a level", "held": 0, "_turns": []}, "not in turns"),
+        ({"_noise": -1.0}, "less than no time"),
+    ],
+    ids=str,
+)
+def test_a_damaged_memory_is_refused(edit: Mapping[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Controller(NAMES, SLOW.costs).recall({**remembered(), **edit})
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where in a memory there is a number or a text."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [leaf for key, item in inner for leaf in leaves(item, (*path, key))] or [path]
+
+
+@given(st.integers(5, 60), st.randoms(use_true_random=False))
+@up_to(120)
+def test_a_memory_with_another_value_in_it_is_refused_or_decides_on(steps: int, dice: random.Random) -> None:
+    memory, controller = remembered(steps), Controller(NAMES, SLOW.costs)
+    *path, last = dice.choice(leaves(memory))
+    where = memory
+    for key in path:
+        where = where[key]
+    where[last] = dice.choice([0, 1, 4, 5, -1, 0.0, 1e-9, -1.0, None, "trying a level", "holding a level", [], {}])
+    try:
+        controller.recall(memory)
+    except ValueError:
+        return
+    for step in range(40):
+        controller.probe_bytes()
+        seen = Observation(reduce_times(SLOW.step(controller.level, random.Random(step))), 0.3, 1.0, 0.1)
+        controller.observe(controller.level, seen)

@@ -16,6 +16,7 @@ from hvdplus.control.link import (
     Collective,
     LevelCost,
     Link,
+    LinkEstimate,
     Wire,
     fit_link,
     job_link,
@@ -233,6 +234,74 @@ def test_the_fit_is_by_relative_error_and_one_level_alone_is_all_bytes() -> None
     # Bytes that seem to cost less than nothing cost nothing: relative errors of -1/3 and +1/3 are the least.
     flat = fit_link([(large, 0.01), (small, 0.02)])
     assert flat.beta == 0.0 and flat.alpha * 10 == pytest.approx(0.012)
+
+
+# -- the estimate ------------------------------------------------------------------------------------------------------
+
+
+def cost_of(size: float, messages: int = 4) -> LevelCost:
+    return LevelCost(int(size), int(size / messages), messages)
+
+
+@given(st.floats(1e-6, 1e-3), st.floats(1e-10, 1e-6), st.permutations([2e4, 1e6, 4e6, 3e7]))
+@thoroughly
+def test_a_link_is_estimated_from_levels_of_different_sizes(alpha: float, beta: float, sizes: list[float]) -> None:
+    """In any order. And it knows how well: what remains is within three standard deviations."""
+    estimate, link = LinkEstimate(), Link(alpha, beta)
+    for size in sizes * 5:
+        estimate = estimate.updated(cost_of(size), link.seconds(cost_of(size)), 0.0)
+    for size in sizes:
+        took = link.seconds(cost_of(size))
+        assert estimate.link.seconds(cost_of(size)) == pytest.approx(took, rel=0.1)
+        assert abs(estimate.link.seconds(cost_of(size)) - took) <= 3 * estimate.variance(cost_of(size)) ** 0.5 + 1e-12
+
+
+@given(st.floats(1e-6, 1e-3), st.floats(1e-10, 1e-6), st.sampled_from([0.02, 0.25, 4.0, 50.0]))
+@thoroughly
+def test_a_link_that_changed_is_followed_at_once_by_the_level_that_runs(
+    alpha: float, beta: float, factor: float
+) -> None:
+    """However sure the estimate was. A little noise moves it little."""
+    estimate, cost = LinkEstimate(), cost_of(1e6)
+    for step in range(200):
+        noise = 1.05 if step % 2 else 0.95
+        estimate = estimate.updated(cost, noise * Link(alpha, beta).seconds(cost), 0.0)
+    assert estimate.link.seconds(cost) == pytest.approx(Link(alpha, beta).seconds(cost), rel=0.02)
+    now = Link(alpha, factor * beta).seconds(cost)
+    for _ in range(2):
+        estimate = estimate.updated(cost, now, 0.0)
+    if not 0.5 < now / Link(alpha, beta).seconds(cost) < 2:
+        assert estimate.link.seconds(cost) == pytest.approx(now, rel=0.1)
+
+
+@given(st.floats(0, 2e-3), st.floats(1e-11, 1e-7), st.booleans())
+@thoroughly
+def test_two_sums_of_one_link_tell_its_messages_from_its_bytes(alpha: float, beta: float, small_first: bool) -> None:
+    """Even where a message takes far longer than messages usually do."""
+    estimate, link = LinkEstimate(), Link(alpha, beta)
+    for size in sorted((4 << 10, 256 << 10), reverse=not small_first):
+        estimate = estimate.updated(cost_of(size, 1), link.seconds(cost_of(size, 1)), 0.0, same=True)
+    for size in (4 << 10, 256 << 10):
+        assert estimate.link.seconds(cost_of(size, 1)) == pytest.approx(link.seconds(cost_of(size, 1)), rel=0.4)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 200), st.floats(1e-7, 100), st.floats(0, 1)), max_size=8)
+)
+@thoroughly
+def test_whatever_is_measured_an_estimate_stays_one(measured: list[tuple[int, int, float, float]]) -> None:
+    estimate = LinkEstimate()
+    for size, messages, took, variance in measured:
+        estimate = estimate.older(0.01).updated(LevelCost(size, size, messages), took, variance)
+        assert all(map(math.isfinite, estimate))
+        assert min(estimate.alpha, estimate.beta, estimate.aa, estimate.bb) >= 0
+
+
+def test_what_was_no_sum_tells_nothing_and_an_old_estimate_is_less_sure() -> None:
+    estimate = LinkEstimate().updated(cost_of(1e6), 0.1, 0.0)
+    assert estimate == estimate.updated(cost_of(1e6), 0.0, 0.0) == estimate.updated(LevelCost(0, 0, 3), 1.0, 0.0)
+    assert estimate.older(0.1).variance(cost_of(1e6)) > estimate.variance(cost_of(1e6))
+    assert estimate.older(0.1).link == estimate.link
 
 
 # -- what a step waits for ---------------------------------------------------------------------------------------------

@@ -1,0 +1,286 @@
+"""What the controller's decisions rest on, in small: guesses, blocks, ratios, errors, and what is known of levels."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+import pytest
+from frameworks import examples
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdplus.control.blocks import ALONE, NOISE_FLOOR, Block, Guess, block_of, ratio_of, shrunk
+from hvdplus.control.knowledge import DRIFT, Knowledge, settled
+from hvdplus.control.link import LevelCost
+from hvdplus.control.memory import from_plain, restore, to_plain
+from hvdplus.control.meter import StepTimes
+from hvdplus.control.probing import LARGE, SMALL, sizes
+
+thoroughly = examples(100)
+logarithms, variances = st.floats(-5, 5), st.floats(1e-6, 1.0)
+
+
+# -- guesses -----------------------------------------------------------------------------------------------------------
+
+
+@given(logarithms, variances, st.floats(-2.9, 2.9), variances)
+@thoroughly
+def test_a_guess_goes_towards_what_is_seen_and_becomes_surer(
+    mean: float, own: float, deviations: float, variance: float
+) -> None:
+    seen = mean + deviations * math.sqrt(own + variance)
+    guess = Guess(mean, own).updated(seen, variance)
+    assert min(mean, seen) - 1e-9 <= guess.mean <= max(mean, seen) + 1e-9
+    assert guess.variance == pytest.approx(own * variance / (own + variance), rel=1e-6)
+    weights = variance / (own + variance), own / (own + variance)
+    assert guess.mean == pytest.approx(weights[0] * mean + weights[1] * seen, rel=1e-6, abs=1e-9)
+
+
+@given(logarithms, variances, st.sampled_from([-1, 1]), st.floats(4, 50), variances)
+@thoroughly
+def test_what_lies_far_off_is_believed(mean: float, own: float, sign: int, deviations: float, variance: float) -> None:
+    """Things have changed: a guess that was ever so sure follows."""
+    seen = mean + sign * deviations * math.sqrt(own + variance)
+    assert abs(Guess(mean, own).updated(seen, variance).mean - seen) <= 0.1 * abs(seen - mean)
+
+
+# -- blocks ------------------------------------------------------------------------------------------------------------
+
+
+def steps(busy: list[float], comm: list[float]) -> list[StepTimes]:
+    return [StepTimes(b + c, 0.0, c, 0.0, 0.1) for b, c in zip(busy, comm, strict=True)]
+
+
+def test_a_block_holds_middle_values_of_steps_in_pairs() -> None:
+    """A level of two sides that takes turns is neither side; a single odd step is not in the middle."""
+    turns = block_of(steps([1.0] * 8, [0.2, 0.4] * 4))
+    assert (turns.busy, turns.rest, turns.exposed) == pytest.approx((1.0, 0.3, 0.3))
+    assert turns.comm == pytest.approx(0.4) and turns.step == pytest.approx(1.3, rel=0.01)
+    assert turns.rest_variance == pytest.approx(0.0) == turns.busy_variance
+    odd = block_of(steps([1.0, 1.0, 9.0, *[1.0] * 5], [0.3] * 8))
+    assert odd.busy == 1.0 and odd.step == pytest.approx(1.3) and odd.busy_variance > 0.5
+    waits = block_of([StepTimes(2.0, 0.5, 0.25, 0.75)] * 4)
+    assert (waits.busy, waits.codec, waits.rest) == (1.25, 0.5, 0.75), "waiting for input counts as computation"
+
+
+@given(st.floats(0.01, 0.2), st.integers(0, 99))
+@examples(20)
+def test_a_block_knows_how_far_it_may_be_off(noise: float, seed: int) -> None:
+    """Blocks of the same steps scatter as much as they say, within a factor of 2."""
+    dice = random.Random(seed)
+    blocks = [block_of(steps([math.exp(dice.gauss(0, noise)) for _ in range(8)], [0.0] * 8)) for _ in range(60)]
+    mean = sum(math.log(block.step) for block in blocks) / 60
+    scatter = math.sqrt(sum((math.log(block.step) - mean) ** 2 for block in blocks) / 59)
+    said = math.sqrt(sum(block.step_variance for block in blocks) / 60)
+    assert scatter / 2 < said < 2 * scatter + NOISE_FLOOR
+
+
+def test_blocks_of_one_or_two_steps_and_of_no_time_are_blocks() -> None:
+    for some in (steps([1.0], [0.5]), steps([1.0, 1.2], [0.5, 0.5]), [StepTimes()], [StepTimes()] * 3):
+        block = block_of(some)
+        assert all(map(math.isfinite, block)) and min(block) >= 0 and block.step > 0 < block.busy
+    for scale in (1e-3, 1.0, 1e3):  # nobody knows how one step scatters, whatever the unit
+        for count in (1, 2):
+            block = block_of(steps([0.6 * scale] * count, [0.4 * scale] * count))
+            assert block.step_variance == pytest.approx(ALONE**2 + NOISE_FLOOR**2)
+
+
+# -- the ratio of two levels in turns ----------------------------------------------------------------------------------
+
+
+def turn(busy: float, rest: float, variance: float = 1e-6) -> Block:
+    return Block(busy + rest, variance, busy, variance, rest, variance, 0.0, rest, 0.0, variance)
+
+
+@given(st.floats(0.1, 3), st.floats(-0.05, 0.05), st.sampled_from([3, 5, 7]))
+@thoroughly
+def test_what_slows_both_levels_down_is_no_difference(rest: float, drift: float, count: int) -> None:
+    """Turns lie between two of the other, so that a pace that changes steadily cancels."""
+    paces = [math.exp(drift * place) for place in range(count)]
+    turns = [(place % 2, turn(pace, pace * (rest if place % 2 else 1.0))) for place, pace in enumerate(paces)]
+    found = ratio_of(turns, 1, contention=0.03)
+    assert found.pairs == count // 2
+    assert found.guess.mean == pytest.approx(math.log((1 + rest) / 2), abs=0.005)
+
+
+@pytest.mark.parametrize("pace", [0.7, 1.3])
+def test_a_pace_that_jumps_in_a_trial_is_known_from_the_computation(pace: float) -> None:
+    """Much of a step is computation, which is alike: as noisy as it is, its difference counts for little."""
+    turns = [(0, turn(1.0, 0.1, 0.01)), (1, turn(pace, 0.1, 0.01)), (0, turn(1.0, 0.1, 0.01))]
+    assert abs(ratio_of(turns, 1, contention=0.03).guess.mean) < 0.2 * abs(math.log(pace))
+
+
+def test_more_pairs_and_quieter_blocks_make_a_ratio_surer_and_one_neighbour_less_so() -> None:
+    def variance(turns: int, noise: float = 1e-3) -> float:
+        return ratio_of([(place % 2, turn(1.0, 1.0, noise)) for place in range(turns)], 1, 0.03).guess.variance
+
+    assert variance(2) > variance(3) > variance(5) > variance(7)
+    assert variance(3, 1e-2) > variance(3, 1e-3) > variance(3, 1e-5)
+
+
+@pytest.mark.parametrize(("variance", "counts"), [(1e-8, 1.0), (1.0, 0.0)])
+def test_computation_that_differs_counts_as_far_as_it_can_be_told_from_noise(variance: float, counts: float) -> None:
+    turns = [(0, turn(1.0, 0.5, variance)), (1, turn(1.05, 0.5, variance)), (0, turn(1.0, 0.5, variance))]
+    assert ratio_of(turns, 1, 0.03).guess.mean == pytest.approx(counts * 0.05 / 1.5, abs=0.002)
+
+
+@given(variances, variances)
+@thoroughly
+def test_a_prior_makes_a_variance_smaller_than_either(variance: float, prior: float) -> None:
+    assert 0 <= shrunk(variance, prior) <= min(variance, prior**2) and shrunk(variance, 0.0) == 0.0
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.floats(0.05, 0.99), st.integers(1, 100), st.floats(0, 4))
+@thoroughly
+def test_an_error_that_still_changes_tells_what_it_comes_to(share: float, age: int, carried: float) -> None:
+    """From nothing, or from what another level left."""
+    kept = (1 - share) ** age
+    reached = math.sqrt((1 - share) / share * (1 - kept) + carried**2 * kept)
+    assert settled(reached, age, carried) == pytest.approx(math.sqrt((1 - share) / share), rel=0.02)
+
+
+@given(st.floats(0, 1e6), st.integers(0, 100), st.floats(0, 1e3))
+@thoroughly
+def test_no_reading_comes_to_more_than_ten_or_itself(error: float, age: int, carried: float) -> None:
+    assert 0 <= settled(error, age, carried) <= max(error, 10.0) and settled(0.0, age, carried) == 0.0
+
+
+# -- levels ------------------------------------------------------------------------------------------------------------
+
+COSTS = tuple(
+    LevelCost(round(8e6 * share), round(1.6e6 * share), 5, codec)
+    for share, codec in ((1.0, 0.0), (0.5, 1e-3), (0.07, 4e-3))
+)
+
+
+def known(*levels: int, error: float = math.nan) -> Knowledge:
+    """Of a job of 50 ms on a link of 100 MB/s without overlap, at the levels that ran."""
+    knowledge = Knowledge(COSTS, 0.05)
+    for level in levels:
+        for _ in range(4):
+            knowledge.steps += 8
+            comm = COSTS[level].payload_bytes * 1e-8
+            took = StepTimes(0.05 + COSTS[level].codec + comm, COSTS[level].codec, comm)
+            knowledge.learn(level, block_of([took] * 8), held=level == levels[0])
+            if not math.isnan(error) and level:
+                knowledge.learn_error(level, error, 100)
+    return knowledge
+
+
+def test_a_level_that_never_ran_is_predicted_and_less_sure_than_one_that_did() -> None:
+    one, all_three = known(0), known(0, 1, 2)
+    for level, cost in enumerate(COSTS):
+        true = 0.05 + cost.codec + cost.payload_bytes * 1e-8
+        assert all_three.seconds(level) == pytest.approx(true, rel=0.01)
+        assert one.seconds(level) == pytest.approx(true, rel=0.05)
+    for level in (1, 2):
+        assert one.cost(level, 0).variance > 4 * all_three.cost(level, 0).variance
+    before = all_three.cost(1, 0).variance
+    all_three.steps += 1000
+    assert all_three.cost(1, 0).variance == pytest.approx(before + 1000 * DRIFT**2, rel=0.05), "trusted less with age"
+
+
+def test_a_machine_that_slows_down_slows_every_level_and_a_link_each_by_its_bytes() -> None:
+    for busy, beta in ((2.0, 1.0), (1.0, 3.0)):
+        knowledge = known(0, 2)
+        comm = COSTS[2].payload_bytes * 1e-8 * beta
+        for _ in range(4):
+            knowledge.steps += 8
+            took = StepTimes(0.05 * busy + 4e-3 * busy + comm, 4e-3 * busy, comm)
+            knowledge.learn(2, block_of([took] * 8), held=True)
+        assert knowledge.seconds(2) == pytest.approx(0.054 * busy + comm, rel=0.02)
+        assert knowledge.seconds(0) == pytest.approx(0.05 * busy + 0.08 * beta, rel=0.1)
+
+
+def test_a_ratio_that_was_measured_stands_until_the_level_runs_again() -> None:
+    knowledge = known(0, 1)
+    knowledge.learn_ratio(1, 0, Guess(math.log(0.8), 1e-4))
+    assert knowledge.seconds(1) / knowledge.seconds(0) == pytest.approx(0.8) and knowledge.known_own(1).variance < 2e-4
+
+
+def test_the_price_follows_the_errors_that_were_measured() -> None:
+    guessed, measured = known(0), known(0, 2, error=0.3)
+    assert guessed.price(0) == 1.0 < guessed.price(1) < guessed.price(2)
+    assert measured.price(2) == pytest.approx(1 + 0.05 * 0.3**2)
+    scaled = Knowledge((*COSTS, LevelCost(300_000, 60_000, 5)), 0.05)
+    for error in (0.3, 0.3, 9.0):
+        scaled.learn_error(2, error, 100)
+    assert scaled.error(2) == pytest.approx(0.3, rel=1e-4), "the middle of the readings"
+    assert scaled.error(3) == pytest.approx(0.3 * math.sqrt((8e6 / 3e5 - 1) / (1 / 0.07 - 1)), rel=1e-3), (
+        "its neighbour's"
+    )
+    scaled.forget_errors()
+    assert scaled.price(2) == guessed.price(2)
+
+
+# -- state as plain values, and sums before training -------------------------------------------------------------------
+
+
+class Colour(Enum):
+    RED = "red"
+
+
+class Pair(NamedTuple):
+    left: int
+    right: float
+
+
+@dataclass
+class Thing:
+    colour: Colour = Colour.RED
+    pairs: list[tuple[int, Pair]] = field(default_factory=list)
+    names: dict[int, str] = field(default_factory=dict)
+    flag: bool = False
+    secret: str = "kept"
+
+
+def test_state_survives_a_file() -> None:
+    thing, other = Thing(Colour.RED, [(3, Pair(1, 2.5))], {4: "four"}, True, "mine"), Thing()
+    plain = json.loads(json.dumps(to_plain(thing, without=("secret",))))
+    restore(other, plain, without=("secret",))
+    assert other == Thing(thing.colour, thing.pairs, thing.names, thing.flag, "kept")
+    assert type(other.pairs[0][1]) is Pair and list(other.names) == [4]
+    plain["pairs"].append("another")
+    assert len(other.pairs) == 1 and "secret" not in plain, "a copy"
+
+
+@pytest.mark.parametrize(
+    ("edit", "why"),
+    [
+        ({"colour": "blue"}, "colour does not fit"),
+        ({"pairs": [[1, [2]]]}, "pairs does not fit"),
+        ({"pairs": [[1, [2, math.inf]]]}, "float is wanted, not inf"),
+        ({"pairs": [[-1, [2, 1.0]]]}, "int is wanted, not -1"),
+        ({"pairs": [[True, [2, 1.0]]]}, "int is wanted, not True"),
+        ({"pairs": 3}, "a list is wanted, not 3"),
+        ({"names": {"four": "4"}}, "names does not fit"),
+        ({"names": []}, "a dictionary is wanted"),
+        ({"flag": 1}, "bool is wanted, not 1"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_named(edit: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        restore(Thing(), {**to_plain(Thing()), **edit})
+    for values, missing in (({"colour": "red"}, "pairs, names, flag, secret is missing"), (None, "a dictionary")):
+        with pytest.raises(ValueError, match=missing):
+            restore(Thing(), values)
+
+
+def test_a_whole_number_may_stand_for_a_float() -> None:
+    assert from_plain(float, 3) == 3 and from_plain(tuple[int, str], [1, "a"]) == (1, "a")
+
+
+@given(st.integers(0, 10**12))
+@thoroughly
+def test_sums_before_training_are_small_beside_a_step(dense_bytes: int) -> None:
+    small, large = sizes(dense_bytes)
+    assert small == SMALL <= large <= LARGE and large % 4 == 0 and large <= max(SMALL, dense_bytes / 20)
