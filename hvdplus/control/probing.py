@@ -11,15 +11,15 @@ from hvdplus.transport import Transport
 
 RUNS = 3
 """Sums of each size; the fastest counts, as the first may set up connections."""
-SMALL, LARGE = 4 << 10, 256 << 10
-"""Bytes. A small sum shows what every all-reduce takes, a large one what its bytes take."""
+SMALL, LEAST, MOST = 4 << 10, 64 << 10, 256 << 10
+"""Bytes. A small sum shows what every all-reduce takes, a large one (of so many bytes) what its bytes take."""
 SHARE = 1 / 20
-"""Most that a large one sends, as a share of a dense step's bytes."""
+"""What a large one sends within these limits, as a share of a dense step's bytes."""
 
 
 def sizes(dense_bytes: int) -> tuple[int, int]:
     """Bytes of a small and a large sum, for a model whose dense steps send ``dense_bytes``."""
-    large = max(SMALL, min(LARGE, int(SHARE * dense_bytes)))
+    large = max(LEAST, min(MOST, int(SHARE * dense_bytes)))
     return SMALL, large // 4 * 4
 
 

@@ -95,7 +95,8 @@ def test_the_wire_is_sounded_where_the_controller_asks_for_it_and_nothing_else_c
     monkeypatch.setattr(Controller, "probe_bytes", lambda self: next(sizes))
     monkeypatch.setattr(Controller, "observe", lambda self, level, observation: seen.append(observation))
     sounded, silent = model(), model()
-    fit(sounded, hvd.DistributedOptimizer(sgd(), compression="auto"), epochs=3)
+    dense = {"dense_steps": 100000}
+    fit(sounded, hvd.DistributedOptimizer(sgd(), compression="auto", settings=dense), epochs=3)
     fit(silent, hvd.DistributedOptimizer(sgd(), compression="none"), epochs=3)
     assert hvd.identical(sounded)
     if SIZE == 2:  # with more ranks Horovod's fusion decides about the order of a ring's sums
