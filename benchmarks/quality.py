@@ -170,6 +170,10 @@ class Task(ABC):
         """A rank's next minibatch."""
 
     @abstractmethod
+    def probe(self) -> Batch:
+        """Fixed data whose loss tells how far a training has come."""
+
+    @abstractmethod
     def evaluate(self, model: nn.Module) -> float:
         """The final figure."""
 
@@ -209,6 +213,10 @@ class Digits(Task):
     def batch(self, rank: int, ranks: int, draw: torch.Generator) -> Batch:
         picked = torch.randint(self._train // ranks, (self.images_a_rank,), generator=draw) * ranks + rank
         return Batch(self._images[picked], self._labels[picked])
+
+    def probe(self) -> Batch:
+        """What is trained on."""
+        return Batch(self._images[: self._train], self._labels[: self._train])
 
     def evaluate(self, model: nn.Module) -> float:
         with torch.no_grad():
@@ -279,9 +287,13 @@ class Text(Task):
         share = (len(self._train) - CONTEXT - 1) // ranks
         return _windows(self._train, torch.randint(share, (self.windows_a_rank,), generator=draw) + rank * share)
 
+    def probe(self) -> Batch:
+        """What is validated on."""
+        return self._validate
+
     def evaluate(self, model: nn.Module) -> float:
         with torch.no_grad():
-            return _loss(model, self._validate).item() / math.log(2)
+            return loss_of(model, self._validate).item() / math.log(2)
 
 
 def _characters(path: Path) -> Tensor:
@@ -295,7 +307,8 @@ def _windows(text: Tensor, starts: Tensor) -> Batch:
     return Batch(text[places[:, :-1]], text[places[:, 1:]])
 
 
-def _loss(model: nn.Module, batch: Batch) -> Tensor:
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    """Cross entropy in nats, mean over a minibatch."""
     return functional.cross_entropy(model(batch.inputs).flatten(0, -2), batch.labels.flatten())
 
 
@@ -513,41 +526,86 @@ def schedule(step: int, steps: int) -> float:
     return min(1.0, 2 * (steps - step) / steps)
 
 
+class Step(NamedTuple):
+    """What a step leaves behind; the optimizer has moved, unless the sum was not finite."""
+
+    number: int
+    loss: float
+    """Of the weights before, mean over ranks."""
+    grads: Sequence[Tensor]
+    """The ranks' own, without their residuals."""
+    total: Tensor
+    """What arrived of their sum."""
+    compressed: bool
+
+
+@dataclass
+class Training:
+    """A model in training, one process playing all ranks."""
+
+    task: Task
+    row: str
+    seed: int
+    steps: int
+    dense_steps: int
+    ranks: int
+    warm_steps: int = WARM_STEPS
+    """The last dense steps, which warm the context."""
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+    """In place of the task's."""
+    factor: Callable[[int, int], float] = schedule
+    """Step and steps -> factor of the learning rate."""
+
+    def __post_init__(self) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            self.model = self.task.model()
+        self.layout = make_layout(self.model, self.ranks)
+        self.exchange = make_exchange(self.row, self.layout.spec)
+
+    def run(self) -> Iterator[Step]:
+        """Step by step; the last is that whose sum is not finite."""
+        draw = torch.Generator().manual_seed(1000 + self.seed)
+        optimizer = (self.optimizer or self.task.optimizer)(self.model)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.factor(step, self.steps))
+        parameters = list(self.model.parameters())
+        for step in range(self.steps):
+            batches = (self.task.batch(rank, self.ranks, draw) for rank in range(self.ranks))
+            losses, grads = zip(*(_gradient(self.model, self.layout, batch) for batch in batches), strict=True)
+            compressed = step >= self.dense_steps and self.row != DENSE
+            if compressed:
+                total = self.exchange.add(grads)
+            else:
+                total = torch.stack(grads).sum(dim=0)
+                if step >= self.dense_steps - self.warm_steps:
+                    self.exchange.warm_up(total)
+            finite = bool(torch.isfinite(total).all())
+            if finite:
+                _hand_over(total / self.ranks, parameters, self.layout)
+                optimizer.step()
+                scheduler.step()
+            yield Step(step, statistics.fmean(losses), grads, total, compressed)
+            if not finite:
+                return
+
+
 def train(task: Task, row: str, seed: int, steps: int, dense_steps: int, ranks: int) -> Result:
     """One run of one row."""
     began = time.monotonic()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = task.model()
-    draw = torch.Generator().manual_seed(1000 + seed)
-    optimizer = task.optimizer(model)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, steps))
-    parameters, layout = list(model.parameters()), make_layout(model, ranks)
-    exchange = make_exchange(row, layout.spec)
-    errors: list[float] = []
-    for step in range(steps):
-        grads = [_gradient(model, layout, task.batch(rank, ranks, draw)) for rank in range(ranks)]
-        if step < dense_steps or row == DENSE:
-            total = torch.stack(grads).sum(dim=0)
-            if step >= dense_steps - WARM_STEPS:
-                exchange.warm_up(total)
-        else:
-            total = exchange.add(grads)
-            errors.append(_error(exchange.residuals, grads))
-        if not torch.isfinite(total).all():
-            break
-        _hand_over(total / ranks, parameters, layout)
-        optimizer.step()
-        scheduler.step()
-    final = task.evaluate(model)
-    diverged = not torch.isfinite(total).all() or (final <= task.hopeless) == task.higher_is_better
+    training = Training(task, row, seed, steps, dense_steps, ranks)
+    exchange, errors = training.exchange, []
+    for step in training.run():
+        if step.compressed:
+            errors.append(error_of(exchange.residuals, step.grads))
+    final = task.evaluate(training.model)
+    diverged = not torch.isfinite(step.total).all() or (final <= task.hopeless) == task.higher_is_better
     error = statistics.median(errors[-SMOOTHED_STEPS:]) if errors else 0.0
-    dense_bytes = 4 * layout.spec.size
+    dense_bytes = 4 * training.layout.spec.size
     seconds = time.monotonic() - began
     return Result(task.name, row, seed, final, diverged, exchange.bytes_a_step, dense_bytes, error, seconds)
 
 
-def _error(residuals: Sequence[Tensor] | None, grads: Sequence[Tensor]) -> float:
+def error_of(residuals: Sequence[Tensor] | None, grads: Sequence[Tensor]) -> float:
     """Norms over all ranks: as many residuals as gradients, so root mean squares over ranks have the same ratio."""
     if residuals is None:
         return 0.0
@@ -555,9 +613,11 @@ def _error(residuals: Sequence[Tensor] | None, grads: Sequence[Tensor]) -> float
     return left / max(fresh, 1e-30)
 
 
-def _gradient(model: nn.Module, layout: Layout, batch: Batch) -> Tensor:
-    grads = torch.autograd.grad(_loss(model, batch), list(model.parameters()))
-    return torch.cat([grads[i].flatten() for i in layout.order])
+def _gradient(model: nn.Module, layout: Layout, batch: Batch) -> tuple[float, Tensor]:
+    """A minibatch's loss and its gradient, as a bucket."""
+    loss = loss_of(model, batch)
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    return loss.item(), torch.cat([grads[i].flatten() for i in layout.order])
 
 
 def _hand_over(mean: Tensor, parameters: Sequence[nn.Parameter], layout: Layout) -> None:
