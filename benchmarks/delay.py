@@ -527,6 +527,14 @@ def miss(pairs: Pairs, kappa: float) -> float:
     return statistics.fmean(abs(math.log(ratio) - math.log1p(kappa * x)) for x, ratio in pairs)
 
 
+def complete(points: Sequence[Point]) -> list[Point]:
+    """Of runs at a constant learning rate that reach all targets."""
+    reached: dict[tuple[Any, ...], int] = defaultdict(int)
+    for p in points:
+        reached[p.setting, p.seed, p.level] += not p.censored and not p.setting.decays
+    return [p for p in points if reached[p.setting, p.seed, p.level] == len(TARGETS)]
+
+
 def pairs_of(points: Iterable[Point], predictor: str, *, late: bool = False) -> Pairs:
     """``late``: x counts in steps that a training is late, however long it is; it is divided by dense's steps."""
     return [
@@ -536,14 +544,23 @@ def pairs_of(points: Iterable[Point], predictor: str, *, late: bool = False) -> 
     ]
 
 
-def left_out(points: Sequence[Point], predictor: str, *, late: bool = False) -> float:
-    """Mean absolute error over tasks and optimizers, each predicted from the others."""
+def left_out(points: Sequence[Point], predictor: str, *, late: bool = False, families: bool = False) -> float:
+    """Mean absolute error over tasks and optimizers, each predicted from the others.
+
+    ``families``: every family has a κ of its own.
+    """
     misses = []
     for kind in {point.setting.kind for point in points}:
-        apart, others = ([p for p in points if (p.setting.kind == kind) is wanted] for wanted in (True, False))
-        if apart and others:
-            kappa = fit(pairs_of(others, predictor, late=late)).kappa
-            misses.append(miss(pairs_of(apart, predictor, late=late), kappa))
+        off, count = 0.0, 0
+        for name in {point.family for point in points} if families else {""}:
+            chosen = [point for point in points if not name or point.family == name]
+            apart, others = ([p for p in chosen if (p.setting.kind == kind) is wanted] for wanted in (True, False))
+            if apart and others:
+                kappa = fit(pairs_of(others, predictor, late=late)).kappa
+                off += len(apart) * miss(pairs_of(apart, predictor, late=late), kappa)
+                count += len(apart)
+        if count:
+            misses.append(off / count)
     return statistics.fmean(misses) if misses else math.nan
 
 
@@ -595,8 +612,8 @@ def report(figures: Figures) -> str:
     """All tables."""
     reached = [point for point in figures.points if not point.censored]
     parts = [
-        "Steps over those of dense, geometric means over settings and seeds; censored ones left out\n"
-        + aligned(_level_table(figures.points)),
+        "Steps over those of dense, geometric means over settings and seeds, censored ones left out; the last columns: "
+        "steps between two targets, ratio of sums over runs that reach all\n" + aligned(_level_table(figures.points)),
         *_kappa_parts(figures.points, reached),
         "What e² comes to, settled, and guesses of it from the bytes: e² = scale (1 / share - 1)^power\n"
         + aligned(_energy_table(figures.errors)),
@@ -618,13 +635,18 @@ def _mean_ratio(points: Sequence[Point]) -> str:
 def _level_table(points: Sequence[Point]) -> list[tuple[str, ...]]:
     targets = sorted({point.target for point in points})
     heads = ["at the end of a decay" if target == 1 else f"to {target:.0%}" for target in targets]
-    table = [("level", "e²", *heads, "censored")]
+    table = [("level", "e²", *heads, "censored", f"{TARGETS[0]:.0%} to {TARGETS[-1]:.0%}", "runs")]
+    whole = complete(points)
     for level in dict.fromkeys(point.level for point in points):
         of_level = [point for point in points if point.level == level]
         error2 = statistics.median(p.x["e²"] or 0.0 for p in of_level)
         cells = [_mean_ratio([p for p in of_level if p.target == target and not p.censored]) for target in targets]
         lost = sum(point.censored for point in of_level)
-        table.append((level, f"{error2:.2f}", *cells, f"{lost} of {len(of_level)}"))
+        first, last = ([p for p in whole if p.level == level and p.target == TARGETS[i]] for i in (0, -1))
+        usual = sum(b.dense_steps - a.dense_steps for a, b in zip(first, last, strict=True))
+        taken = sum(b.ratio * b.dense_steps - a.ratio * a.dense_steps for a, b in zip(first, last, strict=True))
+        between = f"{taken / usual:.3f}" if usual else "-"
+        table.append((level, f"{error2:.2f}", *cells, f"{lost} of {len(of_level)}", between, str(len(first))))
     return table
 
 
@@ -704,6 +726,10 @@ def _predictor_table(points: Sequence[Point]) -> list[tuple[str, ...]]:
                     f"{left_out(small, predictor, late=late):.3f}",
                 )
             )
+    for predictor in ("e²", "e", "e² / (1 + e²)"):
+        numbers = (f"{left_out(some, predictor, families=True):.3f}" for some in (shared, small))
+        both = (next(numbers), "-", next(numbers))
+        table.append((f"{predictor}, κ of each family", "-", "-", "-", *both))
     table.append((f"{len(shared)} points, {len(small)} with e <= {BUDGET:g}", "", "", "", "", "", ""))
     return table
 
@@ -718,8 +744,19 @@ def _part_table(points: Sequence[Point]) -> list[tuple[str, ...]]:
         ("1 <= e² < 4", lambda p: 1 <= error2(p) < 4),
         ("4 <= e²", lambda p: error2(p) >= 4),
     ]
-    parts += [(f"constant, to {target:.0%}", lambda p, t=target: p.target == t) for target in TARGETS]
+    whole = {(p.setting, p.seed, p.level) for p in complete(points)}
+    parts += [
+        (f"all reached, to {target:.0%}", lambda p, t=target: p.target == t and (p.setting, p.seed, p.level) in whole)
+        for target in TARGETS
+    ]
     parts += [("constant", lambda p: not p.setting.decays), ("decay", lambda p: p.setting.decays)]
+    parts += [
+        (
+            f"{'decay, to its end' if target == 1 else f'to {target:.0%}'}, e <= {BUDGET:g}",
+            lambda p, t=target: p.target == t and error2(p) <= BUDGET**2,
+        )
+        for target in (*TARGETS, 1.0)
+    ]
     parts.append(("levels of the usual ladder", lambda p: p.level in LADDER))
     for kind in dict.fromkeys(p.setting.kind for p in points):
         parts.append((kind, lambda p, kind=kind: p.setting.kind == kind))
@@ -779,29 +816,34 @@ def _energy_table(errors: Sequence[Error]) -> list[tuple[str, ...]]:
                     off.append(judge_energy(apart, learned.scale, learned.power).scatter)
             how = "scale fitted" if power else "both fitted"
             add(name, how, fit_energy(chosen, power=power), f"{statistics.fmean(off):.2f}" if off else "-")
-    near = _neighbours(errors)
-    for name, off in near.items():
-        if off:
-            scatter = math.exp(math.sqrt(statistics.fmean(x * x for x in off)))
-            within = statistics.fmean(abs(x) <= math.log(2) for x in off)
-            numbers = "-", "1.00", f"{scatter:.2f}", f"{within:.0%}", "-"
-            table.append((name, "from a neighbour", *numbers, str(len(off))))
+    powers = {}
+    for name in families:
+        chosen = [error for error in errors if family(error.level) == name]
+        powers[name] = fit_energy(chosen, power=None).power if len({error.level for error in chosen}) > 1 else 1.0
+    for how, power_of in (("power 1", dict.fromkeys(families, 1.0)), ("power of its family", powers)):
+        for name, off in _neighbours(errors, power_of).items():
+            if off:
+                scatter = math.exp(math.sqrt(statistics.fmean(x * x for x in off)))
+                within = statistics.fmean(abs(x) <= math.log(2) for x in off)
+                numbers = "-", "-", f"{scatter:.2f}", f"{within:.0%}", "-"
+                table.append((f"scaled from {name}", how, *numbers, str(len(off))))
     return table
 
 
-def _neighbours(errors: Sequence[Error]) -> dict[str, list[float]]:
+def _neighbours(errors: Sequence[Error], powers: dict[str, float]) -> dict[str, list[float]]:
     """Logarithms by which e² is off if it is scaled from another level of the run, with at most four times or no less
     than a quarter of the bytes; of the same family, and of another."""
     runs: dict[tuple[Setting, int], list[Error]] = defaultdict(list)
     for error in errors:
         runs[error.setting, error.seed].append(error)
-    off: dict[str, list[float]] = {"same family": [], "another family": []}
+    off: dict[str, list[float]] = {"the same family": [], "another family": []}
     for group in runs.values():
         for one in group:
             for other in group:
                 if one is not other and abs(math.log(one.share / other.share)) < math.log(4):
-                    guess = other.settled * (1 / one.share - 1) / (1 / other.share - 1)
-                    which = "same family" if family(one.level) == family(other.level) else "another family"
+                    power = powers[family(one.level)]
+                    guess = other.settled * ((1 / one.share - 1) / (1 / other.share - 1)) ** power
+                    which = "the same family" if family(one.level) == family(other.level) else "another family"
                     off[which].append(math.log(one.settled / guess))
     return off
 
@@ -855,10 +897,11 @@ def draw(figures: Figures, path: Path) -> None:
                 alpha=alpha,
                 label=kind if not censored else None,
             )
-    kappa = fit(pairs_of(reached, "e²")).kappa
+    kappa, bounded = (fit(pairs_of(reached, name)).kappa for name in ("e²", "e² / (1 + e²)"))
     low, high = (extreme(point.x["e²"] or 0.0 for point in points) for extreme in (min, max))
     xs = [low * (high / low) ** (i / 50) for i in range(51)]
     axes.plot(xs, [kappa * x for x in xs], "k", label=f"fitted: {kappa:.3f} e²")
+    axes.plot(xs, [bounded * x / (1 + x) for x in xs], "k--", label=f"fitted: {bounded:.3f} e² / (1 + e²)")
     axes.plot(xs, [ASSUMED_KAPPA * x for x in xs], "k:", label=f"assumed so far: {ASSUMED_KAPPA} e²")
     axes.set(
         xscale="log",
