@@ -1,7 +1,7 @@
 """What delay costs in steps: κ of the price 1 + κ e², fitted on small trainings instead of assumed.
 
     python benchmarks/delay.py --quick             some minutes on one core; not to quote
-    python benchmarks/delay.py                     some 35 minutes on one core; the figures to quote
+    python benchmarks/delay.py                     some 40 minutes on one core; the figures to quote
     python benchmarks/delay.py --from FILE.json    the tables and the picture again, from figures measured before
 
 Tasks and exchange are those of ``quality.py``: real data, one process plays all ranks, dense steps first. A *setting*
@@ -97,12 +97,12 @@ PROBE = 900
 """Samples at most on which the loss is taken; a window of text counts as seven."""
 SETTLED = 50
 """Compressed steps at the end whose median e² is what a level comes to."""
-BUDGET = Settings().error_budget
-"""Largest e at which the automatic controller keeps a level."""
+SMALL_ERROR = 1.0
+"""Prices of levels with an e up to here are also fitted apart."""
 LADDER = Settings().ladder
 ASSUMED_KAPPA = 0.05
 ASSUMED_ENERGY = 0.02
-"""What the candidate's ``knowledge.py`` says: ``e² = ENERGY (1 / share - 1)``."""
+"""What the controller's ``knowledge.py`` says: ``e² = ENERGY (1 / share - 1)``."""
 DRAWS = 1000
 STARTS = {
     "no dense step": (0, 0),
@@ -611,7 +611,9 @@ def judge_energy(errors: Sequence[Error], scale: float, power: float = 1.0) -> E
 def report(figures: Figures) -> str:
     """All tables."""
     reached = [point for point in figures.points if not point.censored]
+    seeds = {setting: len({p.seed for p in figures.points if p.setting == setting}) for setting in _settings(reached)}
     parts = [
+        "Settings (seeds): " + ", ".join(f"{setting.name} ({count})" for setting, count in seeds.items()),
         "Steps over those of dense, geometric means over settings and seeds, censored ones left out; the last columns: "
         "steps between two targets, ratio of sums over runs that reach all\n" + aligned(_level_table(figures.points)),
         *_kappa_parts(figures.points, reached),
@@ -626,6 +628,10 @@ def report(figures: Figures) -> str:
             "and its standard error\n" + aligned(_start_table(figures.starts))
         )
     return "\n\n".join(parts)
+
+
+def _settings(points: Sequence[Point]) -> list[Setting]:
+    return list(dict.fromkeys(point.setting for point in points))
 
 
 def _mean_ratio(points: Sequence[Point]) -> str:
@@ -654,13 +660,12 @@ def _kappa_parts(points: Sequence[Point], reached: Sequence[Point]) -> list[str]
     costly = [point for point in reached if (point.x["e²"] or 0.0) > 0]
     everyone = [point for point in points if (point.x["e²"] or 0.0) > 0]
     lines = []
-    for name, most in (("all", math.inf), (f"e <= {BUDGET:g}", BUDGET**2)):
+    for name, most in (("all", math.inf), (f"e <= {SMALL_ERROR:g}", SMALL_ERROR**2)):
         chosen, bounded = ([p for p in some if (p.x["e²"] or 0.0) <= most] for some in (costly, everyone))
         pairs = pairs_of(chosen, "e²")
         found, bounds = fit(pairs), interval(chosen, lambda drawn: fit(pairs_of(drawn, "e²")).kappa)
         single = sorted(
-            fit(pairs_of([p for p in chosen if p.setting == setting], "e²")).kappa
-            for setting in dict.fromkeys(p.setting for p in chosen)
+            fit(pairs_of([p for p in chosen if p.setting == setting], "e²")).kappa for setting in _settings(chosen)
         )
         middle = statistics.median(single)
         power, kappa, error = fit_power(pairs)
@@ -685,8 +690,11 @@ def _kappa_parts(points: Sequence[Point], reached: Sequence[Point]) -> list[str]
         "κ of e² by range of e², target, schedule, task, family\n" + aligned(_part_table(costly)),
         "κ of e² by learning rate; quotient: κ of the high rate over that of the low one, power: its logarithm over "
         "that of the rates'\n" + aligned(_rate_table(costly)),
-        f"The same where e <= {BUDGET:g}\n"
-        + aligned(_rate_table([point for point in costly if (point.x["e²"] or 0.0) <= BUDGET**2])),
+        f"The same where e <= {SMALL_ERROR:g}\n"
+        + aligned(_rate_table([point for point in costly if (point.x["e²"] or 0.0) <= SMALL_ERROR**2])),
+        f"κ of e² by schedule, where e <= {SMALL_ERROR:g}; the decaying one has "
+        f"{statistics.fmean(schedule(step, STEPS) for step in range(STEPS)):.2f} times the mean learning rate\n"
+        + aligned(_schedule_table([point for point in costly if (point.x["e²"] or 0.0) <= SMALL_ERROR**2])),
     ]
 
 
@@ -704,9 +712,9 @@ def _noise(points: Sequence[Point]) -> float:
 
 
 def _predictor_table(points: Sequence[Point]) -> list[tuple[str, ...]]:
-    table = [("x", "κ", "R²", "error of log ratio", "left out", f"e <= {BUDGET:g}: error", "left out")]
+    table = [("x", "κ", "R²", "error of log ratio", "left out", f"e <= {SMALL_ERROR:g}: error", "left out")]
     shared = [point for point in points if all(value is not None for value in point.x.values())]
-    small = [point for point in shared if (point.x["e²"] or 0.0) <= BUDGET**2]
+    small = [point for point in shared if (point.x["e²"] or 0.0) <= SMALL_ERROR**2]
     ones = [(0.0, point.ratio) for point in shared]
     small_ones = [(0.0, point.ratio) for point in small]
     nothing = f"{miss(ones, 0.0):.3f}", f"{miss(small_ones, 0.0):.3f}" if small else "-"
@@ -730,7 +738,7 @@ def _predictor_table(points: Sequence[Point]) -> list[tuple[str, ...]]:
         numbers = (f"{left_out(some, predictor, families=True):.3f}" for some in (shared, small))
         both = (next(numbers), "-", next(numbers))
         table.append((f"{predictor}, κ of each family", "-", "-", "-", *both))
-    table.append((f"{len(shared)} points, {len(small)} with e <= {BUDGET:g}", "", "", "", "", "", ""))
+    table.append((f"{len(shared)} points, {len(small)} with e <= {SMALL_ERROR:g}", "", "", "", "", "", ""))
     return table
 
 
@@ -752,8 +760,8 @@ def _part_table(points: Sequence[Point]) -> list[tuple[str, ...]]:
     parts += [("constant", lambda p: not p.setting.decays), ("decay", lambda p: p.setting.decays)]
     parts += [
         (
-            f"{'decay, to its end' if target == 1 else f'to {target:.0%}'}, e <= {BUDGET:g}",
-            lambda p, t=target: p.target == t and error2(p) <= BUDGET**2,
+            f"{'decay, to its end' if target == 1 else f'to {target:.0%}'}, e <= {SMALL_ERROR:g}",
+            lambda p, t=target: p.target == t and error2(p) <= SMALL_ERROR**2,
         )
         for target in (*TARGETS, 1.0)
     ]
@@ -762,7 +770,9 @@ def _part_table(points: Sequence[Point]) -> list[tuple[str, ...]]:
         parts.append((kind, lambda p, kind=kind: p.setting.kind == kind))
     for name in dict.fromkeys(p.family for p in points):
         parts.append((name, lambda p, name=name: p.family == name))
-        parts.append((f"{name}, e <= {BUDGET:g}", lambda p, name=name: p.family == name and error2(p) <= BUDGET**2))
+        parts.append(
+            (f"{name}, e <= {SMALL_ERROR:g}", lambda p, name=name: p.family == name and error2(p) <= SMALL_ERROR**2)
+        )
     table = [("part", "points", "κ", "5 %", "95 %", "R²", "error of log ratio")]
     for name, belongs in parts:
         chosen = [point for point in points if belongs(point)]
@@ -794,6 +804,25 @@ def _rate_table(points: Sequence[Point]) -> list[tuple[str, ...]]:
     return table
 
 
+def _schedule_table(points: Sequence[Point]) -> list[tuple[str, ...]]:
+    table = [("setting", f"κ constant, to {TARGETS[-1]:.0%}", "κ decay, to its end", "quotient")]
+    logs = []
+    for setting in dict.fromkeys(p.setting for p in points if p.setting.decays):
+        decaying = [p for p in points if p.setting == setting]
+        steady = [p for p in points if p.setting == setting._replace(decays=False) and p.target == TARGETS[-1]]
+        if steady:
+            high, low = (fit(pairs_of(some, "e²")).kappa for some in (steady, decaying))
+            logs.append(math.log(low / high))
+            name = f"{setting.kind} {setting.learning_rate:g}"
+            table.append((name, f"{high:.4f}", f"{low:.4f}", f"{low / high:.2f}"))
+    if len(logs) > 1:
+        off = statistics.stdev(logs) / len(logs) ** 0.5
+        middle = statistics.fmean(logs)
+        shown = f"{math.exp(middle):.2f} ({math.exp(middle - off):.2f} to {math.exp(middle + off):.2f})"
+        table.append(("geometric mean, with one standard error", "", "", shown))
+    return table
+
+
 def _energy_table(errors: Sequence[Error]) -> list[tuple[str, ...]]:
     table = [("levels", "how", "scale", "power", "scatter, a factor", "within a factor 2", "left out", "runs")]
 
@@ -816,6 +845,11 @@ def _energy_table(errors: Sequence[Error]) -> list[tuple[str, ...]]:
                     off.append(judge_energy(apart, learned.scale, learned.power).scatter)
             how = "scale fitted" if power else "both fitted"
             add(name, how, fit_energy(chosen, power=power), f"{statistics.fmean(off):.2f}" if off else "-")
+    for name in families:
+        for task in dict.fromkeys(error.setting.task for error in errors):
+            chosen = [error for error in errors if family(error.level) == name and error.setting.task == task]
+            if len({error.level for error in chosen}) > 1:
+                add(f"{name}, {task} alone", "both fitted", fit_energy(chosen, power=None))
     powers = {}
     for name in families:
         chosen = [error for error in errors if family(error.level) == name]
