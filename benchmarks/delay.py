@@ -974,7 +974,9 @@ def save(figures: Figures, path: Path) -> None:
 
     parts = []
     for name, rows in figures._asdict().items():
-        lines = ",\n".join(json.dumps({key: short(value) for key, value in row._asdict().items()}) for row in rows)
+        lines = ",\n".join(
+            json.dumps({key: short(value) for key, value in row._asdict().items()}, ensure_ascii=False) for row in rows
+        )
         parts.append(f'"{name}": [\n{lines}\n]')
     path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
 
