@@ -11,7 +11,7 @@ Needs root (network namespaces; see ``lab.py``). Two hosts with a core each, or 
 different ratio of computation to gradient on real data (``contestants.py``). In every cell ``auto`` trains from its
 start; after 40 steps, blocks of its steps are measured in turns with blocks of others:
 
-    oracle   the level of the ladder of least cost, which is the seconds of a step times the price of delay, 1 + k e^2
+    oracle   the level of the ladder of least cost, which is the seconds of a step times the price of delay, 1 + k e
              (k: HVDPLUS_DELAY_PRICE; e: residual to gradient): all are tried, after as many steps of a training of
              their own as ``auto`` has taken; those within the error budget (there, and where ``auto`` came to them)
              and nearly the best are measured beside ``auto``, and the best then is the oracle
@@ -263,7 +263,7 @@ def best_level(ranks: Ranks, rounds: int) -> tuple[dict[str, float], dict[str, f
             ranks.steps(who=who, count=START_STEPS)
             errors = [window["error"] for window in windows(ranks, who)[-3:] if window["error"] is not None]
             error = statistics.median(errors) if errors else 0.0
-            prices[level] = 1 + Settings().delay_price * error**2
+            prices[level] = 1 + Settings().delay_price * error
             if error > Settings().error_budget:
                 over.setdefault(level, error)
     people = [f"level {level}" for level in Settings().ladder if level not in over]

@@ -113,7 +113,9 @@ class Settings:
     warm_steps: int = _setting(2, _at_least(1), "dense warm-up steps from which a level learns before it begins")
     drain_steps: int = _setting(10, _at_least(1), "steps over which a residual is flushed on the way back to dense")
     delay_price: float = _setting(
-        0.05, _not_negative, "price k of gradients that are held back: auto takes a step's seconds times 1 + k error^2"
+        0.25,
+        _not_negative,
+        "price k of gradients that arrive late: auto goes by the seconds of a step times 1 + k error",
     )
     error_budget: float = _setting(
         5.0, _above_zero, "largest ||residual|| / ||gradient|| at which auto keeps a level, whatever it saves"

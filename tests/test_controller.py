@@ -52,7 +52,7 @@ SLOW = Job(rate=10e6)
 
 def dearer(job: Job, level: int, price: float = CONFIG.delay_price, errors: tuple[float, ...] = ERRORS) -> float:
     """Cost at ``level``, over that at the best."""
-    costs = [job.seconds(each) * (1 + price * e**2) for each, e in enumerate(errors)]
+    costs = [job.seconds(each) * (1 + price * e) for each, e in enumerate(errors)]
     return costs[level] / min(costs)
 
 
@@ -847,7 +847,7 @@ def test_every_decision_explains_itself(job: Job, seed: int, kind: str) -> None:
             for name in (expected[1], expected[3]):
                 seconds = decision.evidence.get(f"{name}.step_ms", decision.evidence.get(f"{name}.predicted_step_ms"))
                 error = decision.evidence.get(f"{name}.error", 0.0)
-                costs.append(seconds * (1 + CONFIG.delay_price * error**2))
+                costs.append(seconds * (1 + CONFIG.delay_price * error))
             assert costs[0] / costs[1] == pytest.approx(float(expected[2]), abs=0.006, rel=0.01)
 
 

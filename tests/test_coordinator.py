@@ -283,7 +283,7 @@ def test_the_log_opens_with_what_the_job_is_and_closes_with_what_it_came_to(tmp_
         }
         for name in LADDER
     }
-    assert first["limits"] == dataclasses.asdict(Config(dense_steps=0, delay_price=0.05, error_budget=5.0))
+    assert first["limits"] == dataclasses.asdict(Config(dense_steps=0, delay_price=0.25, error_budget=5.0))
     assert (first["parameters"], first["gradient_bytes"]) == (1000, 4000)
     assert (last["kind"], last["steps"], last["accuracy"]) == ("end", 120, 0.97)
     assert last["wall_seconds"] >= 0

@@ -19,7 +19,7 @@ from hvdplus.control.knowledge import DRIFT, Knowledge, settled
 from hvdplus.control.link import LevelCost
 from hvdplus.control.memory import from_plain, restore, to_plain
 from hvdplus.control.meter import StepTimes
-from hvdplus.control.probing import LARGE, SMALL, sizes
+from hvdplus.control.probing import MOST, SMALL, sizes
 
 thoroughly = examples(100)
 logarithms, variances = st.floats(-5, 5), st.floats(1e-6, 1.0)
@@ -283,4 +283,4 @@ def test_a_whole_number_may_stand_for_a_float() -> None:
 @thoroughly
 def test_sums_before_training_are_small_beside_a_step(dense_bytes: int) -> None:
     small, large = sizes(dense_bytes)
-    assert small == SMALL <= large <= LARGE and large % 4 == 0 and large <= max(SMALL, dense_bytes / 20)
+    assert small == SMALL <= large <= MOST and large % 4 == 0 and large <= max(SMALL, dense_bytes / 20)

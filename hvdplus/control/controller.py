@@ -81,9 +81,10 @@ class Config:
     """Standard deviations between an estimate and its bound."""
     explore: float = 0.02
     """Share of the time that trials of levels that promise nothing may cost, and bandwidth probes."""
-    delay_price: float = 0.05
-    """κ; 0: only time counts. Not fitted yet: see ``knowledge.ENERGY`` for what it rests on."""
-    critical_price: float = 4.0
+    delay_price: float = 0.25
+    """κ; 0: only time counts. Fitted by ``benchmarks/delay.py``: 0.24 for the usual ladder, 0.28 (0.24 to 0.34) for all
+    levels tried, in trainings of 200 steps from the start; where they are longer, delay costs less."""
+    critical_price: float = 2.0
     """Factor of κ in a critical phase: while gradient norms or the learning rate change."""
     error_budget: float = 5.0
     """Largest error of a level, whatever it saves."""
@@ -299,7 +300,8 @@ class Controller:
             guess = self._known.cost(level, self.held)
             gain = now.mean - self._need(level) - guess.mean
             promise = promised(gain, guess.variance, self._noise, self._certainty(level))
-            if level != self.held and promise > most and (gain > 0 or self._affords(gain)):
+            new = level not in self._known.levels and gain > 0
+            if level != self.held and promise > most and (new or self._affords(gain)):
                 best, most = level, promise
         if best is None:
             news = self.mode is not Mode.HOLD or self.level != self.held
@@ -314,7 +316,7 @@ class Controller:
         return self._enter(Mode.TRIAL, best, f"{why}; {promise_text}" if why else promise_text)
 
     def _affords(self, gain: float) -> bool:
-        """Whether a trial that probably gains nothing fits into the time for exploring."""
+        """Whether a trial fits into the time for exploring; what it gains counts, too."""
         step = self._known.seconds(self.held)
         turn = self.config.block_steps * self._patience() + self.config.settle_steps
         dear = turn * step * (math.exp(-gain) - 1)
@@ -375,7 +377,7 @@ class Controller:
         return self._enter(mode, self.held, f"{why}; back to {self.names[self.held]}")
 
     def _price(self) -> str:
-        error = self._known.error(self.held)
+        error = self._known.error(self.held).mean
         return f" (price of delay {self._known.price(self.held):.3f}, error {error:.2f})" if error else ""
 
     def _enter(self, mode: Mode, level: int, why: str = "") -> Decision:
@@ -394,8 +396,8 @@ class Controller:
         for level in self._usable() if self._known.levels else ():
             if level not in self._known.levels:
                 evidence[f"{self.names[level]}.predicted_step_ms"] = self._known.seconds(level) * 1e3
-            if self._known.error(level):
-                evidence[f"{self.names[level]}.error"] = self._known.error(level)
+            if error := self._known.error(level).mean:
+                evidence[f"{self.names[level]}.error"] = error
         evidence["link.ms_per_allreduce"], evidence["link.ms_per_MB"] = self.link.alpha * 1e3, self.link.beta * 1e9
         return {name: round(value, 4) for name, value in evidence.items()}
 

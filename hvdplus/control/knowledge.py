@@ -1,6 +1,6 @@
 """What the controller knows of every level: the cost of a step, with its variance.
 
-The cost is seconds times the *price of delay*, ``1 + κ e²``: gradients that are held back arrive late, so a training
+The cost is seconds times the *price of delay*, ``1 + κ e``: gradients that are held back arrive late, so a training
 needs more steps. e is the norm of the residual over the norm of the gradient. All estimates are logarithms: a
 difference of 0.02 is two percent.
 
@@ -30,19 +30,18 @@ EXPOSED_ERROR = 0.25
 """Standard deviation of predicted communication, as a share of it."""
 CODEC_ERROR = 0.5
 """The same of a codec that was timed alone."""
-PRICE_ERROR = 0.5
-"""The same of what a price adds, where no error was measured."""
-ENERGY = 0.02
-"""Guess for a level that was never run: ``e² = ENERGY (1 / share - 1)``, with its share of the dense bytes.
-
-Not fitted to measured errors. It turns the steps that PowerSGD at ranks 16, 8 and 4 needs (1.04, 1.09 and 1.21 times
-those of dense) into e² by κ = 0.05, and assumes the bytes of ``lowrank:16+fp16`` to ``lowrank:4+fp16``, on the same
-text model."""
+ENERGY, POWER = 0.027, 1.75
+"""Guesses for a level that was never run, with its share of the dense bytes: ``e² = ENERGY (1 / share - 1)``, or
+``e² ∝ (1 / share - 1)^POWER`` from a level with about as many bytes that did run. Both are fits to low-rank levels."""
+GUESS_ERROR, NEAR_ERROR = 0.7, 0.3
+"""Standard deviations of such an e, as a share of it (``benchmarks/results/delay.txt``)."""
 ERRORS_KEPT = 10
 LEAST_SENT = 0.01
 """Least share of the energy of gradient and residual that a level sends in a step: e comes to 10 at most."""
 COMPUTATIONS = (1e-3, 1e-2, 1e-1, 1.0)
 """Seconds that the computation of a step may take, before one was seen; half of them may hide communication."""
+HARDLY = 1.1
+"""Cost over that of dense that the first steps may come to, as others of them are much cheaper."""
 
 
 class Level(NamedTuple):
@@ -126,8 +125,8 @@ class Knowledge:
         self.link = self.link.updated(LevelCost(size, size, 1), seconds, (MODEL_ERROR * seconds) ** 2, same=first)
 
     def clearly_best(self, usable: Sequence[int]) -> int:
-        """The level to begin with, before any step was seen: the best of those that are no dearer than dense whatever
-        the computation takes, and even if the link's and the codec's figures are off in dense's favour."""
+        """The level to begin with, before any step was seen: the best of those that are hardly dearer than dense whatever
+        the computation takes, even if the link's and the codec's figures are off in dense's favour."""
 
         def ratio(level: int, busy: float, favour: float) -> float:
             dense, other = (self.link.link.exposed(self.costs[each], busy / 2) for each in (0, level))
@@ -135,7 +134,7 @@ class Knowledge:
             return delay * (busy + favour * (self.costs[level].codec + other)) / (busy + dense / favour)
 
         doubt = 1 + EXPOSED_ERROR
-        clear = [level for level in usable if max(ratio(level, busy, doubt) for busy in COMPUTATIONS) <= 1]
+        clear = [level for level in usable if max(ratio(level, busy, doubt) for busy in COMPUTATIONS) <= HARDLY]
         return min(clear, key=lambda level: math.prod(ratio(level, busy, 1.0) for busy in COMPUTATIONS), default=0)
 
     def plausible(self, blocks: Sequence[Block]) -> bool:
@@ -178,26 +177,30 @@ class Knowledge:
         own = self.levels[level].own.mean if level in self.levels else 0.0
         return math.exp(self._model(level) + own)
 
-    def error(self, level: int) -> float:
+    def error(self, level: int) -> Guess:
         """e, as measured, or else as guessed from the bytes and from the level measured with about as many."""
         if level in self.errors:
-            return median(self.errors[level])
+            return Guess(median(self.errors[level]), 0.0)
         if not self.costs[level].keeps_residual:
-            return 0.0
+            return Guess(0.0, 0.0)
         sent = self.costs[level].payload_bytes
 
         def distance(other: int) -> float:
             return abs(math.log(max(1, self.costs[other].payload_bytes) / max(1, sent)))
 
         kept = [other for other in self.errors if self.costs[other].keeps_residual]
-        near = [other for other in kept if distance(other) < math.log(4) and self._guess(other)]
-        nearest = min(near, key=distance, default=None)
-        scale = 1.0 if nearest is None else median(self.errors[nearest]) / self._guess(nearest)
-        return scale * self._guess(level)
+        near = [other for other in kept if distance(other) < math.log(4) and self._left_out(other)]
+        if not near:
+            error, spread = math.sqrt(ENERGY * self._left_out(level)), GUESS_ERROR
+        else:
+            nearest = min(near, key=distance)
+            times = self._left_out(level) / self._left_out(nearest)
+            error, spread = median(self.errors[nearest]) * times ** (POWER / 2), NEAR_ERROR
+        return Guess(error, (spread * error) ** 2)
 
     def price(self, level: int) -> float:
         """By what factor a training at this level needs more steps."""
-        return 1 + self.delay_price * self.error(level) ** 2
+        return 1 + self.delay_price * self.error(level).mean
 
     def cost(self, level: int, held: int) -> Guess:
         """Logarithm of seconds times price. ``held``: the level that runs, whose link needs no guess."""
@@ -208,8 +211,7 @@ class Knowledge:
         else:
             exposed = self.link.link.exposed(cost, self.hidden * busy)
             variance = (self._codec(level).variance + (EXPOSED_ERROR * exposed) ** 2) / step**2
-        if level not in self.errors:
-            variance += (PRICE_ERROR * (self.price(level) - 1)) ** 2
+        variance += self.delay_price**2 * self.error(level).variance / self.price(level) ** 2
         if level != held:
             hides = self.link.link.seconds(cost) <= self.hidden * busy
             seen = cost._replace(payload_bytes=cost.last_bytes, messages=1) if hides else cost
@@ -228,23 +230,29 @@ class Knowledge:
         return math.log(busy + self._codec(level).mean * math.exp(self.pace.mean) + exposed)
 
     def _codec(self, level: int) -> Guess:
-        """Seconds at pace 1: as measured, or else as timed alone, and beyond that what the nearest level packs.
+        """Seconds at pace 1: as measured, or else from what it takes alone and what the nearest level takes.
 
-        Of dense that is all it does. What another level takes beyond its codec alone may as well be its codec, which is
-        slower in the crowd of a whole step: half of it counts, give or take the half.
+        In the crowd of a whole step a codec is slower than alone, whatever the level, and every level packs. Where there
+        is no codec (dense), half of what the nearest level takes beyond its own is taken for packing, give or take it.
         """
         if level in self.levels:
             return Guess(self.levels[level].codec, 0.0)
-        alone, packs, doubt = self.costs[level].codec, 0.0, 0.0
-        if self.levels:
-            near = min(self.levels, key=lambda other: abs(other - level))
-            beyond = max(0.0, self.levels[near].codec - self.costs[near].codec)
-            packs, doubt = (beyond / 2, beyond / 2) if near else (beyond, 0.0)
+        alone = self.costs[level].codec
+        if not self.levels:
+            return Guess(alone, (CODEC_ERROR * alone) ** 2)
+        near = min(self.levels, key=lambda other: abs(other - level))
+        taken, theirs = self.levels[near].codec, self.costs[near].codec
+        beyond = max(0.0, taken - theirs)
+        if alone and theirs:
+            codec = alone * max(1.0, taken / theirs)
+            return Guess(codec, (CODEC_ERROR * codec) ** 2)
+        packs, doubt = (beyond / 2, beyond / 2) if near else (beyond, 0.0)
         return Guess(alone + packs, doubt**2 + (CODEC_ERROR * alone) ** 2)
 
-    def _guess(self, level: int) -> float:
+    def _left_out(self, level: int) -> float:
+        """Bytes that are not sent over bytes that are."""
         dense, sent = self.costs[0].payload_bytes, self.costs[level].payload_bytes
-        return math.sqrt(ENERGY * max(0.0, dense / max(1, sent) - 1))
+        return max(0.0, dense / max(1, sent) - 1)
 
 
 def settled(error: float, age: int, carried: float = 0.0) -> float:

@@ -170,7 +170,7 @@ def delay_prices(records: Sequence[Record]) -> dict[str, float]:
     for level in {level_of(window) for window in windows}:
         same = [window for window in windows if level_of(window) == level]
         errors[level] = weighted_median([number_of(each["error"]) for each in same], [steps_in(each) for each in same])
-    return {name: 1 + price * error**2 for name, error in errors.items() if error}
+    return {name: 1 + price * error for name, error in errors.items() if error}
 
 
 def dense_exposed_share(decision: Record) -> float:
