@@ -115,16 +115,19 @@ def ratio_of(turns: Sequence[tuple[int, Block]], challenger: int, contention: fl
         if level != challenger:
             continue
         others = [turns[near][1] for near in (place - 1, place + 1) if 0 <= near < len(turns)]
-        n = len(others)
+        n, a, b = len(others), others[0], others[-1]
         theirs = fmean(other.rest for other in others), fmean(other.busy for other in others)
         common = (mine.busy + n * theirs[1]) / (n + 1)
         step = common + theirs[0]
-        one_sided = ONE_SIDED**2 if n == 1 else 0.0
+        # Between two neighbours the machine and the link may have been anywhere.
+        doubt = [ONE_SIDED**2] * 2
+        if n == 2:
+            doubt = [((one - two) / step) ** 2 / 12 for one, two in ((a.rest, b.rest), (a.busy, b.busy))]
         rest += math.log((common + mine.rest) / step)
         busy += (mine.busy - theirs[1]) / step
         rest_variance += (mine.rest_variance + sum(each.rest_variance for each in others) / n**2) / step**2
         busy_variance += (mine.busy_variance + sum(each.busy_variance for each in others) / n**2) / step**2
-        rest_variance, busy_variance = rest_variance + one_sided, busy_variance + one_sided
+        rest_variance, busy_variance = rest_variance + doubt[0], busy_variance + doubt[1]
     rest_variance, busy_variance = rest_variance / count**2, busy_variance / count**2
     trust = shrunk(busy_variance, contention) / busy_variance if busy_variance else 1.0
     mean = (rest + trust * busy) / count

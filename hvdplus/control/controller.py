@@ -137,6 +137,8 @@ class Controller:
     """Steps since the level changed."""
     _prior: Guess = Guess()
     """What was known of the trial's ratio before it."""
+    _lost: dict[int, int] = field(default_factory=dict)
+    """Level -> trials that it lost against the level held; each makes it promise more to be tried again."""
     _doubt: bool = False
     """Whether the last block was left out, as it lay far from those before: a burst, or news."""
     _noise: float = 0.0
@@ -175,7 +177,8 @@ class Controller:
         """
         restore(self, memory, without=(*ARGUMENTS, "_known"))
         restore(self._known, memory.get("_known"), without=NOT_LEARNED)
-        levels = {self.level, self.held, self.challenger, *self.refused, *self._known.levels, *self._known.errors}
+        known = (*self.refused, *self._known.levels, *self._known.errors, *self._lost)
+        levels = {self.level, self.held, self.challenger, *known}
         if not {*levels, *(level for level, _ in self._turns)} <= set(range(len(self.names))):
             raise ValueError(f"it names levels beyond {', '.join(self.names)}")
         if self.mode is Mode.TRIAL and self.held not in self._known.levels:
@@ -300,8 +303,8 @@ class Controller:
             guess = self._known.cost(level, self.held)
             gain = now.mean - self._need(level) - guess.mean
             promise = promised(gain, guess.variance, self._noise, self._certainty(level))
-            new = level not in self._known.levels and gain > 0
-            if level != self.held and promise > most and (new or self._affords(gain)):
+            promise -= self._lost.get(level, 0) * self.config.margin / 2
+            if level != self.held and promise > most and (gain > 0 or self._affords(gain)):
                 best, most = level, promise
         if best is None:
             news = self.mode is not Mode.HOLD or self.level != self.held
@@ -316,7 +319,7 @@ class Controller:
         return self._enter(Mode.TRIAL, best, f"{why}; {promise_text}" if why else promise_text)
 
     def _affords(self, gain: float) -> bool:
-        """Whether a trial fits into the time for exploring; what it gains counts, too."""
+        """Whether a trial that probably gains nothing fits into the time for exploring."""
         step = self._known.seconds(self.held)
         turn = self.config.block_steps * self._patience() + self.config.settle_steps
         dear = turn * step * (math.exp(-gain) - 1)
@@ -345,7 +348,9 @@ class Controller:
             return self._enter(Mode.TRIAL, other, f"{words}: in turns")
         self._known.learn_ratio(self.challenger, self.held, ratio)
         if wins:
-            self.held = self.challenger
+            self.held, self._lost = self.challenger, {}
+        else:
+            self._lost[self.challenger] = self._lost.get(self.challenger, 0) + 1
         self._turns = [turn for turn in self._turns if turn[0] == self.held][-1:]
         return self._choose(words)
 
