@@ -110,7 +110,7 @@ PROBE_LEAST, PROBE_MOST = 128 << 10, 64 << 20
 LONGEST = 3
 """Largest factor by which noise makes a trial's blocks longer."""
 HOPELESS = 2.0
-"""A level that takes so many times as long as the one held is out after three steps."""
+"""Steps that take so many times as long as those of the level held: three of them make a block."""
 
 
 @dataclass
@@ -249,9 +249,9 @@ class Controller:
             return True
         if count >= config.block_steps * (self._patience() if self.mode is Mode.TRIAL else 1):
             return True
-        if self.mode is Mode.TRIAL and self.level == self.challenger and count >= 3:
-            return median(each.step for each in self._window) > HOPELESS * self._known.seconds(self.held)
-        return False
+        if self.mode is Mode.START or count < 3:
+            return False
+        return median(each.step for each in self._window) > HOPELESS * self._known.seconds(self.held)
 
     def _patience(self) -> int:
         """Factor by which a trial's blocks are longer: where steps are noisy, long turns cost less than many."""

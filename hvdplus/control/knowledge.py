@@ -40,6 +40,10 @@ LEAST_SENT = 0.01
 """Least share of the energy of gradient and residual that a level sends in a step: e comes to 10 at most."""
 COMPUTATIONS = (1e-3, 1e-2, 1e-1, 1.0)
 """Seconds that the computation of a step may take, before one was seen; half of them may hide communication."""
+HIDES = 0.7
+"""Share of the computation that communication may hide behind, where no step has shown how much it is."""
+BOUND = 1.5
+"""Exposed communication over the last bucket's, from which it shows that."""
 HARDLY = 1.1
 """Cost over that of dense that the first steps may come to, as others of them are much cheaper."""
 
@@ -73,6 +77,8 @@ class Knowledge:
     """Logarithm of the computation's seconds over those at the beginning, whatever the level."""
     hidden: float = 0.0
     """Communication that was hidden, as a share of the computation that it hid behind: the most that was seen."""
+    bound: bool = False
+    """Whether a step waited for more than its last bucket, so that the computation hides no more than that."""
     levels: dict[int, Level] = field(default_factory=dict)
     errors: dict[int, list[float]] = field(default_factory=dict)
     """Level -> what its error comes to, by the latest readings."""
@@ -88,6 +94,7 @@ class Knowledge:
             noise = block.busy_variance / block.busy**2 + NOISE_FLOOR**2
             self.pace = self.pace.updated(math.log(block.busy / known.busy), noise)
         self.hidden = max(self.hidden, block.overlapped / block.busy)
+        self.bound |= block.exposed > BOUND * self.link.link.exposed(self.costs[level], math.inf) > 0.0
         self.link = self.link.older(aged).updated(self.costs[level], block.comm, block.comm_variance)
         for other, model in before.items():  # the link is known better, it is no other: what was measured still holds
             mean, variance = self.levels[other].own
@@ -209,8 +216,7 @@ class Knowledge:
         if level in self.levels:
             variance = self.known_own(level).variance
         else:
-            exposed = self.link.link.exposed(cost, self.hidden * busy)
-            variance = (self._codec(level).variance + (EXPOSED_ERROR * exposed) ** 2) / step**2
+            variance = (self._codec(level).variance + self._exposed(level, busy).variance) / step**2
         variance += self.delay_price**2 * self.error(level).variance / self.price(level) ** 2
         if level != held:
             hides = self.link.link.seconds(cost) <= self.hidden * busy
@@ -226,8 +232,17 @@ class Knowledge:
     def _model(self, level: int) -> float:
         """Logarithm of a step's seconds, by the model."""
         busy = self._busy(level)
+        codec = self._codec(level).mean * math.exp(self.pace.mean)
+        return math.log(busy + codec + self._exposed(level, busy).mean)
+
+    def _exposed(self, level: int, busy: float) -> Guess:
+        """Seconds that a step waits for communication, beside a computation of ``busy`` seconds."""
         exposed = self.link.link.exposed(self.costs[level], self.hidden * busy)
-        return math.log(busy + self._codec(level).mean * math.exp(self.pace.mean) + exposed)
+        if level in self.levels:
+            return Guess(exposed, 0.0)
+        least = exposed if self.bound else self.link.link.exposed(self.costs[level], max(HIDES, self.hidden) * busy)
+        middle, half = (exposed + least) / 2, (exposed - least) / 2
+        return Guess(middle, half**2 + (EXPOSED_ERROR * middle) ** 2)
 
     def _codec(self, level: int) -> Guess:
         """Seconds at pace 1: as measured, or else from what it takes alone and what the nearest level takes.
