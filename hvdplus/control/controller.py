@@ -197,12 +197,14 @@ class Controller:
             self.level = self.held = self._known.clearly_best(self._usable())
 
     def forbid(self, level: int, why: str) -> None:
-        """Never again run ``level`` or one above it (1 or more); where one of them runs, the run starts anew, dense."""
+        """Never again run ``level`` or one above it (1 or more); if one of them is held, the run starts anew, dense."""
         self.refused.update({above: why for above in range(level, len(self.names))})
-        if max(self.held, self.level, self.challenger if self.mode is Mode.TRIAL else 0) >= level:
+        if self.held >= level:
             self._known.levels.clear()
             self.held = 0
             self._enter(Mode.START, 0)
+        elif self.mode is Mode.TRIAL and self.challenger >= level:
+            self._enter(Mode.HOLD, self.held)
 
     def observe(self, level: int, seen: Observation) -> Decision | None:
         """Take in one step that ran at ``level``. Returns a decision, if one is due."""
@@ -214,8 +216,6 @@ class Controller:
         self._age += 1
         self._elapsed += seen.times.step
         self._spent += seen.times.probe
-        if self.mode is Mode.TRIAL:
-            self._spent += max(0.0, times.step - self._known.seconds(self.held))
         self._note_training(level, seen)
         if level and self._known.errors.get(level) and seen.error > config.error_budget:
             budget = f"the residual at {self.names[level]} is {seen.error:.2f} times the gradient (budget "
@@ -298,32 +298,38 @@ class Controller:
 
     def _choose(self, why: str) -> Decision | None:
         """Try the level that promises most, or hold the present choice."""
-        now, best, most = self._known.cost(self.held, self.held), None, self.config.margin / 2
-        for level in self._usable():
-            guess = self._known.cost(level, self.held)
-            gain = now.mean - self._need(level) - guess.mean
-            promise = promised(gain, guess.variance, self._noise, self._certainty(level))
-            promise -= self._lost.get(level, 0) * self.config.margin / 2
-            if level != self.held and promise > most and (gain > 0 or self._affords(gain)):
-                best, most = level, promise
-        if best is None:
+        promises = self._promises()
+        if not promises:
             news = self.mode is not Mode.HOLD or self.level != self.held
-            return (
-                self._enter(Mode.HOLD, self.held, f"{why}; {self.names[self.held]} is best{self._price()}")
-                if news
-                else None
-            )
+            words = f"{why}; {self.names[self.held]} is best{self._price()}"
+            return self._enter(Mode.HOLD, self.held, words) if news else None
+        best = max(promises, key=lambda level: promises[level])
         self.challenger, self._prior = best, self._known.ratio(best, self.held)
-        ratio = math.exp(self._known.cost(best, self.held).mean - now.mean)
+        ratio = math.exp(self._known.cost(best, self.held).mean - self._known.cost(self.held, self.held).mean)
         promise_text = f"{self.names[best]} is expected to cost {ratio:.2f} times {self.names[self.held]}"
         return self._enter(Mode.TRIAL, best, f"{why}; {promise_text}" if why else promise_text)
 
+    def _promises(self) -> dict[int, float]:
+        """Level -> what a trial of it may bring, for levels that are worth one."""
+        now, least, promises = self._known.cost(self.held, self.held), self.config.margin / 2, dict[int, float]()
+        for level in self._usable():
+            guess = self._known.cost(level, self.held)
+            gain = now.mean - self._need(level) - guess.mean
+            promise = promised(gain, guess.variance, self._noise, self._certainty(level)) - least * self._lost.get(
+                level, 0
+            )
+            if level != self.held and promise > least and (gain > 0 or self._affords(gain)):
+                promises[level] = promise
+        return promises
+
     def _affords(self, gain: float) -> bool:
         """Whether a trial that probably gains nothing fits into the time for exploring."""
-        step = self._known.seconds(self.held)
-        turn = self.config.block_steps * self._patience() + self.config.settle_steps
-        dear = turn * step * (math.exp(-gain) - 1)
-        return self._spent + dear <= self.config.explore * self._elapsed
+        return self._spent + self._turn_costs(-gain) <= self.config.explore * self._elapsed
+
+    def _turn_costs(self, ratio: float) -> float:
+        """Seconds that a turn takes longer than at the level held; ``ratio``: of a step's, a logarithm."""
+        steps = self.config.block_steps * self._patience() + self.config.settle_steps
+        return steps * self._known.seconds(self.held) * (math.exp(ratio) - 1)
 
     def _judge(self) -> Decision | None:
         """After a block of a trial: decide, if the pairs' bound does, or let the other have its turn."""
@@ -337,16 +343,19 @@ class Controller:
         interval = f"{middle:.3f} [{low:.3f}, {high:.3f}]"
         words = f"{self.names[self.challenger]} costs {interval} times {self.names[self.held]}, {pairs}"
         left = self.config.pairs - pairs_seen + (0.5 if self.level == self.challenger else 0.0)
-        certainty, at_stake = self._certainty(self.challenger), 0.0
+        certainty, goes_on = self._certainty(self.challenger), False
         if left and abs(gain) <= bound:
             noise = measured.variance * pairs_seen / left
             at_stake = promised(gain if certainty else -abs(gain), ratio.variance, noise, certainty)
+            others = [promise for level, promise in self._promises().items() if level != self.challenger]
+            goes_on = at_stake > max(self.config.margin / 2, *others, 0.0)
         wins = gain > (bound if certainty else 0.0)
         # One that loses is held against a turn after its own, too: the link may have changed since the one before it.
-        if at_stake > self.config.margin / 2 or (self.level == self.challenger and not wins):
+        if goes_on or (self.level == self.challenger and not wins):
             other = self.held if self.level == self.challenger else self.challenger
             return self._enter(Mode.TRIAL, other, f"{words}: in turns")
         self._known.learn_ratio(self.challenger, self.held, ratio)
+        self._spent += max(0.0, pairs_seen * self._turn_costs(ratio.mean))
         if wins:
             self.held, self._lost = self.challenger, {}
         else:

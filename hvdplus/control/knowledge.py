@@ -33,6 +33,8 @@ CODEC_ERROR = 0.5
 ENERGY, POWER = 0.027, 1.75
 """Guesses for a level that was never run, with its share of the dense bytes: ``e² = ENERGY (1 / share - 1)``, or
 ``e² ∝ (1 / share - 1)^POWER`` from a level with about as many bytes that did run. Both are fits to low-rank levels."""
+NEAR = 3.0
+"""Factor between the bytes of such two levels, at most: beyond, they are seldom of one kind."""
 GUESS_ERROR, NEAR_ERROR = 0.7, 0.3
 """Standard deviations of such an e, as a share of it (``benchmarks/results/delay.txt``)."""
 ERRORS_KEPT = 10
@@ -132,8 +134,8 @@ class Knowledge:
         self.link = self.link.updated(LevelCost(size, size, 1), seconds, (MODEL_ERROR * seconds) ** 2, same=first)
 
     def clearly_best(self, usable: Sequence[int]) -> int:
-        """The level to begin with, before any step was seen: the best of those that are hardly dearer than dense whatever
-        the computation takes, even if the link's and the codec's figures are off in dense's favour."""
+        """The level to begin with, before any step was seen: the best of those that are hardly dearer than dense,
+        whatever the computation takes, and even if the figures of link and codec are off in dense's favour."""
 
         def ratio(level: int, busy: float, favour: float) -> float:
             dense, other = (self.link.link.exposed(self.costs[each], busy / 2) for each in (0, level))
@@ -196,7 +198,7 @@ class Knowledge:
             return abs(math.log(max(1, self.costs[other].payload_bytes) / max(1, sent)))
 
         kept = [other for other in self.errors if self.costs[other].keeps_residual]
-        near = [other for other in kept if distance(other) < math.log(4) and self._left_out(other)]
+        near = [other for other in kept if distance(other) < math.log(NEAR) and self._left_out(other)]
         if not near:
             error, spread = math.sqrt(ENERGY * self._left_out(level)), GUESS_ERROR
         else:
@@ -247,8 +249,8 @@ class Knowledge:
     def _codec(self, level: int) -> Guess:
         """Seconds at pace 1: as measured, or else from what it takes alone and what the nearest level takes.
 
-        In the crowd of a whole step a codec is slower than alone, whatever the level, and every level packs. Where there
-        is no codec (dense), half of what the nearest level takes beyond its own is taken for packing, give or take it.
+        In the crowd of a whole step a codec is slower than alone, whatever the level, and every level packs. Where
+        there is none (dense), half of what the nearest level takes beyond its own is taken for packing, give or take.
         """
         if level in self.levels:
             return Guess(self.levels[level].codec, 0.0)

@@ -236,7 +236,7 @@ class Coordinator:
         self._forbid(lossy[0], LOSS_SCALING)
         if self.schedule.level < lossy[0]:
             return False
-        self.set_level(0)
+        self.set_level(self._controller.level)
         return True
 
     def _forbid(self, level: int, reason: str) -> None:
