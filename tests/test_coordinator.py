@@ -247,7 +247,7 @@ def test_decisions_are_written_with_reason_and_evidence(tmp_path: Path) -> None:
     assert written == decisions(coordinator)
     assert [(record["from"], record["to"]) for record in written] == [("none", "fp16"), ("fp16", "fp16")]
     assert written[0]["step"] == 16, "15 dense steps, whose last times came with the 16th"
-    assert written[0]["reason"] == "the start is over; fp16 is expected to cost 0.75 times none"
+    assert written[0]["reason"] == "the start is over; fp16 is expected to cost 0.74 times none"
     measured = {"none.step_ms": 56.5, "none.exposed_comm_ms": 15.0, "none.overlapped_comm_ms": 25.0}
     assert {name: written[0]["evidence"][name] for name in measured} == pytest.approx(measured, rel=1e-3)
     assert written[0]["evidence"]["fp16.predicted_step_ms"] == pytest.approx(42.0, abs=0.6)

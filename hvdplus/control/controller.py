@@ -67,7 +67,7 @@ class Config:
 
     dense_steps: int = 0
     """Dense steps at the start; 0: a block, at the level that is clearly best if there is one."""
-    start_seconds: float = 1.0
+    start_seconds: float = 0.5
     """A start that is not settled in steps ends once it has taken so long, if it has seen two steps."""
     block_steps: int = 8
     """Steps that a level is measured for at a time."""

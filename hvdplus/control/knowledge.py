@@ -28,8 +28,11 @@ CONTENTION = 0.03
 it for the machine."""
 EXPOSED_ERROR = 0.25
 """Standard deviation of predicted communication, as a share of it."""
-CODEC_ERROR = 0.5
-"""The same of a codec that was timed alone."""
+OVERLAP_ERROR = 0.5
+"""The same of what runs behind the computation."""
+CROWD, CODEC_ERROR, SCALED_ERROR = 1.5, 0.4, 0.15
+"""A codec's time in a step over that alone, and standard deviations as shares of it: of any, and of one that is scaled
+from another's. (1.3 to 1.7 were measured on two cores, and 0.1 between ranks of ``lowrank``.)"""
 ENERGY, POWER = 0.027, 1.75
 """Guesses for a level that was never run, with its share of the dense bytes: ``e² = ENERGY (1 / share - 1)``, or
 ``e² ∝ (1 / share - 1)^POWER`` from a level with about as many bytes that did run. Both are fits to low-rank levels."""
@@ -97,7 +100,9 @@ class Knowledge:
             self.pace = self.pace.updated(math.log(block.busy / known.busy), noise)
         self.hidden = max(self.hidden, block.overlapped / block.busy)
         self.bound |= block.exposed > BOUND * self.link.link.exposed(self.costs[level], math.inf) > 0.0
-        self.link = self.link.older(aged).updated(self.costs[level], block.comm, block.comm_variance)
+        # What runs behind the computation may wait for other ranks: so much of it says little of the link.
+        doubt = block.comm_variance + (OVERLAP_ERROR * block.overlapped) ** 2
+        self.link = self.link.older(aged).updated(self.costs[level], block.comm, doubt)
         for other, model in before.items():  # the link is known better, it is no other: what was measured still holds
             mean, variance = self.levels[other].own
             own = Guess(mean + model - self._model(other), variance)
@@ -140,7 +145,7 @@ class Knowledge:
         def ratio(level: int, busy: float, favour: float) -> float:
             dense, other = (self.link.link.exposed(self.costs[each], busy / 2) for each in (0, level))
             delay = 1 + favour * (self.price(level) - 1)
-            return delay * (busy + favour * (self.costs[level].codec + other)) / (busy + dense / favour)
+            return delay * (busy + favour * (CROWD * self.costs[level].codec + other)) / (busy + dense / favour)
 
         doubt = 1 + EXPOSED_ERROR
         clear = [level for level in usable if max(ratio(level, busy, doubt) for busy in COMPUTATIONS) <= HARDLY]
@@ -254,17 +259,16 @@ class Knowledge:
         """
         if level in self.levels:
             return Guess(self.levels[level].codec, 0.0)
-        alone = self.costs[level].codec
+        codec = CROWD * self.costs[level].codec
         if not self.levels:
-            return Guess(alone, (CODEC_ERROR * alone) ** 2)
-        near = min(self.levels, key=lambda other: abs(other - level))
-        taken, theirs = self.levels[near].codec, self.costs[near].codec
-        beyond = max(0.0, taken - theirs)
-        if alone and theirs:
-            codec = alone * max(1.0, taken / theirs)
             return Guess(codec, (CODEC_ERROR * codec) ** 2)
+        near = min(self.levels, key=lambda other: abs(other - level))
+        taken, theirs = self.levels[near].codec, CROWD * self.costs[near].codec
+        if codec and theirs:
+            return Guess(codec * taken / theirs, (SCALED_ERROR * codec * taken / theirs) ** 2)
+        beyond = max(0.0, taken - theirs)
         packs, doubt = (beyond / 2, beyond / 2) if near else (beyond, 0.0)
-        return Guess(alone + packs, doubt**2 + (CODEC_ERROR * alone) ** 2)
+        return Guess(codec + packs, doubt**2 + (CODEC_ERROR * codec) ** 2)
 
     def _left_out(self, level: int) -> float:
         """Bytes that are not sent over bytes that are."""
