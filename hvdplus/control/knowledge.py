@@ -13,7 +13,7 @@ a factor of its own, which is remembered, and trusted less the older it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
@@ -49,8 +49,6 @@ HIDES = 0.7
 """Share of the computation that communication may hide behind, where no step has shown how much it is."""
 BOUND = 1.5
 """Exposed communication over the last bucket's, from which it shows that."""
-HARDLY = 1.1
-"""Cost over that of dense that the first steps may come to, as others of them are much cheaper."""
 
 
 class Level(NamedTuple):
@@ -138,18 +136,24 @@ class Knowledge:
         """Take in what a sum of ``size`` bytes took that nothing else went along with. ``first``: before any step."""
         self.link = self.link.updated(LevelCost(size, size, 1), seconds, (MODEL_ERROR * seconds) ** 2, same=first)
 
-    def clearly_best(self, usable: Sequence[int]) -> int:
-        """The level to begin with, before any step was seen: the best of those that are hardly dearer than dense,
-        whatever the computation takes, and even if the figures of link and codec are off in dense's favour."""
+    def best_start(self, usable: Sequence[int], steps: Callable[[float], float]) -> int:
+        """The level to begin with, before any step was seen: that of least regret, which is what the start is expected
+        to cost beyond the best level's, if the computation may as well take any of ``COMPUTATIONS``.
 
-        def ratio(level: int, busy: float, favour: float) -> float:
-            dense, other = (self.link.link.exposed(self.costs[each], busy / 2) for each in (0, level))
-            delay = 1 + favour * (self.price(level) - 1)
-            return delay * (busy + favour * (CROWD * self.costs[level].codec + other)) / (busy + dense / favour)
+        Args:
+            steps: seconds of a step -> steps of the start.
+        """
 
-        doubt = 1 + EXPOSED_ERROR
-        clear = [level for level in usable if max(ratio(level, busy, doubt) for busy in COMPUTATIONS) <= HARDLY]
-        return min(clear, key=lambda level: math.prod(ratio(level, busy, 1.0) for busy in COMPUTATIONS), default=0)
+        def cost(level: int, busy: float) -> float:
+            exposed = self.link.link.exposed(self.costs[level], busy / 2)
+            return self.price(level) * (busy + CROWD * self.costs[level].codec + exposed)
+
+        regrets = dict.fromkeys(usable, 0.0)
+        for busy in COMPUTATIONS:
+            costs = {level: cost(level, busy) for level in usable}
+            for level in usable:
+                regrets[level] += steps(costs[level]) * (costs[level] - min(costs.values()))
+        return min(usable, key=lambda level: regrets[level])
 
     def plausible(self, blocks: Sequence[Block]) -> bool:
         """Whether all that should be above 0 is."""

@@ -10,10 +10,11 @@ from hvdplus.compression import Array, Ops
 from hvdplus.transport import Transport
 
 RUNS = 3
-"""Sums of each size; the fastest counts, as the first may set up connections."""
-SMALL, LEAST, MOST = 4 << 10, 64 << 10, 256 << 10
-"""Bytes. A small sum shows what every all-reduce takes, a large one (of so many bytes) what its bytes take."""
-SHARE = 1 / 20
+"""Small sums; the fastest counts, as the first may set up connections. A single large one follows."""
+SMALL, LEAST, MOST = 4 << 10, 64 << 10, 2 << 20
+"""Bytes. A small sum shows what every all-reduce takes, a large one (of so many bytes) what its bytes take: links may
+carry some 100 kB at any speed after a rest."""
+SHARE = 0.15
 """What a large one sends within these limits, as a share of a dense step's bytes."""
 
 
@@ -34,6 +35,7 @@ def probe(ops: Ops[Array], transport: Transport, dense_bytes: int) -> list[tuple
         ops.to_numpy(ops.reshape(total, (-1,))[:1])  # waits for the device
         return time.perf_counter() - began
 
-    own = [min(seconds(size, run) for run in range(RUNS)) for size in sizes(dense_bytes)]
+    small, large = sizes(dense_bytes)
+    own = [min(seconds(small, run) for run in range(RUNS)), seconds(large, 0)]
     ranks = transport.gather_objects(own, "seconds of probes")
     return [(size, max(same)) for size, *same in zip(sizes(dense_bytes), *ranks, strict=True)]
