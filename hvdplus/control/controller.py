@@ -7,8 +7,8 @@ run log. Every rank runs it on the same figures and so decides the same at the s
                 │ another level may well cost less        │ the pairs' ratio decides, by its bound
                 └──► both run in turns, block by block ───┘
 
-Small sums that were timed beforehand show the link. The start is at the level that is expected to lose least, as long as
-nobody knows how long the computation takes.
+Small sums that were timed beforehand show the link. The start is at the level that is expected to lose least, as long
+as nobody knows how long the computation takes.
 
 The cost of a level is seconds a step times the price of delay, see ``knowledge.py``. More compression has to be cheaper
 by a margin, less compression only no dearer; a tie goes to less. A level is tried only where the trial is worth its
