@@ -343,7 +343,7 @@ CONTROLLER_DAMAGE: dict[str, tuple[Edit, str]] = {
     "knows nothing": (put("coordinator/controller/_known", {}), "is missing"),
     "window": (put("coordinator/controller/_window", [[1.0]]), "_window does not fit"),
     "steps": (put("coordinator/controller/_age", -1), "_age does not fit"),
-    "norms": (put("coordinator/controller/_norms", [None]), "_norms does not fit"),
+    "norms": (put("coordinator/controller/_phases/_norms", [None]), "_phases does not fit: _norms does not fit"),
     "turns": (put("coordinator/controller/_turns", [[0]]), "_turns does not fit"),
     "refused": (put("coordinator/controller/refused", {"x": "y"}), "refused does not fit"),
 }  # fmt: skip

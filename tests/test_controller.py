@@ -24,7 +24,6 @@ from simulating import DRAIN_STEPS, LOSSY, NAMES, NOISES, WARM_STEPS, Course, Jo
 from simulating import some_jobs as drawn
 
 from hvdplus.control.controller import (
-    CRITICAL_STEPS,
     LONGEST,
     PROBE_STEPS,
     Config,
@@ -32,10 +31,11 @@ from hvdplus.control.controller import (
     Decision,
     Mode,
     Observation,
-    promised,
 )
 from hvdplus.control.link import LevelCost
 from hvdplus.control.meter import StepTimes, reduce_times
+from hvdplus.control.phases import CRITICAL_STEPS
+from hvdplus.control.trial import promised
 
 NONE, FP16, INT8, LOWRANK_16, LOWRANK_8 = range(5)
 CONFIG = Config()
@@ -362,7 +362,7 @@ def test_smooth_schedules_are_no_critical_phases(schedule: str) -> None:
             norm = growth ** (step / 1000) * math.exp(0.2 * dice.gauss(0, 1)) if step % 10 == 0 else math.nan
             seen = Observation(reduce_times(SLOW.step(controller.level, dice)), 0.3, norm, SCHEDULES[schedule](step))
             controller.observe(controller.level, seen)
-            assert not controller._critical
+            assert not controller._phases.left
 
 
 # -- links that change -------------------------------------------------------------------------------------------------

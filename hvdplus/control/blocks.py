@@ -134,6 +134,12 @@ def ratio_of(turns: Sequence[tuple[int, Block]], challenger: int, contention: fl
     return Ratio(Guess(mean, rest_variance + trust * busy_variance + 1e-5), count)
 
 
+def noise_of(block: Block, pairs: int, contention: float) -> float:
+    """Variance of the ratio that so many pairs of blocks like this one would show."""
+    share = 2 / (pairs * block.step**2)
+    return share * block.rest_variance + shrunk(share * block.busy_variance, contention)
+
+
 def shrunk(variance: float, prior: float) -> float:
     """Variance of what a level changes in the computation, after a measurement with ``variance``; ``prior``: standard
     deviation before it."""

@@ -24,11 +24,13 @@ from enum import Enum
 from statistics import median
 from typing import Any, NamedTuple
 
-from hvdplus.control.blocks import Block, Guess, block_of, ratio_of, shrunk
+from hvdplus.control.blocks import Block, Guess, block_of, noise_of
 from hvdplus.control.knowledge import CONTENTION, Knowledge
 from hvdplus.control.link import LevelCost, Link
 from hvdplus.control.memory import restore, to_plain
 from hvdplus.control.meter import StepTimes
+from hvdplus.control.phases import Phases
+from hvdplus.control.trial import judge, promised
 
 
 class Observation(NamedTuple):
@@ -97,10 +99,6 @@ class Config:
 
 ARGUMENTS = ("names", "costs", "config")
 """Fields of a controller that a new one is given anew."""
-CRITICAL_STEPS = 50
-"""Length of a critical phase."""
-CRITICAL_CHANGE = 2.0
-"""Factor by which gradient norms rise, or a learning rate falls, as one begins."""
 NOT_LEARNED = ("costs", "delay_price")
 """The same, of what it knows."""
 PROBE_STEPS = 40
@@ -146,14 +144,11 @@ class Controller:
     _elapsed: float = 0.0
     _spent: float = 0.0
     """Seconds of all steps; seconds that trials and probes took longer than the level held would have."""
-    _norms: list[float] = field(default_factory=list)
-    _learning_rate: float = 0.0
+    _phases: Phases = field(default_factory=Phases)
     _error: float = 0.0
     """The latest at this level; 0: none yet."""
     _carried: float = 0.0
     """The same of the level before, whose residual this one began with."""
-    _critical: int = 0
-    """Steps that are left of a critical phase."""
     _probe_after: int = PROBE_STEPS
 
     def __post_init__(self) -> None:
@@ -269,8 +264,7 @@ class Controller:
             return None
         self._known.learn(self.level, block, held=self.level == self.held)
         if self.level == self.held:
-            share = 2 / (self.config.pairs * block.step**2)
-            noise = share * (block.rest_variance + shrunk(block.busy_variance * share, CONTENTION) / share)
+            noise = noise_of(block, self.config.pairs, CONTENTION)
             self._noise = 0.8 * self._noise + 0.2 * noise if self._noise else noise
         if self.mode is Mode.TRIAL:
             self._turns.append((self.level, block))
@@ -284,19 +278,12 @@ class Controller:
         self._probe_after = self._age + max(PROBE_STEPS, math.ceil(share))
 
     def _note_training(self, level: int, seen: Observation) -> None:
-        """Errors, and phases in which a residual would be missed most (Agarwal et al., Accordion, MLSys 2021)."""
-        self._critical = max(0, self._critical - 1)
+        """What the step says of delay and of its price."""
         if not math.isnan(seen.error) and level:
             self._error = seen.error
             self._known.learn_error(level, seen.error, self._age, self._carried)
-        last, self._learning_rate = self._learning_rate, seen.learning_rate
-        fell = 0 < seen.learning_rate * CRITICAL_CHANGE <= last
-        if not math.isnan(seen.gradient_norm):
-            self._norms = [*self._norms[-7:], seen.gradient_norm]
-        before, now = self._norms[:4], self._norms[4:]
-        if fell or (len(now) == 4 and median(now) > CRITICAL_CHANGE * median(before)):
-            self._critical = CRITICAL_STEPS
-        self._known.delay_price = self.config.delay_price * (self.config.critical_price if self._critical else 1.0)
+        self._phases.observe(seen.gradient_norm, seen.learning_rate)
+        self._known.delay_price = self.config.delay_price * (self.config.critical_price if self._phases.left else 1.0)
 
     # -- decisions
 
@@ -337,30 +324,30 @@ class Controller:
 
     def _judge(self) -> Decision | None:
         """After a block of a trial: decide, if the pairs' bound does, or let the other have its turn."""
-        measured, pairs_seen = ratio_of(self._turns, self.challenger, CONTENTION)
-        ratio = self._prior.updated(measured.mean, measured.variance)
-        price = math.log(self._known.price(self.challenger) / self._known.price(self.held))
-        gain = -ratio.mean - price - self._need(self.challenger)
-        bound = self.config.certainty * math.sqrt(ratio.variance)
-        low, middle, high = (math.exp(ratio.mean + price + off) for off in (-bound, 0.0, bound))
-        pairs = f"{pairs_seen} pair{'s' if pairs_seen > 1 else ''}"
-        interval = f"{middle:.3f} [{low:.3f}, {high:.3f}]"
-        words = f"{self.names[self.challenger]} costs {interval} times {self.names[self.held]}, {pairs}"
-        left = self.config.pairs - pairs_seen + (0.5 if self.level == self.challenger else 0.0)
-        certainty, goes_on = self._certainty(self.challenger), False
-        if left and abs(gain) <= bound:
-            noise = measured.variance * pairs_seen / left
-            at_stake = promised(gain if certainty else -abs(gain), ratio.variance, noise, certainty)
-            others = [promise for level, promise in self._promises().items() if level != self.challenger]
-            goes_on = at_stake > max(self.config.margin / 2, *others, 0.0)
-        wins = gain > (bound if certainty else 0.0)
+        config, names = self.config, self.names
+        verdict = judge(
+            self._turns,
+            self.challenger,
+            self._prior,
+            price=math.log(self._known.price(self.challenger) / self._known.price(self.held)),
+            need=self._need(self.challenger),
+            certainty=config.certainty,
+            more=self.challenger > self.held,
+            pairs=config.pairs,
+            contention=CONTENTION,
+        )
+        pairs = f"{verdict.pairs} pair{'s' if verdict.pairs > 1 else ''}"
+        words = f"{names[self.challenger]} costs {verdict.interval} times {names[self.held]}, {pairs}"
+        least = [config.margin / 2]
+        if verdict.at_stake > config.margin / 2:
+            least += [promise for level, promise in self._promises().items() if level != self.challenger]
         # One that loses is held against a turn after its own, too: the link may have changed since the one before it.
-        if goes_on or (self.level == self.challenger and not wins):
+        if verdict.at_stake > max(least) or (self.level == self.challenger and not verdict.wins):
             other = self.held if self.level == self.challenger else self.challenger
             return self._enter(Mode.TRIAL, other, f"{words}: in turns")
-        self._known.learn_ratio(self.challenger, self.held, ratio)
-        self._spent += max(0.0, pairs_seen * self._turn_costs(ratio.mean))
-        if wins:
+        self._known.learn_ratio(self.challenger, self.held, verdict.ratio)
+        self._spent += max(0.0, verdict.pairs * self._turn_costs(verdict.ratio.mean))
+        if verdict.wins:
             self.held, self._lost = self.challenger, {}
         else:
             self._lost[self.challenger] = self._lost.get(self.challenger, 0) + 1
@@ -403,35 +390,4 @@ class Controller:
             self._age, self._probe_after = 0, PROBE_STEPS
             self._carried, self._error = self._error, 0.0
         self.mode, self.level, self._window = mode, level, []
-        return Decision(level, why, self._evidence())
-
-    def _evidence(self) -> dict[str, float]:
-        evidence: dict[str, float] = {}
-        for level, known in sorted(self._known.levels.items()):
-            figures = {"step": self._known.seconds(level), "exposed_comm": known.exposed}
-            figures |= {"overlapped_comm": known.overlapped, "codec": known.codec}
-            evidence |= {f"{self.names[level]}.{name}_ms": value * 1e3 for name, value in figures.items()}
-        for level in self._usable() if self._known.levels else ():
-            if level not in self._known.levels:
-                evidence[f"{self.names[level]}.predicted_step_ms"] = self._known.seconds(level) * 1e3
-            if error := self._known.error(level).mean:
-                evidence[f"{self.names[level]}.error"] = error
-        evidence["link.ms_per_allreduce"], evidence["link.ms_per_MB"] = self.link.alpha * 1e3, self.link.beta * 1e9
-        return {name: round(value, 4) for name, value in evidence.items()}
-
-
-def promised(gain: float, variance: float, noise: float, certainty: float) -> float:
-    """What a trial may bring: the mean of the gain that it then shows, where that convinces; else 0.
-
-    The value of a measurement to a decision (Raiffa and Schlaifer, 1961). A gain convinces if it lies ``certainty`` of
-    its standard deviations above 0.
-
-    Args:
-        gain, variance: as known before the trial, of a logarithm.
-        noise: variance of what the trial measures.
-    """
-    if not variance:
-        return max(0.0, gain)
-    shown = variance / math.sqrt(variance + noise)  # standard deviation of the gain as it will be known
-    z = (certainty * math.sqrt(variance * noise / (variance + noise)) - gain) / shown
-    return gain * math.erfc(z / math.sqrt(2)) / 2 + shown * math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+        return Decision(level, why, self._known.evidence(self.names, self._usable()))

@@ -235,6 +235,21 @@ class Knowledge:
             variance += min(1.0, self.link.variance(seen) / step**2)
         return Guess(mean, variance)
 
+    def evidence(self, names: Sequence[str], usable: Sequence[int]) -> dict[str, float]:
+        """All figures that decisions rest on; the unit stands in the name."""
+        found: dict[str, float] = {}
+        for level, known in sorted(self.levels.items()):
+            figures = {"step": self.seconds(level), "exposed_comm": known.exposed}
+            figures |= {"overlapped_comm": known.overlapped, "codec": known.codec}
+            found |= {f"{names[level]}.{name}_ms": value * 1e3 for name, value in figures.items()}
+        for level in usable if self.levels else ():
+            if level not in self.levels:
+                found[f"{names[level]}.predicted_step_ms"] = self.seconds(level) * 1e3
+            if error := self.error(level).mean:
+                found[f"{names[level]}.error"] = error
+        found["link.ms_per_allreduce"], found["link.ms_per_MB"] = self.link.alpha * 1e3, self.link.beta * 1e9
+        return {name: round(value, 4) for name, value in found.items()}
+
     def _busy(self, level: int) -> float:
         """Seconds of computation and input wait today."""
         known = self.levels.get(level) or self.levels[max(self.levels, key=lambda each: self.levels[each].steps)]

@@ -11,7 +11,7 @@ import reprlib
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 
 def to_plain(value: Any, *, without: tuple[str, ...] = ()) -> Any:
@@ -45,6 +45,10 @@ def from_plain(hint: Any, value: Any) -> Any:
         return tuple(from_plain(one, item) for one, item in zip(arguments, _listed(value), strict=True))
     if issubclass(hint, Enum):
         return hint(value)
+    if is_dataclass(hint):
+        made = cast(Any, hint)()
+        restore(made, value)
+        return made
     if issubclass(hint, tuple):  # a named one
         kinds = list(get_type_hints(hint).values())
         return hint(*(from_plain(kind, item) for kind, item in zip(kinds, _listed(value), strict=True)))

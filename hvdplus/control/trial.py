@@ -1,0 +1,73 @@
+"""A trial: held level and challenger in turns, what their blocks show, and whether another pair is worth its time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hvdplus.control.blocks import Block, Guess, ratio_of
+
+
+class Verdict(NamedTuple):
+    """What a trial has shown so far."""
+
+    ratio: Guess
+    """Of the challenger's seconds over those of the level held, as a logarithm, with what was known before."""
+    pairs: int
+    wins: bool
+    at_stake: float
+    """What further pairs may bring; 0: nothing."""
+    interval: str
+    """The ratio of costs with its bounds."""
+
+
+def judge(
+    turns: Sequence[tuple[int, Block]],
+    challenger: int,
+    prior: Guess,
+    *,
+    price: float,
+    need: float,
+    certainty: float,
+    more: bool,
+    pairs: int,
+    contention: float,
+) -> Verdict:
+    """Judge a trial by its turns, see ``ratio_of``.
+
+    Args:
+        prior: what was known of the ratio of seconds.
+        price: logarithm of the ratio of the prices of delay.
+        need: gain that the challenger has to show, as a logarithm.
+        certainty: standard deviations of the bound.
+        more: whether the challenger compresses more, and has to be better beyond the bound.
+        pairs: most pairs of a trial.
+        contention: see ``ratio_of``.
+    """
+    measured, seen = ratio_of(turns, challenger, contention)
+    ratio = prior.updated(measured.mean, measured.variance)
+    gain, bound = -ratio.mean - price - need, certainty * math.sqrt(ratio.variance)
+    left, at_stake = pairs - seen + (0.5 if turns[-1][0] == challenger else 0.0), 0.0
+    if left and abs(gain) <= bound:
+        asked = certainty if more else 0.0
+        at_stake = promised(gain if more else -abs(gain), ratio.variance, measured.variance * seen / left, asked)
+    low, middle, high = (math.exp(ratio.mean + price + off) for off in (-bound, 0.0, bound))
+    return Verdict(ratio, seen, gain > (bound if more else 0.0), at_stake, f"{middle:.3f} [{low:.3f}, {high:.3f}]")
+
+
+def promised(gain: float, variance: float, noise: float, certainty: float) -> float:
+    """What a trial may bring: the mean of the gain that it then shows, where that convinces; else 0.
+
+    The value of a measurement to a decision (Raiffa and Schlaifer, 1961). A gain convinces if it lies ``certainty`` of
+    its standard deviations above 0.
+
+    Args:
+        gain, variance: as known before the trial, of a logarithm.
+        noise: variance of what the trial measures.
+    """
+    if not variance:
+        return max(0.0, gain)
+    shown = variance / math.sqrt(variance + noise)  # standard deviation of the gain as it will be known
+    z = (certainty * math.sqrt(variance * noise / (variance + noise)) - gain) / shown
+    return gain * math.erfc(z / math.sqrt(2)) / 2 + shown * math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
