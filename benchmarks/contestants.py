@@ -5,6 +5,7 @@ same conditions. Rank 0 takes commands over the socket that CONTESTANTS names, t
 
     auto                       hvdplus, as it comes
     level NAME                 hvdplus at one level
+    traced NAME                the same, with a line of its log for every step
     horovod, horovod fp16      stock Horovod (over the same MPI settings, ring included)
     ddp, ddp fp16, ddp powersgd:R:S
                                PyTorch's own DistributedDataParallel over Gloo, with its communication hooks; PowerSGD
@@ -104,9 +105,10 @@ class Contestant:
         self.optimizer = task.optimizer(self.model)
         named = [(f"{number}.{name}", parameter) for name, parameter in self.model.named_parameters()]
         kind, _, detail = who.partition(" ")
-        if kind == "auto" or kind == "level":
+        if kind in ("auto", "level", "traced"):
+            every_step = {"window_steps": 1} if kind == "traced" else None
             self.optimizer = hvd.DistributedOptimizer(
-                self.optimizer, named_parameters=named, compression=detail or "auto"
+                self.optimizer, named_parameters=named, compression=detail or "auto", settings=every_step
             )
         elif kind == "horovod":
             compression = horovod.Compression.fp16 if detail == "fp16" else horovod.Compression.none

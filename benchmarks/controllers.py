@@ -4,7 +4,8 @@
     python benchmarks/controllers.py --against main~5   and that of another commit, in turns
     python benchmarks/controllers.py --seed 1000        other jobs than those that its numbers were chosen on
 
-Needs no machine to itself: time is simulated (``tests/simulating.py``), and nothing is measured but decisions.
+Needs no machine to itself: time is simulated (``tests/simulating.py``) or was recorded (``traces.py``), and nothing is
+measured but decisions.
 
 What counts is *cost*: seconds a step times the price of delay, ``1 + κ e``, with κ as in the settings and e the
 residual over the gradient. Columns: the cost at the last level over that of the best level (median, the worst tenth
@@ -34,15 +35,14 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "tests"))
 
-from simulating import NOISES, Job, Noise, drive, some_jobs  # noqa: E402
+from simulating import ERRORS, NOISES, Job, Noise, Training, drive, some_jobs  # noqa: E402
+from traces import Trace, traces  # noqa: E402
 
 from hvdplus.control.controller import Config, Controller  # noqa: E402
 
 PRICE_OF_DELAY = Config().delay_price
-ERRORS = (0.0, 0.0, 0.3, 0.45, 0.7)
-"""What e comes to at each level of ``simulating.NAMES``: about as in ``results/delay.txt``."""
 NOISY = Noise(compute=0.1, wire=0.3, rank=0.05, odd=0.03, waves=0.1)
-At = Callable[[int], Job]
+At = Callable[[int], "Job | Trace"]
 """Step -> the job as it is then."""
 
 
@@ -91,23 +91,25 @@ class Outcome(NamedTuple):
     changes: int
 
 
-def cost(job: Job, level: int) -> float:
+def cost(job: Job | Trace, level: int) -> float:
     """Seconds of a step, times the price of delay."""
-    return job.seconds(level) * (1 + PRICE_OF_DELAY * ERRORS[level])
+    return job.seconds(level) * (1 + PRICE_OF_DELAY * job.errors[level])
 
 
-def training(step: int, level: int, age: int) -> tuple[float, float, float]:
+def training(errors: Sequence[float] = ERRORS) -> Training:
     """Gradients that are mostly noise: what is held back grows until as much leaves in a step as joins."""
-    if not ERRORS[level]:
-        return 0.0, 1.0, 0.1
-    share = 1 / (1 + ERRORS[level] ** 2)
-    return ERRORS[level] * math.sqrt(1 - (1 - share) ** (age + 1)), 1.0, 0.1
+
+    def course(step: int, level: int, age: int) -> tuple[float, float, float]:
+        share = 1 / (1 + errors[level] ** 2)
+        return errors[level] * math.sqrt(1 - (1 - share) ** (age + 1)), 1.0, 0.1
+
+    return course
 
 
 def run(controller: Callable[..., Any], at: At, steps: int, seed: int) -> Outcome:
     """One job under one controller."""
-    course = drive(at, steps, make=controller, seed=seed, training=training)
-    levels = range(len(ERRORS))
+    course = drive(at, steps, make=controller, seed=seed, training=training(at(0).errors))
+    levels = range(len(at(0).names))
     oracle = sum(min(cost(at(step), level) for level in levels) for step in range(steps))
     last, level = at(steps - 1), course.levels[-1]
     return Outcome(
@@ -129,8 +131,9 @@ def fast_links(count: int, seed: int = 0) -> list[Job]:
     return jobs
 
 
-def steady(job: Job) -> At:
+def steady(job: Job | Trace) -> At:
     """Nothing changes."""
+    job = job.rewound() if isinstance(job, Trace) else job
     return lambda step: job
 
 
@@ -145,8 +148,12 @@ def phases(job: Job) -> At:
     return lambda step: slow if step // 70 % 2 else job
 
 
-def scenarios(count: int, seed: int = 0) -> dict[str, tuple[list[Job], int, Callable[[Job], At]]]:
-    """Name -> jobs, steps of each, how they change."""
+Scenario = tuple[Sequence["Job | Trace"], int, Callable[[Any], At]]
+"""Jobs, steps of each, how they change."""
+
+
+def scenarios(count: int, seed: int = 0) -> dict[str, Scenario]:
+    """Name -> scenario."""
     calm = some_jobs(count, NOISES["jitter"], seed=6 + seed)
     return {
         **{name: (some_jobs(count, noise, seed=5 + seed), 500, steady) for name, noise in NOISES.items()},
@@ -154,6 +161,7 @@ def scenarios(count: int, seed: int = 0) -> dict[str, tuple[list[Job], int, Call
         "fast links": (fast_links(count, seed), 700, steady),
         "link 4 x faster": (calm, 600, link_times(4)),
         "link 4 x slower": (calm, 600, link_times(0.25)),
+        **({"traces": (found, 500, steady)} if (found := traces()) else {}),
         "machine in phases": (some_jobs(count, NOISES["jitter"], seed=7 + seed), 700, phases),
     }
 

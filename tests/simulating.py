@@ -21,6 +21,8 @@ from hvdplus.control.meter import StepTimes, reduce_times
 from hvdplus.control.probing import sizes
 
 NAMES = ("none", "fp16", "int8", "lowrank:16+fp16", "lowrank:8+fp16")
+ERRORS = (0.0, 0.0, 0.3, 0.45, 0.7)
+"""What e comes to at each level: about as in ``benchmarks/results/delay.txt``."""
 LOSSY = 2
 """Least level that keeps a residual and has to learn before it begins."""
 WARM_STEPS = 2
@@ -72,6 +74,8 @@ class Job:
     wait: float = 0.0
     """Seconds until a sounding begins."""
     ranks: int = 2
+    names: tuple[str, ...] = NAMES
+    errors: tuple[float, ...] = ERRORS
     slow_rank: float = 0.0
     """Seconds that rank 0 computes longer than the others."""
     noise: Noise = Noise()
@@ -85,6 +89,11 @@ class Job:
             )
             for level, (sent, codec) in enumerate(zip(self.payload_bytes, self.codec, strict=True))
         )
+
+    @property
+    def probes(self) -> tuple[tuple[int, float], ...]:
+        """(bytes, seconds) of sums before training, without noise."""
+        return tuple((size, self.probe(size)) for size in sizes(self.costs[0].payload_bytes))
 
     def wire(self, level: int) -> float:
         """All communication of a step, hidden or not."""
@@ -213,12 +222,12 @@ def drive(
     """
     at = job if callable(job) else lambda step: job
     start = at(0)
-    controller = make(NAMES, start.costs, config)
+    controller = make(start.names, start.costs, config)
+    keeps = [cost.keeps_residual for cost in start.costs]
     course = Course(controller, [], [], [])
     dice = random.Random(seed)
     if hasattr(controller, "begin"):  # a controller of another version may have to begin without
-        probed = sizes(start.costs[0].payload_bytes)
-        controller.begin([(size, start.probe(size) * _shaken(dice, start.noise.wire)) for size in probed])
+        controller.begin([(size, seconds * _shaken(dice, start.noise.wire)) for size, seconds in start.probes])
     late: tuple[int, Observation] | None = None
     running = drains = warms_up = age = 0
     wave = 0.0
@@ -230,8 +239,8 @@ def drive(
             if decision:
                 course.decisions.append((step, decision))
         if level != running:
-            drains = DRAIN_STEPS if level < LOSSY <= running else 0
-            warms_up = WARM_STEPS if level >= LOSSY else 0
+            drains = DRAIN_STEPS if keeps[running] and not keeps[level] else 0
+            warms_up = WARM_STEPS if keeps[level] else 0
             running, age = level, 0
         job_now = at(step)
         late = None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from statistics import median
 
 import pytest
-from controllers import ERRORS, Outcome, cost, in_use, line, phases, run, scenarios, steady, training, with_numbers
-from simulating import Job, ms
+from controllers import Outcome, cost, in_use, line, phases, run, scenarios, steady, training, with_numbers
+from simulating import ERRORS, Job, ms
 
 from hvdplus.control.controller import Config, Controller
 
@@ -46,7 +46,7 @@ def test_its_jobs_are_what_they_are_called() -> None:
     for drawn, steps, changing in scenarios(3).values():
         assert len(drawn) == 3 and steps >= 500 and changing(drawn[0])(0) is not None
     for level, error in enumerate(ERRORS):
-        assert training(0, level, 500)[0] == pytest.approx(error) and training(0, level, 0)[0] <= error
+        assert training()(0, level, 500)[0] == pytest.approx(error) and training()(0, level, 0)[0] <= error
     assert line([Outcome(1.0, 1.1, 0.5, 3), Outcome(1.2, 1.3, 1.1, 5)], 2.0).split() == [
         "1.200", "1.200", "1.200", "1", "1.300", "1.300", "1", "5", "5", "2.0",
     ]  # fmt: skip

@@ -35,7 +35,7 @@ from coordinating import (
 
 from hvdplus import __version__
 from hvdplus.adapters.transports.local import Local
-from hvdplus.control.controller import Config, Controller, Decision, Observation
+from hvdplus.control.controller import Config, Controller, Decision, Mode, Observation
 from hvdplus.control.meter import StepTimes
 from hvdplus.exchange.coordinator import NORM_STEPS, Coordinator
 from hvdplus.exchange.journal import TRACE_STEPS
@@ -178,6 +178,37 @@ def test_auto_flushes_before_it_measures_dense_again() -> None:
     back = next(i for i in range(100, 200) if run.plans[i].level == NONE)
     assert [plan.flush_fraction for plan in run.plans[back - 1 : back + 5]] == [1.0, 1 / 4, 1 / 3, 1 / 2, 1.0, 0.0]
     assert [plan.level for plan in run.plans[back : back + 5]] == [NONE] * 5
+
+
+def test_after_loss_scaling_came_in_the_middle_of_a_trial_decisions_go_on() -> None:
+    """The trial of fp16 is over, because what it was held against is forbidden."""
+    coordinator = make(auto=True)
+    run = Run(coordinator, milliseconds=SLOW)
+    run.steps(60)
+    controller = coordinator._controller
+    assert controller is not None and controller.held == LOWRANK
+    controller.mode, controller.challenger, controller.level = Mode.TRIAL, FP16, FP16
+    coordinator.set_level(FP16)
+    coordinator.advance()
+    assert coordinator.leave_out_residuals()
+    coordinator.advance()
+    assert controller.level == coordinator.schedule.level == NONE
+    run.steps(60)
+    assert controller.level == coordinator.schedule.level == FP16
+
+
+def test_auto_decides_nothing_on_one_rank() -> None:
+    coordinator = make(auto=True, ranks=1)
+    run = Run(coordinator, milliseconds=SLOW)
+    run.steps(100)
+    assert decisions(coordinator) == [] and {plan.level for plan in run.plans} == {NONE}
+
+
+def test_no_step_probes_while_the_last_probe_is_not_known_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Controller, "probe_bytes", lambda controller: 4096)
+    coordinator = make(auto=True)
+    probed = [step(coordinator, *[report(**TIMED)] * 2).probe_bytes for _ in range(9)]
+    assert probed[1:] == [4096, 0] * 4 or probed[:-1] == [4096, 0] * 4
 
 
 def test_a_fixed_level_never_decides() -> None:

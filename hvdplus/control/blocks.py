@@ -23,7 +23,7 @@ ALONE = 0.05
 
 
 class Guess(NamedTuple):
-    """An estimate of a logarithm."""
+    """An estimate with its variance; of a logarithm, unless it says otherwise."""
 
     mean: float = 0.0
     variance: float = 1.0
@@ -61,7 +61,7 @@ class Block(NamedTuple):
 
 
 def block_of(steps: Sequence[StepTimes]) -> Block:
-    """A block of two or more steps. Steps count in pairs: a level of two sides sends more in one than in the other."""
+    """A block of steps. They count in pairs: a level of two sides sends more in one than in the other."""
 
     def pairs(values: Sequence[float]) -> list[float]:
         return [(a + b) / 2 for a, b in pairwise(values)] or list(values)
@@ -69,7 +69,7 @@ def block_of(steps: Sequence[StepTimes]) -> Block:
     def middle(values: Sequence[float], *, logarithms: bool = False) -> tuple[float, float]:
         means = pairs(values)
         spread = stdev(means) if len(means) > 1 else ALONE * (1.0 if logarithms else abs(means[0]))
-        return median(means), spread**2 / max(1.0, len(values) / 2)
+        return median(means), math.pi / 2 * spread**2 / max(1.0, len(values) / 2)  # a median scatters more than a mean
 
     busy = [each.compute + each.input_wait for each in steps]
     step, step_variance = middle([math.log(max(each.step, 1e-9)) for each in steps], logarithms=True)

@@ -11,8 +11,8 @@ Small sums that were timed beforehand show the link. The start is at the level t
 as nobody knows how long the computation takes.
 
 The cost of a level is seconds a step times the price of delay, see ``knowledge.py``. More compression has to be cheaper
-by a margin, less compression only no dearer; a tie goes to less. A level is tried only where the trial is worth its
-time: if it can tell the two apart, and if what it may gain is more than noise.
+by a margin, less compression may cost half a margin more; so a tie goes to less. A level is tried only where the trial
+is worth its time: if it can tell the two apart, and if what it may gain is more than noise.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Config:
     """The numbers of all decisions."""
 
     dense_steps: int = 0
-    """Dense steps at the start; 0: a block at the level that is expected to lose least."""
+    """Dense steps at the start; 0: a block, or half a second, at the level that is expected to lose least."""
     start_seconds: float = 0.5
     """A start that is not settled in steps ends once it has taken so long, if it has seen two steps."""
     block_steps: int = 8
@@ -82,12 +82,12 @@ class Config:
     certainty: float = 2.0
     """Standard deviations between an estimate and its bound."""
     explore: float = 0.02
-    """Share of the time that trials of levels that promise nothing may cost, and bandwidth probes."""
+    """Share of the time that trials of levels that are not expected to be better may cost, and bandwidth probes."""
     delay_price: float = 0.25
     """κ; 0: only time counts. Fitted by ``benchmarks/delay.py``: 0.24 for the usual ladder, 0.28 (0.24 to 0.34) for all
     levels tried, in trainings of 200 steps from the start; where they are longer, delay costs less."""
     critical_price: float = 2.0
-    """Factor of κ in a critical phase: while gradient norms or the learning rate change."""
+    """Factor of κ in a critical phase, see ``phases.py``."""
     error_budget: float = 5.0
     """Largest error of a level, whatever it saves."""
 
@@ -100,7 +100,7 @@ class Config:
 ARGUMENTS = ("names", "costs", "config")
 """Fields of a controller that a new one is given anew."""
 NOT_LEARNED = ("costs", "delay_price")
-"""The same, of what it knows."""
+"""Fields of its ``Knowledge`` that are given anew."""
 PROBE_STEPS = 40
 """Least steps between two bandwidth probes."""
 PROBE_LEAST, PROBE_MOST = 128 << 10, 64 << 20
@@ -142,8 +142,11 @@ class Controller:
     _noise: float = 0.0
     """Variance of a trial's ratio, as blocks of the level held let expect."""
     _elapsed: float = 0.0
+    """Seconds of all observed steps."""
+    _started: float = 0.0
+    """The same when the start began."""
     _spent: float = 0.0
-    """Seconds of all steps; seconds that trials and probes took longer than the level held would have."""
+    """Seconds that trials and probes took beyond the level held."""
     _phases: Phases = field(default_factory=Phases)
     _error: float = 0.0
     """The latest at this level; 0: none yet."""
@@ -176,11 +179,13 @@ class Controller:
         levels = {self.level, self.held, self.challenger, *known}
         if not {*levels, *(level for level, _ in self._turns)} <= set(range(len(self.names))):
             raise ValueError(f"it names levels beyond {', '.join(self.names)}")
-        if self.mode is Mode.TRIAL and self.held not in self._known.levels:
-            raise ValueError("it compares a level with one that it has not seen")
+        if self.mode is not Mode.START and self.held not in self._known.levels:
+            raise ValueError("it holds a level that it has not seen")
         turns = [*(level for level, _ in self._turns), self.level]
         if self.mode is Mode.TRIAL and (len(turns) < 2 or turns != ([self.held, self.challenger] * 99)[: len(turns)]):
             raise ValueError(f"its trial of {self.names[self.challenger]} is not in turns")
+        if not {level for level, _ in self._turns} <= set(self._known.levels):
+            raise ValueError("it compares levels that it has not seen")
         if self._noise < 0 or not self._known.plausible([block for _, block in self._turns]):
             raise ValueError("it knows of steps that took less than no time")
 
@@ -200,7 +205,7 @@ class Controller:
         self.refused.update({above: why for above in range(level, len(self.names))})
         if self.held >= level:
             self._known.levels.clear()
-            self.held = 0
+            self.held, self._lost, self._turns, self._started = 0, {}, [], self._elapsed
             self._enter(Mode.START, 0)
         elif self.mode is Mode.TRIAL and self.challenger >= level:
             self._enter(Mode.HOLD, self.held)
@@ -216,11 +221,11 @@ class Controller:
         self._elapsed += seen.times.step
         self._spent += seen.times.probe
         self._note_training(level, seen)
-        if level and self._known.errors.get(level) and seen.error > config.error_budget:
+        if level and seen.error > config.error_budget:
             budget = f"the residual at {self.names[level]} is {seen.error:.2f} times the gradient (budget "
             return self._refuse(f"{budget}{config.error_budget:g})")
         starts, asked = self.mode is Mode.START, config.dense_steps
-        slow = starts and not asked and self._elapsed >= config.start_seconds
+        slow = starts and not asked and self._elapsed - self._started >= config.start_seconds
         if self._age <= min(1 if slow else config.settle_steps, asked - 1 if starts and asked else math.inf):
             return None
         self._window.append(times)
@@ -274,8 +279,9 @@ class Controller:
 
     def _see_probe(self, size: int, seconds: float) -> None:
         self._known.see_sum(size, seconds)
-        share = seconds / (0.5 * self.config.explore * self._known.seconds(self.level))
-        self._probe_after = self._age + max(PROBE_STEPS, math.ceil(share))
+        if self.config.explore:  # a log may be replayed with none
+            share = seconds / (0.5 * self.config.explore * self._known.seconds(self.level))
+            self._probe_after = self._age + max(PROBE_STEPS, math.ceil(share))
 
     def _note_training(self, level: int, seen: Observation) -> None:
         """What the step says of delay and of its price."""
@@ -377,7 +383,7 @@ class Controller:
         if self.level == self.held:
             known = [level for level in self._known.levels if level not in self.refused]
             self.held = min(known, key=lambda level: self._known.cost(level, level).mean, default=0)
-        self._turns = []
+        self._turns, self._lost = [], {}
         mode = Mode.HOLD if self._known.levels else Mode.START
         return self._enter(mode, self.held, f"{why}; back to {self.names[self.held]}")
 
@@ -389,5 +395,5 @@ class Controller:
         if level != self.level:
             self._age, self._probe_after = 0, PROBE_STEPS
             self._carried, self._error = self._error, 0.0
-        self.mode, self.level, self._window = mode, level, []
+        self.mode, self.level, self._window, self._doubt = mode, level, [], False
         return Decision(level, why, self._known.evidence(self.names, self._usable()))

@@ -35,7 +35,7 @@ CROWD, CODEC_ERROR, SCALED_ERROR = 1.5, 0.4, 0.15
 from another's. (1.3 to 1.7 were measured on two cores, and 0.1 between ranks of ``lowrank``.)"""
 ENERGY, POWER = 0.027, 1.75
 """Guesses for a level that was never run, with its share of the dense bytes: ``e² = ENERGY (1 / share - 1)``, or
-``e² ∝ (1 / share - 1)^POWER`` from a level with about as many bytes that did run. Both are fits to low-rank levels."""
+``e² ∝ (1 / share - 1)^POWER`` from a level that ran and sends about as many bytes. Both are fits to low-rank levels."""
 NEAR = 3.0
 """Factor between the bytes of such two levels, at most: beyond, they are seldom of one kind."""
 GUESS_ERROR, NEAR_ERROR = 0.7, 0.3
@@ -170,7 +170,10 @@ class Knowledge:
             *(known.codec for known in levels),
             *(block.rest for block in blocks),
         ]
-        return min(variances) >= 0 and min(seconds, default=1.0) > 0 <= min(rest)
+        errors = [error for readings in self.errors.values() for error in readings]
+        logarithms = [abs(pace.mean), *(abs(known.own.mean) for known in levels)]
+        fits = all(self.errors.values()) and max(logarithms) < 50
+        return fits and min(variances) >= 0 and min(seconds, default=1.0) > 0 <= min(*rest, *errors)
 
     def learn_ratio(self, level: int, other: int, ratio: Guess) -> None:
         """``level`` was measured to take as long as ``other``, times ``ratio`` (a logarithm)."""
@@ -180,10 +183,6 @@ class Knowledge:
     def learn_error(self, level: int, error: float, age: int, carried: float = 0.0) -> None:
         """Take in a reading of e, ``age`` steps after the level began; the level before it had come to ``carried``."""
         self.errors[level] = [*self.errors.get(level, [])[1 - ERRORS_KEPT :], settled(error, age, carried)]
-
-    def forget_errors(self) -> None:
-        """The gradients are others now."""
-        self.errors.clear()
 
     def known_own(self, level: int) -> Guess:
         """``Level.own``, as much as it is worth today."""

@@ -54,7 +54,7 @@ def from_plain(hint: Any, value: Any) -> Any:
         return hint(*(from_plain(kind, item) for kind, item in zip(kinds, _listed(value), strict=True)))
     wanted = int | float if hint is float else hint
     fits = isinstance(value, wanted) and isinstance(value, bool) == (hint is bool)
-    if not fits or (hint is float and not math.isfinite(value)) or (hint is int and value < 0):
+    if not fits or (hint is float and not math.isfinite(value)) or (hint is int and not 0 <= value < 2**63):
         raise TypeError(f"{hint.__name__} is wanted, not {reprlib.repr(value)}")
     return value
 
@@ -74,7 +74,7 @@ def restore(target: Any, values: Any, *, without: tuple[str, ...] = ()) -> None:
     for name in wanted:
         try:
             setattr(target, name, from_plain(hints[name], values[name]))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{name} does not fit: {error}") from None
 
 

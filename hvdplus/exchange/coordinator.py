@@ -233,17 +233,16 @@ class Coordinator:
             )
         if self._controller.refused.get(lossy[0]) == LOSS_SCALING:
             return False
+        before = self.schedule.level
         self._forbid(lossy[0], LOSS_SCALING)
-        if self.schedule.level < lossy[0]:
-            return False
-        self.set_level(self._controller.level)
-        return True
+        return self.schedule.level != before
 
     def _forbid(self, level: int, reason: str) -> None:
         assert self._controller is not None
         self._journal.write_trace(self.steps)
         self.log.write("forbid", step=self.steps, level=self.ladder.names[level], reason=reason)
         self._controller.forbid(level, reason)
+        self.set_level(self._controller.level)
 
     def finish(self, **facts: Any) -> dict[str, Any]:
         """Close the run log with the user's ``facts`` (accuracy, ...); return the run's figures.
@@ -269,7 +268,9 @@ class Coordinator:
 
     def _next_plan(self) -> Plan:
         measures = self._measures_norms and self.steps % NORM_STEPS == 0
-        probe = self._controller.probe_bytes() if self._controller and not self.schedule.transitional else 0
+        # What the last step's probe took is not known yet.
+        may_probe = self._controller and not self.schedule.transitional and not self._known.probe_bytes
+        probe = self._controller.probe_bytes() if self._controller and may_probe else 0
         return self.schedule.next_plan()._replace(measure_norms=measures, probe_bytes=probe)
 
     def _measure(self, seen: Observation, loss: float) -> None:
@@ -280,7 +281,8 @@ class Coordinator:
         if self._journal.window_is_full:
             self._close_window()
         # A step that flushes a residual or warms up a level costs more than a dense one, so it does not count as dense.
-        if not self._controller or label(self.ladder, self._measured) != self.ladder.names[self._measured.level]:
+        transitional = label(self.ladder, self._measured) != self.ladder.names[self._measured.level]
+        if not self._controller or self.ranks == 1 or transitional:
             return
         level = self._measured.level
         self._journal.add_observation(level, seen)
@@ -343,7 +345,7 @@ def _whole_microseconds(seconds: float) -> float:
 
 def _observed(plan: Plan, metadata: Metadata) -> Observation:
     """The observation of a step without its times, which come with the next metadata."""
-    learning_rate = float(f"{metadata.learning_rate:.7g}")
+    learning_rate = float(f"{metadata.learning_rate:.7g}") if math.isfinite(metadata.learning_rate) else 0.0
     unmeasured = Observation(StepTimes(), learning_rate=learning_rate, probe_bytes=plan.probe_bytes)
     gradient, residual = metadata.gradient_norm, metadata.residual_norm
     if not plan.measure_norms or not (math.isfinite(gradient) and math.isfinite(residual)):  # the step was not taken

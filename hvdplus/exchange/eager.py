@@ -238,6 +238,7 @@ class EagerExchange(Exchange[EagerArray]):
     def _start_anew(self) -> None:
         self.cut_anew()
         self.reporter.finish_last()
+        self.meter = StepMeter()  # the step in which this happens takes longer
         self.ready, self.agreed = [], False
 
     def hold(self, i: int, residual: Any, share: float = 1.0) -> None:

@@ -285,7 +285,7 @@ def predict(
 def best_level(steps: Mapping[str, Step], prices: Mapping[str, float]) -> str:
     """The least compression whose step, times the price of delay, is within ``MARGIN`` of the best level's.
 
-    ``auto`` chooses by the same rule; it also rejects levels over the error budget.
+    ``auto`` comes close to this rule; it also rejects levels over the error budget.
 
     Args:
         steps: level -> predicted step, least compression first.

@@ -34,8 +34,8 @@ def replay(records: Sequence[Record], **limits: float) -> tuple[tuple[str, ...],
     run = run_of(records)
     if not run.get("limits"):
         raise ValueError("only the log of a run at compression auto, by this version of hvdplus, can be replayed")
-    if unknown := sorted(run["limits"].keys() - {entry.name for entry in fields(Config)}):
-        raise ValueError(f"the log is of another version of hvdplus: this one has no limit {', '.join(unknown)}")
+    if other := sorted(run["limits"].keys() ^ {entry.name for entry in fields(Config)}):
+        raise ValueError(f"the log is of another version of hvdplus: one of both has no limit {', '.join(other)}")
     if not any(record["kind"] == "trace" for record in records):
         raise ValueError("the log holds no step to decide from (steps are written every 50 steps and at the end)")
     names = tuple(run["levels"])

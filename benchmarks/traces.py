@@ -1,0 +1,149 @@
+"""Recorded steps of real jobs, for ``controllers.py`` to play under any controller.
+
+    python benchmarks/traces.py                 records all of them anew (root, a quarter of an hour) into traces/
+    python benchmarks/traces.py mlp 200mbit     one of them
+
+A trace holds, for every level of the ladder, what each step of a job at that level took, part by part, as all ranks
+together saw it; levels were run in turns, so that steps with the same number saw much the same machine. It also holds
+what levels send, how long their codecs take alone, what sums took before training, and what errors came to.
+
+A step that a controller takes at a level is that level's next recorded one, round and round. What a change of level
+does to the steps right after it is not in a trace, and probes of bandwidth take what the link's α and β say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+from hvdplus.control.link import LevelCost, Link, fit_link
+from hvdplus.control.meter import StepTimes
+from hvdplus.settings import Settings
+
+FOLDER = Path(__file__).parent / "traces"
+RECORDED = (("mlp", "100mbit"), ("mlp", "1gbit"), ("mlp", "unshaped"), ("text", "100mbit"), ("text", "1gbit"),
+            ("text", "unshaped"), ("cnn", "100mbit"), ("cnn", "1gbit"), ("cnn", "unshaped"))  # fmt: skip
+TURN_STEPS, TURN_SECONDS, TURNS = 20, 2.0, 8
+"""A level's turn has so many steps, or as many as fit into so many seconds, and two at least; turns of each level."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A recorded job, in the shape of ``simulating.Job``."""
+
+    name: str
+    names: tuple[str, ...]
+    costs: tuple[LevelCost, ...]
+    errors: tuple[float, ...]
+    """What e comes to at each level."""
+    probes: tuple[tuple[int, float], ...]
+    """(bytes, seconds) of sums before training."""
+    steps: tuple[tuple[StepTimes, ...], ...]
+    """Of each level."""
+    link: Link
+    _next: list[int] = field(default_factory=list, compare=False)
+    noise: ClassVar[SimpleNamespace] = SimpleNamespace(wire=0.0)
+    """None is added."""
+
+    def rewound(self) -> Trace:
+        """The same from the beginning."""
+        return replace(self, _next=[])
+
+    def step(self, level: int, dice: random.Random, wave: float = 0.0) -> list[StepTimes]:
+        """The next step at a level, as all ranks together saw it."""
+        if not self._next:
+            self._next.extend(dice.randrange(len(steps)) for steps in self.steps)
+        self._next[level] = (self._next[level] + 1) % len(self.steps[level])
+        return [self.steps[level][self._next[level]]]
+
+    def seconds(self, level: int) -> float:
+        """The middle step."""
+        return statistics.median(each.step for each in self.steps[level])
+
+    def probe(self, size: int) -> float:
+        """Seconds of a sum that nothing else goes along with."""
+        return self.link.alpha + self.link.beta * size
+
+
+def traces() -> list[Trace]:
+    """All that there are."""
+    return [load(path) for path in sorted(FOLDER.glob("*.json"))]
+
+
+def load(path: Path) -> Trace:
+    """A trace from its file."""
+    known = json.loads(path.read_text())
+    levels = known["levels"]
+    costs = tuple(
+        LevelCost(
+            level["payload_bytes"], level["last_bytes"], level["messages"], level["codec_ms"] / 1e3,
+            level["keeps_residual"],
+        )
+        for level in levels.values()
+    )  # fmt: skip
+    steps = tuple(
+        tuple(StepTimes(*(micros / 1e6 for micros in step)) for step in known["steps"][name]) for name in levels
+    )
+    comm = [(cost, statistics.median(each.comm for each in taken)) for cost, taken in zip(costs, steps, strict=True)]
+    probes = tuple((size, micros / 1e6) for size, micros in known["probes"])
+    return Trace(
+        path.stem,
+        tuple(levels),
+        costs,
+        tuple(known["errors"][name] for name in levels),
+        probes,
+        steps,
+        fit_link([*comm, *((LevelCost(size, size, 1), seconds) for size, seconds in probes)]),
+    )
+
+
+def record(ranks: Any, model: str, rate: str) -> dict[str, Any]:
+    """Record one trace in a running laboratory."""
+    ranks.model(name=model)
+    ranks.lab.shape(rate)
+    ranks.steps(who="auto", count=1)
+    (about,) = (each for each in ranks.records(who="auto") if each["kind"] == "run")
+    people = {level: f"traced {level}" for level in Settings().ladder}
+    turn = {}
+    for level, who in people.items():
+        typical = statistics.median(ranks.steps(who=who, count=6)["seconds"][3:])
+        turn[level] = max(2, min(TURN_STEPS, round(TURN_SECONDS / typical)))
+    for _ in range(TURNS):
+        for level, who in people.items():
+            ranks.steps(who=who, count=turn[level] + 1)
+    steps, errors = {}, {}
+    for level, who in people.items():
+        seen = [each for each in ranks.records(who=who) if each["kind"] == "window" and each["level"] == level]
+        names = ("step_ms", "codec_ms", "exposed_comm_ms", "input_wait_ms", "overlapped_comm_ms")
+        # The first six steps showed how long a turn is to be.
+        steps[level] = [[round(each[name] * 1e3) for name in names] for each in seen[6:]]
+        found = [each["error"] for each in seen[len(seen) // 2 :] if each["error"] is not None]
+        errors[level] = round(statistics.median(found), 4) if found else 0.0
+    return {"levels": about["levels"], "probes": about["probes"], "errors": errors, "steps": steps}
+
+
+def main() -> None:
+    """Command line."""
+    from adaptive import UNSHAPED, machine, running
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("which", nargs="*", metavar="MODEL RATE", help="one of them; default: all")
+    asked = parser.parse_args().which
+    wanted = [tuple(asked)] if asked else list(RECORDED)
+    FOLDER.mkdir(exist_ok=True)
+    with running(2, sorted({rate for _, rate in wanted if rate != UNSHAPED} | {"1gbit"})) as ranks:
+        for model, rate in wanted:
+            found = {"machine": machine(), "hosts": 2, **record(ranks, model, rate)}
+            path = FOLDER / f"{model}-{rate}.json"
+            path.write_text(json.dumps(found, separators=(",", ":")) + "\n")
+            print(path, {level: len(steps) for level, steps in found["steps"].items()}, flush=True)
+
+
+if __name__ == "__main__":
+    main()
