@@ -199,8 +199,12 @@ def test_nothing_to_hide_behind(near):
 
 
 def test_all_but_the_last_bucket_behind_a_long_backward_pass(near):
-    times, rested = trained(BIG._replace(bucket_seconds=2 * BIG.wire_seconds / BUCKETS), share=1.0)
-    assert near(times.comm + rested * BURST_SECONDS, 1)
+    job = BIG._replace(bucket_seconds=2 * BIG.wire_seconds / BUCKETS)
+    times, rested = trained(job, share=1.0)
+    # The end of each sum is known to half the time between two looks, and may err to the same side every time.
+    known_to = rested * job.bucket_seconds / PARTS / 2 if FRAMEWORK == "torch" else 0.0
+    carried = times.comm + rested * BURST_SECONDS
+    assert any(near(carried + error, 1) for error in (-known_to, 0.0, known_to))
     if FRAMEWORK == "torch":  # which sends every large gradient as soon as it is there: little is left in the end
         assert times.exposed_comm <= 0.1 * BIG.wire_seconds
         return
