@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import reprlib
-import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 import numpy as np
 
@@ -55,32 +54,6 @@ def is_finite(array: Any) -> bool:
         return hasattr(array, "shape") and values.dtype.kind in "fiu" and bool(np.isfinite(values).all())
     except (TypeError, ValueError, RuntimeError):
         return False
-
-
-def has_type(value: Any, hint: Any) -> bool:
-    """Whether a value is of an annotated type: classes, and lists, dictionaries and named tuples of them."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is list:
-        return isinstance(value, list) and all(has_type(each, arguments[0]) for each in value)
-    if origin is dict:
-        return isinstance(value, dict) and all(
-            has_type(key, arguments[0]) and has_type(each, arguments[1]) for key, each in value.items()
-        )
-    if hint is int:
-        return is_count(value)
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if isinstance(hint, type) and issubclass(hint, tuple):
-        return type(value) is hint and all(map(has_type, value, get_type_hints(hint).values()))
-    return isinstance(value, hint if isinstance(hint, type | types.UnionType) else object)
-
-
-def check_remembered(remembers: Any, names: Sequence[str]) -> None:
-    """Raise ValueError unless all ``names`` of an object hold what their annotations promise."""
-    hints = get_type_hints(type(remembers))
-    for name in names:
-        value = getattr(remembers, name)
-        require(has_type(value, hints[name]), f"{name} of its controller", f"of type {hints[name]}", value)
 
 
 def require_fields(state: Any, names: Sequence[str], what: str) -> None:
