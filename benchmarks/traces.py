@@ -24,6 +24,8 @@ from typing import Any, ClassVar
 
 from hvdplus.control.link import LevelCost, Link, fit_link
 from hvdplus.control.meter import StepTimes
+from hvdplus.log.facts import probes_of
+from hvdplus.log.replay import costs_of
 from hvdplus.settings import Settings
 
 FOLDER = Path(__file__).parent / "traces"
@@ -79,27 +81,19 @@ def traces() -> list[Trace]:
 def load(path: Path) -> Trace:
     """A trace from its file."""
     known = json.loads(path.read_text())
-    levels = known["levels"]
-    costs = tuple(
-        LevelCost(
-            level["payload_bytes"], level["last_bytes"], level["messages"], level["codec_ms"] / 1e3,
-            level["keeps_residual"],
-        )
-        for level in levels.values()
-    )  # fmt: skip
+    names, costs, probes = tuple(known["levels"]), costs_of(known), probes_of(known)
     steps = tuple(
-        tuple(StepTimes(*(micros / 1e6 for micros in step)) for step in known["steps"][name]) for name in levels
+        tuple(StepTimes(*(micros / 1e6 for micros in step)) for step in known["steps"][name]) for name in names
     )
     comm = [(cost, statistics.median(each.comm for each in taken)) for cost, taken in zip(costs, steps, strict=True)]
-    probes = tuple((size, micros / 1e6) for size, micros in known["probes"])
     return Trace(
         path.stem,
-        tuple(levels),
+        names,
         costs,
-        tuple(known["errors"][name] for name in levels),
-        probes,
+        tuple(known["errors"][name] for name in names),
+        tuple(probes),
         steps,
-        fit_link([*comm, *((LevelCost(size, size, 1), seconds) for size, seconds in probes)]),
+        fit_link([*comm, *((LevelCost.of_sum(size), seconds) for size, seconds in probes)]),
     )
 
 

@@ -16,10 +16,11 @@ NOISE_FLOOR = 0.004
 """Least standard deviation of a block's logarithm: clocks, and what blocks in a row have in common."""
 ONE_SIDED = 0.01
 """Standard deviation of a ratio of which only one neighbour was measured: the machine's pace may be changing."""
-
-
 ALONE = 0.05
 """Standard deviation of one or two steps, as a share of them: nobody knows how they scatter."""
+CONTENTION = 0.03
+"""Standard deviation of what a level changes in the computation, as a share of the step: sums and codecs compete with
+it for the machine."""
 
 
 class Guess(NamedTuple):
@@ -101,13 +102,10 @@ class Ratio(NamedTuple):
     pairs: int
 
 
-def ratio_of(turns: Sequence[tuple[int, Block]], challenger: int, contention: float) -> Ratio:
+def ratio_of(turns: Sequence[tuple[int, Block]], challenger: int, contention: float = CONTENTION) -> Ratio:
     """The ratio from a trial's turns, each (level, block): the level held comes first, and they alternate.
 
     Computation is common to both levels: it counts as far as it can be told from the machine's pace.
-
-    Args:
-        contention: standard deviation of what a level changes in the computation, as a share of the step.
     """
     rest, busy, rest_variance, busy_variance = 0.0, 0.0, 0.0, 0.0
     count = sum(level == challenger for level, _ in turns)
@@ -134,10 +132,10 @@ def ratio_of(turns: Sequence[tuple[int, Block]], challenger: int, contention: fl
     return Ratio(Guess(mean, rest_variance + trust * busy_variance + 1e-5), count)
 
 
-def noise_of(block: Block, pairs: int, contention: float) -> float:
+def noise_of(block: Block, pairs: int) -> float:
     """Variance of the ratio that so many pairs of blocks like this one would show."""
     share = 2 / (pairs * block.step**2)
-    return share * block.rest_variance + shrunk(share * block.busy_variance, contention)
+    return share * block.rest_variance + shrunk(share * block.busy_variance, CONTENTION)
 
 
 def shrunk(variance: float, prior: float) -> float:

@@ -23,9 +23,6 @@ from hvdplus.control.link import MODEL_ERROR, LevelCost, LinkEstimate
 
 DRIFT = 0.0015
 """Standard deviation that the logarithm of a step's seconds gains in a step in which nobody looks, as a random walk."""
-CONTENTION = 0.03
-"""Standard deviation of what a level changes in the computation, as a share of the step: sums and codecs compete with
-it for the machine."""
 EXPOSED_ERROR = 0.25
 """Standard deviation of predicted communication, as a share of it."""
 OVERLAP_ERROR = 0.5
@@ -134,7 +131,7 @@ class Knowledge:
 
     def see_sum(self, size: int, seconds: float, *, first: bool = False) -> None:
         """Take in what a sum of ``size`` bytes took that nothing else went along with. ``first``: before any step."""
-        self.link = self.link.updated(LevelCost(size, size, 1), seconds, (MODEL_ERROR * seconds) ** 2, same=first)
+        self.link = self.link.updated(LevelCost.of_sum(size), seconds, (MODEL_ERROR * seconds) ** 2, same=first)
 
     def best_start(self, usable: Sequence[int], steps: Callable[[float], float]) -> int:
         """The level to begin with, before any step was seen: that of least regret, which is what the start is expected
@@ -217,7 +214,7 @@ class Knowledge:
 
     def price(self, level: int) -> float:
         """By what factor a training at this level needs more steps."""
-        return 1 + self.delay_price * self.error(level).mean
+        return price_of_delay(self.delay_price, self.error(level).mean)
 
     def cost(self, level: int, held: int) -> Guess:
         """Logarithm of seconds times price. ``held``: the level that runs, whose link needs no guess."""
@@ -292,6 +289,11 @@ class Knowledge:
         """Bytes that are not sent over bytes that are."""
         dense, sent = self.costs[0].payload_bytes, self.costs[level].payload_bytes
         return max(0.0, dense / max(1, sent) - 1)
+
+
+def price_of_delay(kappa: float, error: float) -> float:
+    """By what factor a training at an error e needs more steps than dense."""
+    return 1 + kappa * error
 
 
 def settled(error: float, age: int, carried: float = 0.0) -> float:

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from hvdplus.control.blocks import FAR
+
 MODEL_ERROR = 0.05
 """Standard deviation of measured communication from the model, as a share of it."""
 
@@ -29,6 +31,11 @@ class LevelCost(NamedTuple):
     """Seconds to encode and decode, measured before training; 0: not measured."""
     keeps_residual: bool = True
     """Whether what is not sent stays in a residual, and so arrives late."""
+
+    @classmethod
+    def of_sum(cls, size: int) -> LevelCost:
+        """Of a single sum of ``size`` bytes that nothing else goes along with."""
+        return cls(size, size, 1)
 
 
 class Link(NamedTuple):
@@ -83,7 +90,7 @@ class LinkEstimate(NamedTuple):
         noise = variance + (MODEL_ERROR * seconds) ** 2
         expected = self.link.seconds(cost)
         off, known = seconds - expected, self
-        if not same and expected and off * off > 9 * (self.variance(cost) + noise):
+        if not same and expected and off * off > FAR**2 * (self.variance(cost) + noise):
             share = (off / expected) ** 2
             known = self.older(share)._replace(ab=self.ab + share * self.alpha * self.beta / 2)
         pa, pb = m * known.aa + b * known.ab, m * known.ab + b * known.bb

@@ -32,7 +32,6 @@ def judge(
     certainty: float,
     more: bool,
     pairs: int,
-    contention: float,
 ) -> Verdict:
     """Judge a trial by its turns, see ``ratio_of``.
 
@@ -43,9 +42,8 @@ def judge(
         certainty: standard deviations of the bound.
         more: whether the challenger compresses more, and has to be better beyond the bound.
         pairs: most pairs of a trial.
-        contention: see ``ratio_of``.
     """
-    measured, seen = ratio_of(turns, challenger, contention)
+    measured, seen = ratio_of(turns, challenger)
     ratio = prior.updated(measured.mean, measured.variance)
     gain, bound = -ratio.mean - price - need, certainty * math.sqrt(ratio.variance)
     left, at_stake = pairs - seen + (0.5 if turns[-1][0] == challenger else 0.0), 0.0

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from hvdplus.control.knowledge import price_of_delay
+
 Record = dict[str, Any]
 """One line of the log: plain JSON values, ``kind`` among them."""
 
@@ -154,6 +156,11 @@ def evidence_by_level(decision: Record) -> dict[str, dict[str, float]]:
     return figures
 
 
+def probes_of(run_record: Record) -> list[tuple[int, float]]:
+    """What sums took before training began: (bytes, seconds)."""
+    return [(size, micros / 1e6) for size, micros in run_record.get("probes") or []]
+
+
 def delay_prices(records: Sequence[Record]) -> dict[str, float]:
     """Level -> how many times the steps of dense a training needs there, by the errors of the run and its price of
     delay; levels that keep nothing back are left out."""
@@ -170,7 +177,7 @@ def delay_prices(records: Sequence[Record]) -> dict[str, float]:
     for level in {level_of(window) for window in windows}:
         same = [window for window in windows if level_of(window) == level]
         errors[level] = weighted_median([number_of(each["error"]) for each in same], [steps_in(each) for each in same])
-    return {name: 1 + price * error for name, error in errors.items() if error}
+    return {name: price_of_delay(price, error) for name, error in errors.items() if error}
 
 
 def dense_exposed_share(decision: Record) -> float:

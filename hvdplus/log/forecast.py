@@ -27,6 +27,7 @@ from hvdplus.log.facts import (
     level_of,
     levels_refused,
     number_of,
+    probes_of,
     run_of,
     weighted_median,
     windows_of,
@@ -121,7 +122,7 @@ def what_the_run_showed(records: Sequence[Record]) -> Shown:
     if not seen:
         raise ValueError("it holds no complete window of steps at a level: let the job run longer, 100 steps or so")
 
-    probes = [(LevelCost(size, size, 1), micros / 1e6) for size, micros in about.get("probes") or []]
+    probes = [(LevelCost.of_sum(size), seconds) for size, seconds in probes_of(about)]
     link = fit_link([*((costs[name], level.comm) for name, level in seen.items()), *probes])
     compute = median(level.compute for level in seen.values())
     hideable = max(level.overlapped for level in seen.values())

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from hvdplus.control.controller import Config, Controller, Decision, Observation
 from hvdplus.control.link import LevelCost
 from hvdplus.control.meter import StepTimes
-from hvdplus.log.facts import Record, check_not_empty, run_of
+from hvdplus.log.facts import Record, check_not_empty, probes_of, run_of
 
 
 class Replayed(NamedTuple):
@@ -39,12 +39,12 @@ def replay(records: Sequence[Record], **limits: float) -> tuple[tuple[str, ...],
     if not any(record["kind"] == "trace" for record in records):
         raise ValueError("the log holds no step to decide from (steps are written every 50 steps and at the end)")
     names = tuple(run["levels"])
-    controller = Controller(names, _costs(run), Config(**{**run["limits"], **limits}))
-    controller.begin([(size, micros / 1e6) for size, micros in run.get("probes") or []])
+    controller = Controller(names, costs_of(run), Config(**{**run["limits"], **limits}))
+    controller.begin(probes_of(run))
     decisions = []
     for record in records:
         if record["kind"] == "resize":
-            controller.costs = _costs(record)
+            controller.costs = costs_of(record)
         elif record["kind"] == "forbid":
             controller.forbid(names.index(record["level"]), record["reason"])
         elif record["kind"] == "resume":
@@ -62,7 +62,8 @@ def replay(records: Sequence[Record], **limits: float) -> tuple[tuple[str, ...],
     return names, decisions
 
 
-def _costs(record: Record) -> tuple[LevelCost, ...]:
+def costs_of(record: Record) -> tuple[LevelCost, ...]:
+    """Costs of all levels as a ``run`` or ``resize`` record has them, the same to the last bit as the job's."""
     return tuple(
         LevelCost(
             level["payload_bytes"],
