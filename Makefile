@@ -22,7 +22,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 .PHONY: help venv install demo check types test lint slurm-up clean
 
 help:
-	@echo "make check     under a minute: ruff, mypy, and the tests that need NumPy alone"
+	@echo "make check     little over a minute: ruff, mypy, and the tests that need NumPy alone"
 	@echo "make install   set up .venv: PyTorch, TensorFlow, MPI, Horovod (built, some minutes), hvdplus"
 	@echo "make demo      train on real digits on two ranks, in PyTorch and in Keras; pictures in runs/"
 	@echo "make test      run the tests against the installed package"
