@@ -197,11 +197,13 @@ def test_after_loss_scaling_came_in_the_middle_of_a_trial_decisions_go_on() -> N
     assert controller.level == coordinator.schedule.level == FP16
 
 
-def test_auto_decides_nothing_on_one_rank() -> None:
+def test_auto_stays_dense_on_one_rank() -> None:
     coordinator = make(auto=True, ranks=1)
+    coordinator.describe_run(World(Local(), {"a": 1}, "ring", 0, ()), "torch", parameters=1000, gradient_bytes=4000)
     run = Run(coordinator, milliseconds=SLOW)
     run.steps(100)
-    assert decisions(coordinator) == [] and {plan.level for plan in run.plans} == {NONE}
+    assert [record["to"] for record in decisions(coordinator)] == ["none"]
+    assert {plan.level for plan in run.plans} == {NONE}
 
 
 def test_no_step_probes_while_the_last_probe_is_not_known_yet(monkeypatch: pytest.MonkeyPatch) -> None:

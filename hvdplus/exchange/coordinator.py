@@ -145,8 +145,7 @@ class Coordinator:
     def flush(self) -> None:
         """A residual came from elsewhere: if the level keeps none, send it over the coming steps."""
         self.schedule.flush()
-        if self._controller and self.ranks == 1 and len(self.ladder.names) > 1:
-            self._forbid(1, ALONE)
+        self._forbid_if_alone()
         self.advance()
 
     def observe(self, plan: Plan, metadata: Metadata, healthy: bool = True) -> None:
@@ -215,6 +214,7 @@ class Coordinator:
         )
         self._running = True
         _open.add(self)
+        self._forbid_if_alone()
 
     def leave_out_residuals(self) -> bool:
         """From now on, run only levels that keep no residual; all ranks call it at the same step. A second call does
@@ -236,6 +236,12 @@ class Coordinator:
         before = self.schedule.level
         self._forbid(lossy[0], LOSS_SCALING)
         return self.schedule.level != before
+
+    def _forbid_if_alone(self) -> None:
+        """On one rank ``auto`` stays dense: no link is known, and all levels would promise something for ever."""
+        alone = self.ranks == 1 and len(self.ladder.names) > 1
+        if self._controller and alone and self._controller.refused.get(1) != ALONE:
+            self._forbid(1, ALONE)
 
     def _forbid(self, level: int, reason: str) -> None:
         assert self._controller is not None
@@ -282,7 +288,7 @@ class Coordinator:
             self._close_window()
         # A step that flushes a residual or warms up a level costs more than a dense one, so it does not count as dense.
         transitional = label(self.ladder, self._measured) != self.ladder.names[self._measured.level]
-        if not self._controller or self.ranks == 1 or transitional:
+        if not self._controller or transitional:
             return
         level = self._measured.level
         self._journal.add_observation(level, seen)
