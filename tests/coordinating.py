@@ -84,7 +84,7 @@ def step(coordinator: Coordinator, *reports: Report) -> Plan:
     plan = coordinator.plan
     coordinator.observe(plan, heard(*(reports or (Report(),) * coordinator.ranks)))
     coordinator.advance()
-    return plan._replace(measure_norms=False)
+    return plan._replace(measurement=0)
 
 
 def go(coordinator: Coordinator, level: str) -> None:
@@ -121,7 +121,7 @@ class Run:
             residual = 0.5 * first.ladder.compressors[plan.level].keeps_residual
             reports = []
             for rank in range(first.ranks):
-                fields = {"gradient_norm": plan.measure_norms * 2.0, "residual_norm": plan.measure_norms * residual}
+                fields = {"gradient_norm": 2.0, "residual_norm": residual} if plan.measurement else {}
                 times = StepTimes()
                 if self.plans:
                     step_ms, exposed_ms, hidden_ms = self.milliseconds[self.plans[-1].level]
@@ -135,7 +135,7 @@ class Run:
                 coordinator.observe(plan, metadata)
             after = {coordinator.advance() for coordinator in self.coordinators}
             assert len(after) == 1, "every rank makes the same plan"
-            self.plans.append(plan._replace(measure_norms=False))
+            self.plans.append(plan._replace(measurement=0))
 
 
 def windows(coordinator: Coordinator) -> list[dict[str, Any]]:

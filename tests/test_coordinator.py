@@ -456,24 +456,24 @@ TIMED = {"step": 0.02, "exposed_comm": 0.0001}
 
 
 @pytest.mark.parametrize("names", [("none",), ("fp16",), ("int8",), ("none", "lowrank:4"), LADDER])
-def test_every_fifth_plan_asks_how_large_gradients_are(names: tuple[str, ...]) -> None:
+def test_every_fifth_plan_is_to_measure_gradients(names: tuple[str, ...]) -> None:
     """Dense, learning and lossy ones alike; but one rank alone has nothing to tell, and where nothing is ever held back
     or decided, nobody wants to know."""
     for ranks in (1, 2):
         coordinator = make(*names, ranks=ranks, auto=names == LADDER)
         asked = []
         for _ in range(31):
-            asked.append(coordinator.plan.measure_norms)
+            asked.append(coordinator.plan.measurement)
             step(coordinator)
         wanted = ranks > 1 and names not in (("none",), ("fp16",))
-        assert asked == [wanted and number % NORM_STEPS == 0 for number in range(31)]
+        assert asked == [wanted * (1 + number // NORM_STEPS) if number % NORM_STEPS == 0 else 0 for number in range(31)]
 
 
 def test_measuring_norms_changes_nothing_else_about_a_plan() -> None:
     """Neither its step variant nor its name: a compiled graph and a response cache know the one without."""
     ladder = Ladder(LADDER)
     for plan in (Plan(), Plan(LOWRANK, 1, 1.0), Plan(warms_up=LOWRANK)):
-        measuring = plan._replace(measure_norms=True)
+        measuring = plan._replace(measurement=1)
         assert ladder.variant(measuring) == ladder.variant(plan)
         assert ladder.tensor_name("grad", 3, measuring) == ladder.tensor_name("grad", 3, plan)
 
@@ -484,7 +484,7 @@ def test_norms_belong_to_the_step_whose_times_come_with_the_next(seen: list[Obse
     for number in range(12):
         times = {**TIMED, "step": 0.02 + number / 1e3} if number else {}
         norms: tuple[dict[str, float], dict[str, float]] = {}, {}
-        if coordinator.plan.measure_norms:
+        if coordinator.plan.measurement:
             norms = (
                 {"gradient_norm": 3.0 + number, "residual_norm": 1.0},
                 {"gradient_norm": 4.0, "residual_norm": 7.0},
@@ -551,7 +551,7 @@ def test_windows_hold_the_median_error() -> None:
     coordinator = make("int8", window_steps=20)
     for number in range(41):
         told = dict(TIMED) if number else {}
-        if coordinator.plan.measure_norms:
+        if coordinator.plan.measurement:
             told |= {"gradient_norm": 2.0, "residual_norm": [1.0, 9.0, 2.0, 3.0][number // 5 % 4]}
         step(coordinator, *[report(**told)] * 2)
     assert [window["error"] for window in windows(coordinator)] == [1.25, 1.25]

@@ -335,7 +335,7 @@ def test_what_is_not_finite_on_one_rank_reaches_all_and_leaves_no_trace(
     def body(transport: Any) -> None:
         x = exchange(transport, level)
         take(x, range(4))
-        before, plan = snapshot(x), x.plan._replace(measure_norms=False)
+        before, plan = snapshot(x), x.plan._replace(measurement=0)
         grads = gradients(4, transport.rank)
         if transport.rank == 2:
             grads[3][2, 5] = value
@@ -343,7 +343,7 @@ def test_what_is_not_finite_on_one_rank_reaches_all_and_leaves_no_trace(
             got = x.reduce(grads, 0.1)
         assert not np.isfinite(got[3]).all()
         x.commit()  # as a script without a loss scaler does: the step is taken all the same
-        assert x.plan._replace(measure_norms=False) == plan and snapshot(x) == before
+        assert x.plan._replace(measurement=0) == plan and snapshot(x) == before
         (after,) = take(x, [5])
         assert all(np.isfinite(one).all() for one in after) and identical(transport, after)
 
@@ -918,10 +918,10 @@ def test_ranks_report_how_large_their_gradients_and_residuals_are(level: str) ->
             whole = [dense(grad, shape) for grad, shape in zip(grads, x.shapes, strict=True)]
             known.append([np.sqrt(sum(np.square(each).sum() for each in those)) for those in (whole, residuals(x))])
         everyone = np.array(transport.gather_objects(known))
-        assert len(heard) >= 13 and sum(plan.measure_norms for plan, _ in heard) >= 2
+        assert len(heard) >= 13 and sum(plan.measurement > 0 for plan, _ in heard) >= 2
         for step, (plan, metadata) in enumerate(heard):
             assert metadata.learning_rate == pytest.approx(0.1 * (step + 1))
-            expected = np.sqrt(np.square(everyone[:, step]).mean(axis=0)) if plan.measure_norms else (0.0, 0.0)
+            expected = np.sqrt(np.square(everyone[:, step]).mean(axis=0)) if plan.measurement else (0.0, 0.0)
             assert (metadata.gradient_norm, metadata.residual_norm) == pytest.approx(tuple(expected), rel=1e-4)
         lossy = any(metadata.residual_norm for _, metadata in heard)
         assert lossy == x.ladder.compressors[-1].keeps_residual

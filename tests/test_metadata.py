@@ -18,7 +18,6 @@ from hvdplus.exchange.metadata import (
     Metadata,
     Report,
     Slot,
-    Sums,
     check_agreement,
     flag,
     fold24,
@@ -54,7 +53,7 @@ def test_a_sum_of_slots_is_a_gather(told: list[Slot], parameters: int, random: o
     assert all(tensor.dtype == np.float32 and tensor.shape == (length(ranks, parameters),) for tensor in tensors)
     for order in (tensors, tensors[::-1]):  # a ring adds in any order
         summed = np.sum(order, axis=0, dtype=np.float32)
-        table = summed[len(Sums._fields) :][: ranks * len(Slot._fields)].reshape(ranks, -1)
+        table = summed[length(0, 0) :][: ranks * len(Slot._fields)].reshape(ranks, -1)
         assert np.array_equal(table, np.array(told, np.float32), equal_nan=True)
         with np.errstate(all="ignore"):
             metadata = read(summed, ranks)
@@ -184,9 +183,8 @@ def test_4096_ranks_are_read_in_no_time() -> None:
     ranks = 4096
     reports = [report(step=0.1, exposed_comm=0.01, learning_rate=0.1, gradient_norm=2.0, residual_norm=1.0)] * ranks
     slots = np.array([mine.slot for mine in reports], np.float32)
-    summed = np.concatenate(
-        [np.array(reports[0].sums, np.float32) * ranks, slots.ravel(), np.full(200, ranks, np.float32)]
-    )
+    first = np.array([*reports[0].sums, *reports[0].sketch], np.float32)
+    summed = np.concatenate([first * ranks, slots.ravel(), np.full(200, ranks, np.float32)])
     assert summed.shape == (length(ranks, 200),)
     took = []
     for _ in range(20):

@@ -66,7 +66,7 @@ class Run:
                 took = self.job.probe(self._ran.probe_bytes) if self._ran.probe_bytes else 0.0
                 times = [each._replace(step=each.step + took, probe=took) for each in times]
             norms = {}
-            if plan.measure_norms:
+            if plan.measurement:
                 gradient = norm * self.dice.uniform(0.7, 1.4)
                 lost = (plan.level >= LOSSY) * gradient * self.dice.uniform(0, 1.2)
                 norms = {"gradient_norm": gradient, "residual_norm": lost}

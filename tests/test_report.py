@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from hvdplus.cli import main
-from hvdplus.log.facts import Record, stretches
+from hvdplus.log.facts import DRAINING, WARMING, Record, stretches
 from hvdplus.log.picture import picture
-from hvdplus.log.runlog import DRAINING, WARMING, RunLog, read
+from hvdplus.log.runlog import RunLog, read
 from hvdplus.log.table import table
 from hvdplus.log.words import closing, explain
 
@@ -108,6 +108,36 @@ def test_the_table_of_a_designed_log() -> None:
     assert lines[-2] == "End: 300 steps in 12.3 s; accuracy 0.986; identical_ranks yes"
     assert lines[-1] == closing(demo().records)
     assert max(map(len, lines)) <= 110
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cosines", "price", "said"),
+    [
+        # A step takes 24 of 12 ms, and is worth 1 / (0.5 + 0.5 / 2) of one rank's.
+        (2, [0.5], 0.0, "1.5 x sooner than 2 ranks together: [...] (cosine 0.50), [...] worth 1.33 [...] 2.0 times"),
+        (4, [0.5], 0.0, "1.2 x sooner than 4 ranks together: [...] (cosine 0.50), [...] worth 1.60 [...] 2.0 times"),
+        (4, [1.25, 0.75], 0.0, "2.0 x sooner than 4 ranks together: [...] (cosine 1.00), [...] worth 1.00"),
+        (4, [0.5], 0.25, "1.4 x sooner than 4 ranks together: [...] 2.2 times as long"),  # with an error of 0.5
+        (2, [0.1], 0.0, ""),
+        (2, [-0.5], 0.0, ""),
+        (2, [], 0.0, ""),
+        (1, [1.0], 0.0, ""),
+    ],
+)
+def test_a_rank_that_would_be_sooner_alone_is_told_so_first(
+    ranks: int, cosines: list[float], price: float, said: str
+) -> None:
+    """At the cosines of all windows, in the steps of the level that ran most; those that flush are none."""
+    job = Job(ranks=ranks, limits={"delay_price": price}).run("none", 10, (12.0, 0.0, 88.0, 0.0))
+    job.run(DRAINING, 90, (12.0, 0.0, 0.0, 0.0))
+    for cosine in [*cosines, None]:
+        job.run("lowrank:4", 10, (11.0, 4.0, 8.0, 1.0), cosine=cosine, error=0.5)
+    first = table(job.records).split("\n\n")[0].replace("\n", " ")
+    parts = said.split(" [...] ")
+    assert first.startswith(
+        "One rank alone would probably come to the same loss " + parts[0] if said else "hvdplus run"
+    )
+    assert all(part in first for part in parts)
 
 
 def test_hidden_communication_and_error_have_columns() -> None:

@@ -72,7 +72,7 @@ class Rank:
     @property
     def plan(self) -> Plan:
         """The coming step's, but for what it measures."""
-        return self.exchange.plan._replace(measure_norms=False)
+        return self.exchange.plan._replace(measurement=0)
 
     def go(self, level: str) -> None:
         """Run ``level`` from the next step on; one step is under way."""

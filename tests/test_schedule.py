@@ -89,7 +89,7 @@ def test_only_steps_of_finite_gradients_teach() -> None:
     """Whether a rank said so of what it sent, or all ranks saw it in the sums."""
     coordinator = make("none", "topk:0.2:16", warm_steps=2)
     for told, healthy in (((), False), (BAD, True), ((), True), (BAD, False), ((), False)):
-        assert coordinator.plan._replace(measure_norms=False) == Plan(warms_up=1)
+        assert coordinator.plan._replace(measurement=0) == Plan(warms_up=1)
         coordinator.observe(coordinator.plan, heard(*(told or (Report(),) * 2)), healthy)
         coordinator.advance()
     assert steps(coordinator, 2) == [Plan(warms_up=1), Plan(1, 0, 1.0)]
@@ -103,7 +103,7 @@ def test_a_sum_that_is_not_finite_turns_no_side_and_flushes_nothing() -> None:
     for level, plan in (("lowrank:4", Plan(1, 1, 1.0)), ("none", Plan(0, 0, 1 / 3))):
         go(coordinator, level)
         for _ in range(2):
-            assert coordinator.plan._replace(measure_norms=False) == plan
+            assert coordinator.plan._replace(measurement=0) == plan
             coordinator.observe(plan, heard(Report(), Report()), healthy=False)
             coordinator.advance()
     assert steps(coordinator, 2) == [Plan(0, 0, 1 / 3), Plan(0, 0, 1 / 2)]

@@ -16,6 +16,7 @@ from hvdplus.adapters.numpy.ops import NumpyOps
 from hvdplus.exchange.bucket import Bucket
 from hvdplus.exchange.eager import EagerExchange
 from hvdplus.exchange.plan import Ladder
+from hvdplus.exchange.sketch import CELLS, Part, signs
 from hvdplus.exchange.step import finish, gradient_ready
 from hvdplus.log.runlog import RunLog
 from hvdplus.settings import Settings
@@ -81,6 +82,11 @@ class NumpyBackend:
         with np.errstate(over="ignore"):  # an infinite norm is ignored
             norm: Any = np.linalg.norm(np.ravel(array).astype(np.float64))
         return norm
+
+    def sketch(self, array: np.ndarray, part: Part) -> np.ndarray:
+        rows = np.ravel(array)[: CELLS * part.rows].reshape(CELLS, part.rows)
+        cells = rows[:, part.column : part.column + part.width].astype(np.float32)
+        return cells @ signs()[part.sign : part.sign + part.width] * np.float32(part.scale)
 
     def flat(self, i: int) -> np.ndarray:
         return self._flat(i)

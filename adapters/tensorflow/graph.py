@@ -113,9 +113,9 @@ class GraphExchange(VariablesExchange):
             ends.append(end)
             row_bytes += [part.sent_bytes + mask_size(self, state)] if state.height else []
         done = private.timestamp([part.summed for part in parts])
-        norms = report.norms(self, coming, variant, dense, parts)
+        measured = report.measured(self, coming, variant, dense, parts)
         weights = report.weights(self, coming)
-        mine = report.metadata(self, coming, parts, heard.loss, learning_rate, norms, weights, absent)
+        mine = report.metadata(self, coming, parts, heard.loss, learning_rate, measured, weights, absent)
         total = self.sum(mine, f"{self.prefix}.metadata")
         probe = report.probe(self, coming, [done, total])
         stamps = Stamps(ready if heard.data_time is None else heard.data_time, ready, done, probe, begins, ends)
@@ -188,8 +188,8 @@ class GraphExchange(VariablesExchange):
             raise RuntimeError(COMPILED_FOR_OTHERS)
         step = Coming(*ran.tolist())
         used = self.ladder.variants[int(step.variant)]
-        measures, probe_bytes = bool(step.measure_norms), int(step.probe_bytes)
-        plan = Plan(used.level, used.side, step.fraction, used.warms_up, measures, probe_bytes)
+        measurement, probe_bytes = int(step.measurement), int(step.probe_bytes)
+        plan = Plan(used.level, used.side, step.fraction, used.warms_up, measurement, probe_bytes)
         metadata = read(total, self.transport.size)
         if "weights" in metadata.odd:
             everyone = self.transport.gather_objects(weights.tolist())

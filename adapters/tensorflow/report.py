@@ -1,10 +1,11 @@
-"""A rank's metadata in the graph: times, norms, checksums; and the bandwidth probe, which the next step reports."""
+"""A rank's metadata in the graph: times, measurements of gradients, checksums; and the bandwidth probe, which the next
+step reports."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
@@ -13,6 +14,7 @@ from hvdplus.adapters.tensorflow.bucket import Exchanged
 from hvdplus.adapters.tensorflow.timing import timed
 from hvdplus.adapters.tensorflow.variables import Coming
 from hvdplus.exchange.metadata import Slot, Sums, hash_flags
+from hvdplus.exchange.sketch import CELLS, part_of, signs
 
 if TYPE_CHECKING:
     from hvdplus.adapters.tensorflow.graph import GraphExchange
@@ -24,14 +26,14 @@ def metadata(
     parts: Sequence[Exchanged],
     loss: Any,
     rate: Any,
-    norms: tuple[tf.Tensor, tf.Tensor],
+    measured: Measured,
     weights: tf.Tensor,
     absent: Sequence[bool],
 ) -> tf.Tensor:
     """This rank's metadata tensor, laid out as ``metadata.pack`` does, with no flags.
 
     Args:
-        norms: see ``norms``; weights: see ``weights``.
+        measured: see ``measured``; weights: see ``weights``.
         absent: which variables have no gradient, on no rank.
     """
     times = Coming(*(tf.cast(value, tf.float32) for value in coming))
@@ -44,6 +46,8 @@ def metadata(
         step=times.step,
         loss=tf.where(unknown, 0.0, loss),
         losses=tf.where(unknown, 0.0, 1.0),
+        sketch_square=tf.reduce_sum(measured.sketch**2),
+        sketched_square=measured.sketched_square,
     )
     slot = Slot(
         times.codec,
@@ -51,8 +55,8 @@ def metadata(
         times.comm,
         times.input_wait,
         times.probe,
-        norms[0],
-        norms[1],
+        measured.gradient_norm,
+        measured.residual_norm,
         tensors.number(rate),
         contexts=tensors.fold24(checksum),
         weights=tensors.fold24(tensors.weighed(weights)),
@@ -61,22 +65,44 @@ def metadata(
     )
     rank, size = x.transport.rank, x.transport.size
     before, after = (tf.zeros(ranks * len(slot)) for ranks in (rank, size - 1 - rank))
-    return tf.concat([tf.stack(list(sums)), before, tf.stack(list(slot)), after], axis=0)
+    return tf.concat([tf.stack(list(sums)), measured.sketch, before, tf.stack(list(slot)), after], axis=0)
 
 
-def norms(
+class Measured(NamedTuple):
+    """Of this rank's gradients and of its next residual."""
+
+    gradient_norm: tf.Tensor
+    residual_norm: tf.Tensor
+    sketch: tf.Tensor
+    sketched_square: tf.Tensor
+
+
+def measured(
     x: GraphExchange, coming: Coming, variant: tf.Tensor, dense: Sequence[tf.Tensor], parts: Sequence[Exchanged]
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Norms of this rank's gradients and of its next residual, in steps that measure them; else zeros."""
+) -> Measured:
+    """Norms and sketch, in steps that measure them; else zeros."""
     keeps = tf.constant([x.ladder.compressors[each.level].keeps_residual for each in x.ladder.variants])
 
-    def measured() -> tuple[tf.Tensor, tf.Tensor]:
+    def measure() -> tuple[tf.Tensor, ...]:
         left = tf.linalg.global_norm([part.left for part in parts])
         gradient = tf.linalg.global_norm([tf.cast(grad, tf.float32) for grad in dense])
-        return gradient, tf.where(tf.gather(keeps, variant), left, 0.0)
+        return Measured(gradient, tf.where(tf.gather(keeps, variant), left, 0.0), *sketch(x, coming, dense))
 
-    nothing = tf.constant(0.0), tf.constant(0.0)
-    return tf.cond(coming.measure_norms > 0, measured, lambda: nothing) if parts else nothing
+    nothing = Measured(tf.constant(0.0), tf.constant(0.0), tf.zeros(CELLS), tf.constant(0.0))
+    return Measured(*tf.cond(coming.measurement > 0, measure, lambda: nothing)) if parts else nothing
+
+
+def sketch(x: GraphExchange, coming: Coming, dense: Sequence[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
+    """Of all gradients, see ``hvdplus.exchange.sketch``; the square of the norm of those that it shows."""
+    all_signs, total, square = tf.constant(signs()), tf.zeros(CELLS), tf.constant(0.0)
+    measurement = tf.cast(coming.measurement, tf.int64)
+    for parameter, (gradient, shape) in enumerate(zip(dense, x.shapes, strict=True)):
+        if part := part_of(math.prod(shape), parameter, measurement):
+            rows = tf.reshape(tf.reshape(gradient, [-1])[: CELLS * part.rows], [CELLS, part.rows])
+            cells = tf.cast(rows[:, part.column : part.column + part.width], tf.float32)
+            total += tf.linalg.matvec(cells, all_signs[part.sign : part.sign + part.width]) * part.scale
+            square += tf.reduce_sum(tf.square(tf.cast(gradient, tf.float32)))
+    return total, square
 
 
 def weights(x: GraphExchange, coming: Coming) -> tf.Tensor:

@@ -27,7 +27,7 @@ class Coming(NamedTuple):
 
     variant: Any = 0
     fraction: Any = 0.0
-    measure_norms: Any = False
+    measurement: Any = 0
     probe_bytes: Any = 0
     check_weights: Any = False
     """Whether ranks compare their weights."""
@@ -137,7 +137,7 @@ class VariablesExchange(Exchange[tf.Tensor]):
         coming = Coming(
             self.ladder.variant(plan),
             plan.flush_fraction,
-            plan.measure_norms,
+            plan.measurement,
             plan.probe_bytes,
             due,
             times.step,

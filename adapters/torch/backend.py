@@ -17,6 +17,7 @@ import torch
 from hvdplus.adapters.torch.memory import alone_in_memory
 from hvdplus.adapters.torch.ops import make_ops
 from hvdplus.exchange.bucket import DENSE_ONLY, Bucket
+from hvdplus.exchange.sketch import CELLS, Part, signs
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the integer type that shows its bits."""
@@ -31,6 +32,8 @@ class TorchBackend:
         self.device = parameters[0].device if parameters else torch.device("cpu")
         self.on_host = self.device.type == "cpu"
         self.ops = make_ops(self.device)
+        self._signs: torch.Tensor | None = None
+        """Those of sketches, once one was made."""
         self.take(parameters, names)
 
     def take(self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str] = ()) -> None:
@@ -144,6 +147,15 @@ class TorchBackend:
 
     def norm(self, array: torch.Tensor) -> torch.Tensor:
         return norm(array)
+
+    @torch.no_grad()
+    def sketch(self, array: torch.Tensor, part: Part) -> torch.Tensor:
+        if self._signs is None:
+            self._signs = torch.from_numpy(signs()).to(self.device)
+        rows = array.detach().reshape(-1)[: CELLS * part.rows].view(CELLS, part.rows)
+        cells = rows[:, part.column : part.column + part.width].float()
+        # No product of matrices, which autocast would compute in half precision.
+        return (cells * self._signs[part.sign : part.sign + part.width]).sum(1) * part.scale
 
     def flat(self, i: int) -> torch.Tensor:
         grad = self._dense(i)

@@ -45,6 +45,8 @@ class Observation(NamedTuple):
     """0: unknown."""
     probe_bytes: int = 0
     """Of the sum that ``times.probe`` is of; 0: there was none."""
+    cosine: float = math.nan
+    """Between the gradients of two ranks, on average; NaN: not measured. For the log: no decision rests on it."""
 
 
 class Decision(NamedTuple):

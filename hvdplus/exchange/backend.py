@@ -14,6 +14,7 @@ import numpy as np
 from hvdplus.compression import Ops
 from hvdplus.compression.ops import Arithmetic
 from hvdplus.exchange.bucket import Bucket
+from hvdplus.exchange.sketch import Part
 
 
 class Memory(Arithmetic, Protocol):
@@ -81,6 +82,9 @@ class Backend(Protocol[EagerArray]):
 
     def norm(self, array: EagerArray) -> EagerArray:
         """Euclidean norm, 0-d, in float32 or wider."""
+
+    def sketch(self, array: EagerArray, part: Part) -> EagerArray:
+        """float32 (``CELLS``,): a part of the gradient, added up with signs, times its scale; see ``sketch.py``."""
 
     def rows(self, i: int) -> tuple[EagerArray, EagerArray]:
         """The gradient's rows that are not zero: (int64 (k,) ascending, values (k, width))."""

@@ -29,7 +29,7 @@ from hvdplus.settings import Settings
 from hvdplus.transport import World
 
 NORM_STEPS = 5
-"""Steps between two reports of gradients' and residuals' norms, which cost passes over memory."""
+"""Steps between two measurements of gradients and residuals, which cost passes over memory."""
 LOSS_SCALING = "loss scaling would mix the units of residual and gradient"
 ALONE = "one rank has nobody to send to"
 _open: weakref.WeakSet[Coordinator] = weakref.WeakSet()
@@ -273,11 +273,12 @@ class Coordinator:
                 self.finish()
 
     def _next_plan(self) -> Plan:
-        measures = self._measures_norms and self.steps % NORM_STEPS == 0
+        due = self._measures_norms and self.steps % NORM_STEPS == 0
+        measurement = 1 + self.steps // NORM_STEPS if due else 0
         # What the last step's probe took is not known yet.
         may_probe = self._controller and not self.schedule.transitional and not self._known.probe_bytes
         probe = self._controller.probe_bytes() if self._controller and may_probe else 0
-        return self.schedule.next_plan()._replace(measure_norms=measures, probe_bytes=probe)
+        return self.schedule.next_plan()._replace(measurement=measurement, probe_bytes=probe)
 
     def _measure(self, seen: Observation, loss: float) -> None:
         self.steps += 1
@@ -354,7 +355,8 @@ def _observed(plan: Plan, metadata: Metadata) -> Observation:
     learning_rate = float(f"{metadata.learning_rate:.7g}") if math.isfinite(metadata.learning_rate) else 0.0
     unmeasured = Observation(StepTimes(), learning_rate=learning_rate, probe_bytes=plan.probe_bytes)
     gradient, residual = metadata.gradient_norm, metadata.residual_norm
-    if not plan.measure_norms or not (math.isfinite(gradient) and math.isfinite(residual)):  # the step was not taken
+    if not plan.measurement or not (math.isfinite(gradient) and math.isfinite(residual)):  # the step was not taken
         return unmeasured
     error = residual / gradient if gradient else math.nan
-    return unmeasured._replace(error=float(f"{error:.7g}"), gradient_norm=float(f"{gradient:.7g}"))
+    error, gradient, cosine = (float(f"{value:.7g}") for value in (error, gradient, metadata.cosine))
+    return unmeasured._replace(error=error, gradient_norm=gradient, cosine=cosine)

@@ -11,7 +11,8 @@ from hvdplus.control.controller import Decision, Observation
 from hvdplus.control.link import LevelCost
 from hvdplus.control.meter import median_times
 from hvdplus.exchange.plan import Ladder, Plan
-from hvdplus.log.runlog import DRAINING, TIMES, WARMING, RunLog
+from hvdplus.log.facts import DRAINING, WARMING
+from hvdplus.log.runlog import TIMES, RunLog
 from hvdplus.transport import World
 
 TRACE_STEPS = 50
@@ -97,6 +98,7 @@ class Journal:
         times = median_times([seen.times for seen, _ in self._window])
         losses = [loss for _, loss in self._window if math.isfinite(loss)]
         errors = [seen.error for seen, _ in self._window if not math.isnan(seen.error)]
+        cosines = [seen.cosine for seen, _ in self._window if not math.isnan(seen.cosine)]
         self.log.write(
             "window",
             first_step=steps - len(self._window),
@@ -111,6 +113,7 @@ class Journal:
             input_wait_ms=times.input_wait * 1e3,
             payload_bytes=payload_bytes,
             error=median(errors) if errors else None,
+            cosine=sum(cosines) / len(cosines) if cosines else None,
             loss=sum(losses) / len(losses) if losses else None,
         )
         self._window = []

@@ -32,8 +32,8 @@ class Plan(NamedTuple):
     """Share of the residual that joins the gradient; 0: no residual is outstanding, or it waits."""
     warms_up: int = 0
     """A level whose contexts learn from this dense step; 0: none."""
-    measure_norms: bool = False
-    """Whether ranks report the norms of their gradients and residuals."""
+    measurement: int = 0
+    """Number of the measurement of gradients and residuals that ranks make in this step, from 1 on; 0: none."""
     probe_bytes: int = 0
     """Size of a bandwidth probe (an all-reduce of zeros) after all other sums; 0: none."""
 
@@ -74,7 +74,7 @@ class Ladder:
         levels = len(self.names)
         if not (is_count(plan.level, levels) and is_count(plan.warms_up, levels) and is_count(plan.side)):
             return False
-        if not (is_share(plan.flush_fraction) and isinstance(plan.measure_norms, bool) and is_count(plan.probe_bytes)):
+        if not (is_share(plan.flush_fraction) and is_count(plan.measurement) and is_count(plan.probe_bytes)):
             return False
         if self.keeps_residual(plan) and plan.flush_fraction != 1:  # the rest of the residual would be lost
             return False

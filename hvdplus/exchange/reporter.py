@@ -27,6 +27,7 @@ from hvdplus.exchange.metadata import (
     weights_differ,
 )
 from hvdplus.exchange.plan import Plan
+from hvdplus.exchange.sketch import part_of, square
 from hvdplus.transport import Grouping
 
 if TYPE_CHECKING:
@@ -65,6 +66,9 @@ class Reporter(Generic[EagerArray]):
         """Whether every rank reads the current step's metadata before its end; whether this rank does."""
         self._late: tuple[Plan, MetadataInFlight] | None = None
         self._norms: list[EagerArray] = []
+        self._sketch: EagerArray | None = None
+        self._sketched: list[EagerArray] = []
+        """Norms of the gradients that it shows."""
         self._steps = self._sums = 0
         self._unseen = set(range(parameters))
         """Parameters without a gradient on any rank so far. While there are any, all ranks read metadata in the step,
@@ -77,8 +81,20 @@ class Reporter(Generic[EagerArray]):
 
     def note_norms(self, x: EagerExchange[EagerArray], arrays: Sequence[EagerArray]) -> None:
         """Keep the norms of gradients, in steps that measure them."""
-        if x.plan.measure_norms:
+        if x.plan.measurement:
             self._norms += [x.backend.norm(array) for array in arrays]
+
+    def note_gradients(
+        self, x: EagerExchange[EagerArray], parameters: Sequence[int], arrays: Sequence[EagerArray]
+    ) -> None:
+        """Keep norms and the sketch of the gradients of these parameters, in steps that measure them."""
+        self.note_norms(x, arrays)
+        for place, parameter in enumerate(parameters if x.plan.measurement else ()):
+            part = part_of(math.prod(x.shapes[parameter]), parameter, x.plan.measurement)
+            if part and len(arrays[place]):
+                cells = x.backend.sketch(arrays[place], part)
+                self._sketch = cells if self._sketch is None else self._sketch + cells
+                self._sketched.append(self._norms[place - len(arrays)])
 
     def start(
         self, x: EagerExchange[EagerArray], used: Sequence[bool], learning_rate: float, added: int, missing: float
@@ -113,8 +129,8 @@ class Reporter(Generic[EagerArray]):
         self.loss = math.nan
 
     def forget(self) -> None:
-        """Drop metadata in flight, without waiting, and norms."""
-        self._late, self._norms = None, []
+        """Drop metadata in flight, without waiting, norms and sketch."""
+        self._late, self._norms, self._sketch, self._sketched = None, [], None, []
 
     def finish_last(self) -> None:
         """Wait for metadata in flight, and drop them: another state is loaded."""
@@ -154,13 +170,15 @@ class Reporter(Generic[EagerArray]):
         finite = [state.finite for state in states if state.finite is not None]
         overflow = [state.overflow for state in states if state.overflow is not None]
         times, loss = x.meter.last, float(self.loss)
-        gradient_norm, residual_norm = self._measured_norms(x)
+        gradient_norm, residual_norm, sketched_norm, sketch = self._measured(x)
         sums = Sums(
             nonfinite=float(not x.backend.all_true(finite)),
             overflow=float(x.backend.any_true(overflow)),
             step=times.step,
             loss=0.0 if math.isnan(loss) else loss,
             losses=float(not math.isnan(loss)),
+            sketch_square=square(sketch),
+            sketched_square=sketched_norm**2,
         )
         slot = Slot(
             codec=times.codec,
@@ -176,7 +194,7 @@ class Reporter(Generic[EagerArray]):
             missing=missing,
             added=added,
         )
-        return Report(sums, slot)
+        return Report(sums, slot, sketch)
 
     def _contexts(self, x: EagerExchange[EagerArray], states: Sequence[BucketState[EagerArray]]) -> float:
         """Checksum of all contexts that the step uses or warms up."""
@@ -187,15 +205,20 @@ class Reporter(Generic[EagerArray]):
                 total += sum(int(x.ops.checksum(array)) for array in x.context(state, level).state)
         return fold24(total)
 
-    def _measured_norms(self, x: EagerExchange[EagerArray]) -> tuple[float, float]:
-        """Norms of this rank's own gradients, measured when they were packed, and of its next residual."""
-        if not x.plan.measure_norms or x.idle:
-            return 0.0, 0.0
+    def _measured(self, x: EagerExchange[EagerArray]) -> tuple[float, float, float, Sequence[float]]:
+        """Norms of this rank's own gradients, measured when they were packed, of its next residual, and of the
+        gradients in the sketch; the sketch."""
+        sketch: Sequence[float] = Report().sketch
+        if not x.plan.measurement or x.idle:
+            return 0.0, 0.0, 0.0, sketch
         with x.meter.codec():
             left = [x.backend.norm(state.pending) for state in x.states if state.pending is not None]
             gradient, self._norms = x.backend.norm_of_all(self._norms), []
             residual = x.backend.norm_of_all(left if x.ladder.keeps_residual(x.plan) else [])
-            return gradient / x.loss_scale, residual
+            if self._sketch is not None:
+                sketch, self._sketch = x.backend.to_host(self._sketch).tolist(), None
+            sketched, self._sketched = x.backend.norm_of_all(self._sketched), []
+            return gradient / x.loss_scale, residual, sketched, sketch
 
     def _checks_weights(self, x: EagerExchange[EagerArray]) -> bool:
         """Whether this step checks weights, so that ranks notice if they drift apart: in the second step and then in

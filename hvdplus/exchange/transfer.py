@@ -28,8 +28,8 @@ def fill(x: EagerExchange[EagerArray], state: BucketState[EagerArray], i: int) -
     residual = state.residual[part] if state.residual is not None and fraction else None
     # Residuals are in units of the unscaled loss, and so are sent values at levels that keep residuals or contexts.
     x.backend.fill(i, vector(x, state)[part], residual, fraction * (x.loss_scale / x.sent_scale), x.sent_scale)
-    if x.plan.measure_norms:
-        x.reporter.note_norms(x, [x.backend.flat(i)])
+    if x.plan.measurement:
+        x.reporter.note_gradients(x, [i], [x.backend.flat(i)])
 
 
 def complete(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
@@ -101,7 +101,7 @@ def vector(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> Eage
 def _in_place(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> list[EagerArray]:
     """The gradients themselves, to be summed in place."""
     arrays = x.backend.summable(state.bucket, wire_type(x, state))
-    x.reporter.note_norms(x, arrays)
+    x.reporter.note_gradients(x, state.bucket.parameters, arrays)
     return arrays
 
 
@@ -109,7 +109,7 @@ def _encode(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> Non
     compressor, ctx = x.compressor(state.bucket, x.plan.level), x.context(state)
     if x.together:  # joined only if the compressor cannot encode the parts
         parts = x.backend.parts(state.bucket)
-        x.reporter.note_norms(x, parts)
+        x.reporter.note_gradients(x, state.bucket.parameters, parts)
         payload = compressor.encode_parts(x.ops, ctx, parts)
         if payload is not None:
             state.payload = payload

@@ -21,6 +21,11 @@ DENSE = "none"
 PLAIN = (DENSE, "fp16")
 """Levels that stock Horovod has, too: what compression is held against."""
 
+DRAINING = "draining"
+"""Level of windows of dense steps that flush a residual; not a level of the ladder."""
+WARMING = "warming"
+"""Level of windows of dense warm-up steps, from which a level's contexts learn before it begins."""
+
 MEDIANS = (
     "step_ms", "compute_ms", "codec_ms", "exposed_comm_ms", "overlapped_comm_ms", "input_wait_ms", "error",
 )  # fmt: skip
@@ -43,6 +48,8 @@ class Span(NamedTuple):
     input_wait_ms: float
     error: float
     """Norm of the residuals over the norm of the gradients."""
+    cosine: float
+    """Between the gradients of two ranks, on average."""
     payload_bytes: float
     """Bytes that one rank sends in a step."""
     loss: float
@@ -95,9 +102,16 @@ def span_of(windows: Sequence[Record], run_record: Record) -> Span:
         last_step=windows[-1]["last_step"],
         steps=sum(steps),
         **{field: middle(field) for field in MEDIANS},
+        cosine=mean_cosine(windows),
         payload_bytes=sent,
         loss=losses[-1] if losses else math.nan,
     )
+
+
+def mean_cosine(windows: Sequence[Record]) -> float:
+    """Between the gradients of two ranks; the mean, because measurements scatter, and are right on average."""
+    known = [(cosine, steps_in(each)) for each in windows if not math.isnan(cosine := number_of(each.get("cosine")))]
+    return sum(cosine * steps for cosine, steps in known) / sum(steps for _, steps in known) if known else math.nan
 
 
 def weighted_median(values: Sequence[float], weights: Sequence[int]) -> float:
@@ -178,6 +192,47 @@ def delay_prices(records: Sequence[Record]) -> dict[str, float]:
         same = [window for window in windows if level_of(window) == level]
         errors[level] = weighted_median([number_of(each["error"]) for each in same], [steps_in(each) for each in same])
     return {name: price_of_delay(price, error) for name, error in errors.items() if error}
+
+
+class Alone(NamedTuple):
+    """One rank with its share of each batch and nobody to talk to, beside the ranks of a run."""
+
+    sooner: float
+    """How many times sooner than the ranks it would come to the same loss."""
+    cosine: float
+    worth: float
+    """Steps of its own that a step of all ranks is worth."""
+    takes: float
+    """Time of a step of all ranks, delay included, over that of its own."""
+
+
+def alone(records: Sequence[Record]) -> Alone | None:
+    """What one rank alone would have come to, where the log tells.
+
+    A training with a batch of B samples takes 1 + noise scale / B times the steps of one with all samples (McCandlish
+    et al., arXiv 1812.06162), each at a learning rate that suits it. The cosine tells the noise scale, see
+    ``hvdplus.exchange.sketch``.
+    """
+    ranks, windows, spans = run_of(records).get("ranks") or 1, windows_of(records), spans_by_level(records)
+    if ranks < 2 or not spans:
+        return None
+    cosine, main = mean_cosine(windows), max(spans.values(), key=lambda span: span.steps)
+    own_ms = main.compute_ms + main.input_wait_ms
+    if math.isnan(cosine + own_ms + main.step_ms) or not own_ms:
+        return None
+    alike = min(1.0, max(0.0, cosine))
+    worth = 1 / (alike + (1 - alike) / ranks)
+    takes = main.step_ms * delay_prices(records).get(main.level, 1.0) / own_ms
+    return Alone(takes / worth, cosine, worth, takes)
+
+
+def spans_by_level(records: Sequence[Record]) -> dict[str, Span]:
+    """All windows of each level taken together, but those of steps that no decision chose: they flush or warm up."""
+    by_level: dict[str, list[Record]] = {}
+    for window in windows_of(records):
+        if level_of(window) not in (DRAINING, WARMING):
+            by_level.setdefault(level_of(window), []).append(window)
+    return {level: span_of(windows, run_of(records)) for level, windows in by_level.items()}
 
 
 def dense_exposed_share(decision: Record) -> float:

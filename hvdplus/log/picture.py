@@ -12,8 +12,18 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hvdplus.log.facts import Record, Span, decisions_of, level_of, run_of, span_of, windows_in, windows_of
-from hvdplus.log.runlog import DRAINING, WARMING
+from hvdplus.log.facts import (
+    DRAINING,
+    WARMING,
+    Record,
+    Span,
+    decisions_of,
+    level_of,
+    run_of,
+    span_of,
+    windows_in,
+    windows_of,
+)
 from hvdplus.log.words import (
     FRAMEWORKS,
     TRANSPORTS,

@@ -3,7 +3,8 @@
 One JSON object a line, written by rank 0; each line reaches the operating system at once. ``kind`` tells its type:
 
     run       the job: framework, ranks, hosts, transport, ladder, bytes that each level sends
-    window    medians over a few steps: level, step_ms and its four parts, hidden communication, error, loss
+    window    medians over a few steps: level, step_ms and its four parts, hidden communication, error, loss,
+              cosine (between ranks' gradients, see ``sketch.py``)
     trace     the controller's input, step by step, in whole microseconds: [level, step, codec, exposed_comm,
               input_wait, overlapped_comm, sounding, error, gradient_norm, learning_rate, sounding_bytes]
     decision  a change of level (or a choice to stay): from, to, reason, evidence
@@ -41,10 +42,6 @@ except ImportError:  # no POSIX system: two jobs that write one file go unnotice
     fcntl = None  # type: ignore[assignment]
 
 FORMAT = 1
-DRAINING = "draining"
-"""Level of windows of dense steps that flush a residual; not a level of the ladder."""
-WARMING = "warming"
-"""Level of windows of dense warm-up steps, from which a level's contexts learn before it begins."""
 
 TIMES = ("step_ms", "compute_ms", "codec_ms", "exposed_comm_ms", "overlapped_comm_ms", "input_wait_ms")
 """Times of a window, in milliseconds."""

@@ -19,6 +19,7 @@ from hvdplus.log.facts import (
 from hvdplus.log.words import (
     FRAMEWORKS,
     TRANSPORTS,
+    alone_text,
     closing,
     count,
     explain,
@@ -35,6 +36,7 @@ def table(records: Sequence[Record]) -> str:
     return "\n\n".join(
         block
         for block in (
+            fill(alone_text(records), ""),
             _facts(records),
             _rows(stretches(records), number_of(run_of(records).get("gradient_bytes"))),
             _decision_list(records),

@@ -18,23 +18,24 @@ from hvdplus.log.facts import (
     PLAIN,
     Record,
     Span,
+    alone,
     decisions_of,
     delay_prices,
     dense_exposed_share,
     evidence_by_level,
-    level_of,
     levels_refused,
     run_of,
-    span_of,
+    spans_by_level,
     steps_in,
     windows_of,
 )
-from hvdplus.log.runlog import DRAINING, WARMING
 
 MARGIN = Config().margin
 """Share of the step that counts as a difference, as for the controller."""
 BOTTLENECK = 0.05
 """Share of the step above which exposed communication is called a bottleneck."""
+WARNED_FROM = 1.2
+"""How many times sooner one rank alone has to be, to be mentioned."""
 ENOUGH_STEPS = 5
 """Fewer steps at a level are no evidence."""
 LETTERS = 110
@@ -53,14 +54,8 @@ TRANSPORTS = {
 
 def closing(records: Sequence[Record]) -> str:
     """One sentence on what compression did for this run, as far as the records show it."""
-    run_record, windows = run_of(records), windows_of(records)
-    by_level: dict[str, list[Record]] = {}
-    for window in windows:
-        by_level.setdefault(level_of(window), []).append(window)
-    steps = sum(map(steps_in, windows))
-    # No decision chose the steps that flush a residual or warm up.
-    chosen = {level: group for level, group in by_level.items() if level not in (DRAINING, WARMING)}
-    levels = {level: span_of(group, run_record) for level, group in chosen.items()}
+    run_record, steps = run_of(records), sum(map(steps_in, windows_of(records)))
+    levels = spans_by_level(records)
     if not levels:
         return "No steps were recorded: there is nothing to compare."
     main = max(levels.values(), key=lambda span: span.steps)
@@ -82,6 +77,20 @@ def closing(records: Sequence[Record]) -> str:
         best = max(others, key=lambda span: saved_share(span, main))
         return _closing_tried(main, best, steps, levels_refused(records).get(best.level))
     return _closing_dense(main, steps, decisions_of(records))
+
+
+def alone_text(records: Sequence[Record]) -> str:
+    """A sentence where one rank alone would come to the same loss clearly sooner than all together; else empty."""
+    found = alone(records)
+    if not found or found.sooner < WARNED_FROM:
+        return ""
+    ranks = count(run_of(records)["ranks"], "rank")
+    return (
+        f"One rank alone would probably come to the same loss {found.sooner:.1f} x sooner than {ranks} together: their "
+        f"gradients are much alike (cosine {found.cosine:.2f}), so that a step of theirs is worth {found.worth:.2f} of "
+        f"its own, but takes {found.takes:.1f} times as long. Larger batches on each rank, or a faster network, change "
+        "that."
+    )
 
 
 def _closing_tried(dense: Span, best: Span, steps: int, refused: str | None) -> str:

@@ -211,13 +211,13 @@ def test_non_finite_gradient_of_one_rank_reaches_all_and_leaves_no_trace(level):
         optimizer.zero_grad()
     exchange = optimizer._exchange
     states = copy.deepcopy([(state.residual, state.contexts) for state in exchange.states])
-    plan = exchange.plan._replace(measure_norms=False)
+    plan = exchange.plan._replace(measurement=0)
     backward(params, damage(gradients(4, RANK), np.nan, SIZE - 1))
     optimizer.synchronize()
     assert not torch.isfinite(params[3].grad).all()
     with optimizer.skip_synchronize():  # as a script without a loss scaler does: the step is taken all the same
         optimizer.step()
-    assert exchange.plan._replace(measure_norms=False) == plan
+    assert exchange.plan._replace(measurement=0) == plan
     for (residual, contexts), state in zip(states, exchange.states, strict=True):
         assert (residual is None) == (state.residual is None)
         assert residual is None or torch.equal(residual, state.residual)
@@ -2041,12 +2041,12 @@ def test_ranks_say_how_large_their_gradients_and_residuals_are(level):
         left = [state.residual for state in optimizer._exchange.states if state.residual is not None]
         known.append((norm([*grads, np.repeat(np.bincount(rows), 6)]), norm(left), rate))
     everyone = hvd.allgather_object(known)
-    assert sum(plan.measure_norms for plan, _ in heard) >= 2 and len(heard) >= 11
+    assert sum(plan.measurement > 0 for plan, _ in heard) >= 2 and len(heard) >= 11
     for step, (plan, metadata) in enumerate(heard):
         gradient_norms, residual_norms, rates = np.array([rank[step] for rank in everyone]).T
         assert metadata.learning_rate == pytest.approx(rates[0])
         for found, norms in ((metadata.gradient_norm, gradient_norms), (metadata.residual_norm, residual_norms)):
-            expected = np.sqrt(np.square(norms).mean()) if plan.measure_norms else 0.0
+            expected = np.sqrt(np.square(norms).mean()) if plan.measurement else 0.0
             assert found == pytest.approx(expected, rel=1e-4)
     lossy = any(metadata.residual_norm for _, metadata in heard)
     assert lossy == optimizer.hvdplus.ladder.compressors[-1].keeps_residual
