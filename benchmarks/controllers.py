@@ -115,7 +115,7 @@ def run(controller: Callable[..., Any], at: At, steps: int, seed: int) -> Outcom
     last, level = at(steps - 1), course.levels[-1]
     return Outcome(
         cost(last, level) / min(cost(last, other) for other in levels),
-        sum(cost(at(step), level) for step, level in enumerate(course.levels)) / oracle,
+        sum(cost(at(step), level) for step, level in enumerate(course.ran)) / oracle,
         cost(last, level) / cost(last, 0),
         course.changes(0),
     )
@@ -162,7 +162,7 @@ def scenarios(count: int, seed: int = 0) -> dict[str, Scenario]:
         "fast links": (fast_links(count, seed), 700, steady),
         "link 4 x faster": (calm, 600, link_times(4)),
         "link 4 x slower": (calm, 600, link_times(0.25)),
-        **({"traces": (found, 500, steady)} if (found := traces()) else {}),
+        **({"traces": ((found * count)[: max(count, len(found))], 500, steady)} if (found := traces()) else {}),
         "machine in phases": (some_jobs(count, NOISES["jitter"], seed=7 + seed), 700, phases),
     }
 

@@ -115,7 +115,7 @@ class Compressor(ABC):
 
     @property
     def needs_warmup(self) -> bool:
-        """Whether ``warm_up`` does anything; if so, some dense steps precede the level."""
+        """Whether dense steps have to precede the level, for ``warm_up`` to learn from."""
         return False
 
     @property

@@ -54,7 +54,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class LowRank(Projection):
-    """One-round low-rank compression with a warm-started basis."""
+    """One-round low-rank compression with bases that earlier steps have learned."""
 
     rank: int = 4
     """r: columns of the basis; smaller compresses more. 1 to 8 is usual."""
@@ -62,7 +62,6 @@ class LowRank(Projection):
     learns = "bases: the orthonormalised previous sums"
     paper = "1905.13727, 2306.08881"
     sides = 2
-    needs_warmup = True
     uses_products = True
     memory_passes = 5.0
 
@@ -125,11 +124,18 @@ class LowRank(Projection):
             state[2 * number + 1 - ctx.side] = _orthonormal(ops, factor)
         if state:
             values = total[: self.layout(ctx.spec, ctx.side).values]
-            state[-1] = follow(ops, state[-1], values)
+            # The first bases are random: they show 1 / sqrt(length) of what bases show that have learned, or more.
+            known = _one_if(ops, state[-1] > 0)
+            longest = max(max(group.rows, group.columns) for group in self._groups(ctx.spec))
+            state[-1] = follow(ops, state[-1], values) * (known + (1.0 - known) * math.sqrt(longest))
         return Context(ctx.spec, 1 - ctx.side, tuple(state))
 
     def warm_up(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
-        """One whole power iteration on the reduced gradient: both sides' bases."""
+        """One whole power iteration on the reduced gradient: both sides' bases.
+
+        For chains that warm up anyway. By itself no level of this kind asks for dense steps: random bases are as good a
+        start (``benchmarks/results/delay.txt``), and on a slow link a dense step takes as long as fifty others.
+        """
         starts, state = _starts(ctx.spec), list(ctx.state)
         for number, group in enumerate(self._groups(ctx.spec)):
             matrices = [_matrix(ops, total, group, starts[tensor]) for tensor in group.tensors]
@@ -233,10 +239,14 @@ def _limited(ops: Ops[Array], scale: Array, values: Array) -> Array:
     """Products times ``HEADROOM``, scaled down to ``FAR * scale`` if the largest would exceed it; values that are not
     finite stay so."""
     largest, limit = largest_of(ops, values), scale * (FAR / HEADROOM)
-    # 1 or 0, as a float.
-    far = ops.power_of_two(127 * ops.integers((largest > limit) & (scale > 0)) - 127)
+    far = _one_if(ops, (largest > limit) & (scale > 0))
     near = 1.0 - far
     return values * (near * HEADROOM + far * (limit / (far * largest + near)) * HEADROOM)
+
+
+def _one_if(ops: Ops[Array], true: Array) -> Array:
+    """1 or 0, as a float."""
+    return ops.power_of_two(127 * ops.integers(true) - 127)
 
 
 def _orthonormal(ops: Ops[Array], factor: Array) -> Array:

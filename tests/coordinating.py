@@ -27,7 +27,9 @@ SENT = {
     "qsgd:8": 1000,
     "topk:0.2:16": 900,
     "lowrank:4": 300,
+    "lowrank:4+int8": 200,
     "lowrank:4+fp16": 150,
+    "lowrank:1+int8": 60,
     "lowrank:1": 80,
     "lowrank:1+fp16": 40,
 }

@@ -24,8 +24,9 @@ NAMES = ("none", "fp16", "int8", "lowrank:16+fp16", "lowrank:8+fp16")
 ERRORS = (0.0, 0.0, 0.3, 0.45, 0.7)
 """What e comes to at each level: about as in ``benchmarks/results/delay.txt``."""
 LOSSY = 2
-"""Least level that keeps a residual and has to learn before it begins."""
+"""Least level that keeps a residual."""
 WARM_STEPS = 2
+"""Dense steps before a level of integers."""
 DRAIN_STEPS = 10
 NORM_STEPS = 5
 ms = 1e-3
@@ -177,6 +178,8 @@ class Course:
     controller: Controller
     levels: list[int]
     """Level of every step; of one from which a level learns, that level."""
+    ran: list[int]
+    """The same, but 0 for those."""
     decisions: list[tuple[int, Decision]]
     """(step, decision)."""
     modes: list[Mode]
@@ -224,7 +227,7 @@ def drive(
     start = at(0)
     controller = make(start.names, start.costs, config)
     keeps = [cost.keeps_residual for cost in start.costs]
-    course = Course(controller, [], [], [])
+    course = Course(controller, [], [], [], [])
     dice = random.Random(seed)
     if hasattr(controller, "begin"):  # a controller of another version may have to begin without
         controller.begin([(size, seconds * _shaken(dice, start.noise.wire)) for size, seconds in start.probes])
@@ -240,13 +243,14 @@ def drive(
                 course.decisions.append((step, decision))
         if level != running:
             drains = DRAIN_STEPS if keeps[running] and not keeps[level] else 0
-            warms_up = WARM_STEPS if keeps[level] else 0
+            warms_up = WARM_STEPS if start.names[level].startswith("int") else 0
             running, age = level, 0
         job_now = at(step)
         late = None
         course.levels.append(level)
+        course.ran.append(0 if warms_up else level)
         course.modes.append(mode)
-        course.seconds += job_now.seconds(0 if warms_up else level)
+        course.seconds += job_now.seconds(course.ran[-1])
         wave = 0.9 * wave + math.sqrt(1 - 0.9**2) * dice.gauss(0, 1)
         if drains or warms_up:
             drains, warms_up = max(0, drains - 1), max(0, warms_up - 1)

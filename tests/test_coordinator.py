@@ -136,8 +136,7 @@ def test_auto_starts_dense_tries_and_holds() -> None:
     run.steps(300)
     # The last dense step's times come with the next, whose plan is made by then.
     assert run.plans[:16] == [Plan()] * 16
-    assert run.plans[16:18] == [Plan(warms_up=LOWRANK)] * 2, "right before it begins"
-    assert {plan.level for plan in run.plans[18:]} == {LOWRANK}
+    assert {plan.level for plan in run.plans[16:]} == {LOWRANK}
     assert [record["to"] for record in decisions(coordinators[0])] == ["lowrank:4", "lowrank:4"]
     assert all(coordinator.log.records == coordinators[0].log.records for coordinator in coordinators)
 
@@ -155,7 +154,7 @@ def test_auto_is_dense_for_as_many_steps_as_the_settings_say(dense_steps: int) -
     coordinator = make(auto=True, dense_steps=dense_steps)
     run = Run(coordinator, milliseconds=SLOW)
     run.steps(60)
-    assert run.plans.index(Plan(warms_up=LOWRANK)) == dense_steps + 1
+    assert [plan.level for plan in run.plans].index(LOWRANK) == dense_steps + 1
 
 
 def test_auto_stays_dense_on_a_fast_link_and_beside_a_slow_rank() -> None:
@@ -347,7 +346,7 @@ def test_a_run_that_was_too_short_to_measure_ends_in_peace() -> None:
 
 def test_steps_that_flush_or_teach_are_not_taken_for_dense_ones() -> None:
     """They are dearer than dense steps; measured as such, they would make a level look better than it is."""
-    coordinator = make("none", "lowrank:4", warm_steps=4, drain_steps=6, window_steps=3)
+    coordinator = make("none", "topk:0.2:16", warm_steps=4, drain_steps=6, window_steps=3)
     run = Run(coordinator, milliseconds=[(10.0, 5.0, 0.0), (8.0, 1.0, 0.0)])
     run.steps(12)
     go(coordinator, "none")
@@ -357,7 +356,7 @@ def test_steps_that_flush_or_teach_are_not_taken_for_dense_ones() -> None:
     counted: dict[str, int] = {}
     for window in windows(coordinator):
         counted[window["level"]] = counted.get(window["level"], 0) + window["steps"]
-    assert counted == {"warming": 4, "lowrank:4": 8, "draining": 6, "none": 6}
+    assert counted == {"warming": 4, "topk:0.2:16": 8, "draining": 6, "none": 6}
 
 
 def test_steps_that_teach_or_flush_are_not_shown_to_the_controller(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,7 +369,7 @@ def test_steps_that_teach_or_flush_are_not_shown_to_the_controller(monkeypatch: 
         return observe(controller, level, seen)
 
     monkeypatch.setattr(Controller, "observe", spy)
-    coordinator = make(auto=True, warm_steps=5, drain_steps=7)
+    coordinator = make("none", "fp16", "topk:0.2:16", auto=True, warm_steps=5, drain_steps=7)
     plans: list[Plan] = []
     costs = (18, 17, 15)  # ms a level
     for _ in range(600):
@@ -392,7 +391,7 @@ def test_what_teaching_steps_take_changes_no_decision() -> None:
     """They cost whatever they cost."""
     decided = []
     for warm_steps in (1, 8):
-        coordinator = make(auto=True, warm_steps=warm_steps)
+        coordinator = make("none", "fp16", "topk:0.2:16", auto=True, warm_steps=warm_steps)
         Run(coordinator, milliseconds=SLOW).steps(300)
         decided.append([(record["to"], record["evidence"]) for record in decisions(coordinator)])
     assert decided[0] == decided[1]
@@ -409,16 +408,16 @@ def test_auto_passes_over_a_level_that_sends_no_less() -> None:
 
 def test_rows_of_sparse_gradients_count_as_sent() -> None:
     """Whatever the level: they travel beside it."""
-    coordinator = make("none", "lowrank:4", window_steps=2, warm_steps=2)
+    coordinator = make("none", "topk:0.2:16", window_steps=2, warm_steps=2)
     for count in range(8):
         coordinator.row_bytes = 50 if count < 6 else 70
         step(coordinator, *[report(step=0.01 if count else 0.0)] * 2)
     coordinator.finish()
     assert [(record["level"], record["payload_bytes"]) for record in windows(coordinator)] == [
         ("warming", SENT["none"] + 50),
-        ("lowrank:4", SENT["lowrank:4"] + 50),
-        ("lowrank:4", SENT["lowrank:4"] + 70),
-        ("lowrank:4", SENT["lowrank:4"] + 70),
+        ("topk:0.2:16", SENT["topk:0.2:16"] + 50),
+        ("topk:0.2:16", SENT["topk:0.2:16"] + 70),
+        ("topk:0.2:16", SENT["topk:0.2:16"] + 70),
     ]
 
 
@@ -471,8 +470,8 @@ def test_every_fifth_plan_is_to_measure_gradients(names: tuple[str, ...]) -> Non
 
 def test_measuring_norms_changes_nothing_else_about_a_plan() -> None:
     """Neither its step variant nor its name: a compiled graph and a response cache know the one without."""
-    ladder = Ladder(LADDER)
-    for plan in (Plan(), Plan(LOWRANK, 1, 1.0), Plan(warms_up=LOWRANK)):
+    ladder = Ladder(("none", "topk:0.2:16", "lowrank:4"))
+    for plan in (Plan(), Plan(2, 1, 1.0), Plan(warms_up=1)):
         measuring = plan._replace(measurement=1)
         assert ladder.variant(measuring) == ladder.variant(plan)
         assert ladder.tensor_name("grad", 3, measuring) == ladder.tensor_name("grad", 3, plan)
@@ -650,7 +649,7 @@ def test_what_is_forbidden_is_in_the_log_where_it_happened(tmp_path: Path) -> No
     at = next(i for i, record in enumerate(records) if record["kind"] == "forbid")
     assert (records[at]["step"], records[at]["level"]) == (40, "lowrank:4")
     shown = [row[0] for record in records[:at] if record["kind"] == "trace" for row in record["steps"]]
-    assert shown.count(LOWRANK) == 39 - 14, "all that was seen before"
+    assert shown.count(LOWRANK) == 39 - 12, "all that was seen before"
     assert {plan.level for plan in run.plans[42:]} == {NONE, FP16}
     # Once is enough, where nothing is left that keeps a residual, too.
     other = make("none", "fp16", auto=True)

@@ -890,7 +890,7 @@ def test_auto_over_a_ladder(negotiates: bool) -> None:
                 for one, other in zip(got, mean(step, 3), strict=True):
                     np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
         told = [plan.level or -plan.warms_up for plan in ran]
-        assert told == [0] * 7 + [-3] * 2 + [3] * 4 + [1] * 6 + [-2] * 2 + [2] * 3
+        assert told == [0] * 7 + [3] * 6 + [1] * 6 + [-2] * 2 + [2] * 3
         assert [plan.flush_fraction for plan in ran[13:17]] == [1 / 2, 1.0, 0.0, 0.0]
 
     run(3, body, negotiates=negotiates)

@@ -41,7 +41,6 @@ def test_variants_of_the_ladder() -> None:
         Variant(2, 0, False),
         Variant(2, 0, True),
         Variant(3, 0, False),
-        Variant(0, 0, False, warms_up=1),
         Variant(0, 0, False, warms_up=2),
     )
 
@@ -82,7 +81,7 @@ def test_a_step_is_checked_if_anything_would_keep_or_hide_what_is_not_finite() -
     assert {plan for plan, checks in checked.items() if not checks} == free
     assert checked["qsgd:8", 0.0, "none"], "its integers hide NaN"
     assert checked["none", 0.1, "none"] and checked["fp16", 0.1, "none"], "a residual is flushed"
-    assert checked["none", 0.0, "qsgd:8"] and checked["none", 0.0, "lowrank:4"], "contexts learn"
+    assert checked["none", 0.0, "qsgd:8"] and checked["none", 0.0, "topk:0.2"], "contexts learn"
 
 
 @pytest.mark.parametrize("plan", [Plan(1, 1), Plan(0, warms_up=1), Plan(1, warms_up=2), Plan(0, 0, 0.5, warms_up=2)])

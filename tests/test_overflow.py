@@ -226,6 +226,8 @@ def test_ordinary_training_does_not_overflow(level: str, kind: str) -> None:
     """Heavy tails, rows of an embedding, elements of sqrt(d) times the root mean square, tenfold growth at once."""
     # Four bits of blocks that are drawn, few of which hold anything, have no scale to keep to.
     often = 0.4 if (level, kind) == ("randomk:0.1:16+int4", "single") else 0.01 if kind == "student" else 0
+    if level.startswith("lowrank") and not parse(level).needs_warmup and kind == "single":
+        often = 0.06  # the first random bases may not show a single value at all
     fired: dict[int, list[bool]] = {ranks: [] for ranks in ROWS[level].ranks}
 
     @given(st.integers(0, 2**31))

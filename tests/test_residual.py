@@ -440,9 +440,9 @@ def test_coming_back_to_a_lossy_level_takes_the_rest_along() -> None:
 
     def body(rank: Rank) -> None:
         for level, steps, expected in (
-            ("lowrank:4", 6, [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]),  # two dense steps teach it
+            ("topk:0.2:16", 6, [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]),  # two dense steps teach it
             ("none", 1, [1 / 4]),
-            ("lowrank:4", 5, [0.0, 0.0, 1.0, 1.0, 1.0]),  # a second flushing step was under way
+            ("topk:0.2:16", 5, [0.0, 0.0, 1.0, 1.0, 1.0]),  # a second flushing step was under way
             ("fp16", 1, [1 / 4]),
         ):
             rank.go(level)

@@ -61,7 +61,7 @@ class Schedule:
             self._flush_left = 0
         elif before.keeps_residual:
             self._flush_left = self._flush_steps
-        if compressor.can_reuse(before) and not self._warm_up_left:  # the exchange hands the contexts over
+        if compressor.can_reuse(before):  # the exchange hands the contexts over
             self._context_source = self.level
         else:
             self._warm_up_left = self._warm_up_steps if compressor.needs_warmup else 0
