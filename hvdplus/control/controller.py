@@ -24,7 +24,7 @@ from enum import Enum
 from statistics import median
 from typing import Any, NamedTuple
 
-from hvdplus.control.blocks import Block, Guess, block_of, noise_of
+from hvdplus.control.blocks import FAR, Block, Guess, block_of, noise_of
 from hvdplus.control.knowledge import Knowledge
 from hvdplus.control.link import LevelCost, Link
 from hvdplus.control.memory import restore, to_plain
@@ -109,8 +109,9 @@ PROBE_LEAST, PROBE_MOST = 128 << 10, 64 << 20
 """Bytes of one: links carry some 10 kB at any speed after a rest."""
 LONGEST = 3
 """Largest factor by which noise makes a trial's blocks longer."""
-HOPELESS = 2.0
-"""Steps that take so many times as long as those of the level held: three of them make a block."""
+START_STEPS = 4
+CLEAR = 0.05
+"""A loss that shows in three steps ends a block, if it is as large as that and far from noise."""
 
 
 @dataclass
@@ -255,11 +256,20 @@ class Controller:
             return self._age >= config.dense_steps
         if slow and count >= 2:
             return True
+        if self.mode is Mode.START:
+            return count >= START_STEPS
         if count >= config.block_steps * (self._patience() if self.mode is Mode.TRIAL else 1):
             return True
-        if self.mode is Mode.START or count < 3:
-            return False
-        return median(each.step for each in self._window) > HOPELESS * self._known.seconds(self.held)
+        return self.mode is Mode.TRIAL and self.level == self.challenger and count >= 3 and self._is_hopeless()
+
+    def _is_hopeless(self) -> bool:
+        """Whether the trial's level is so much dearer already that the rest of its block is not worth its time."""
+        held = self._turns[-1][1]
+        loss = math.log(median(each.step for each in self._window) / held.step)
+        loss += math.log(self._known.price(self.level) / self._known.price(self.held)) + self._need(self.level)
+        step_variance = self.config.block_steps * held.step_variance  # of one step
+        variance = step_variance / len(self._window) + held.step_variance
+        return loss > max(CLEAR, FAR * math.sqrt(variance))
 
     def _patience(self) -> int:
         """Factor by which a trial's blocks are longer: where steps are noisy, long turns cost less than many."""
@@ -341,7 +351,7 @@ class Controller:
             price=math.log(self._known.price(self.challenger) / self._known.price(self.held)),
             need=self._need(self.challenger),
             certainty=config.certainty,
-            more=self.challenger > self.held,
+            asked=self._certainty(self.challenger),
             pairs=config.pairs,
         )
         pairs = f"{verdict.pairs} pair{'s' if verdict.pairs > 1 else ''}"
@@ -363,11 +373,18 @@ class Controller:
         return self._choose(words)
 
     def _certainty(self, level: int) -> float:
-        """Standard deviations by which a level has to be better: more compression has to prove it, less does not."""
-        return self.config.certainty if level > self.held else 0.0
+        """Standard deviations by which a level has to be better."""
+        return self.config.certainty * self._burden(level)
 
     def _need(self, level: int) -> float:
-        return self.config.margin if level > self.held else -self.config.margin / 2
+        """Gain that it has to show, as a logarithm."""
+        return self.config.margin * (self._burden(level) or -0.5)
+
+    def _burden(self, level: int) -> float:
+        """How much of a proof it takes: half of one, where more compression holds nothing back; none for less."""
+        if level <= self.held:
+            return 0.0
+        return 1.0 if self.costs[level].keeps_residual else 0.5
 
     def _usable(self) -> list[int]:
         """Levels that may run, and that send less than every such level below them."""

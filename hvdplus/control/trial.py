@@ -30,7 +30,7 @@ def judge(
     price: float,
     need: float,
     certainty: float,
-    more: bool,
+    asked: float,
     pairs: int,
 ) -> Verdict:
     """Judge a trial by its turns, see ``ratio_of``.
@@ -39,19 +39,20 @@ def judge(
         prior: what was known of the ratio of seconds.
         price: logarithm of the ratio of the prices of delay.
         need: gain that the challenger has to show, as a logarithm.
-        certainty: standard deviations of the bound.
-        more: whether the challenger compresses more, and has to be better beyond the bound.
+        certainty: standard deviations between the ratio and its bounds.
+        asked: by so many of them the challenger has to be better; 0: it need not prove it.
         pairs: most pairs of a trial.
     """
     measured, seen = ratio_of(turns, challenger)
     ratio = prior.updated(measured.mean, measured.variance)
-    gain, bound = -ratio.mean - price - need, certainty * math.sqrt(ratio.variance)
+    gain, deviation = -ratio.mean - price - need, math.sqrt(ratio.variance)
     left, at_stake = pairs - seen + (0.5 if turns[-1][0] == challenger else 0.0), 0.0
-    if left and abs(gain) <= bound:
-        asked = certainty if more else 0.0
-        at_stake = promised(gain if more else -abs(gain), ratio.variance, measured.variance * seen / left, asked)
-    low, middle, high = (math.exp(ratio.mean + price + off) for off in (-bound, 0.0, bound))
-    return Verdict(ratio, seen, gain > (bound if more else 0.0), at_stake, f"{middle:.3f} [{low:.3f}, {high:.3f}]")
+    if left and abs(gain) <= (asked or certainty) * deviation:
+        at_stake = promised(gain if asked else -abs(gain), ratio.variance, measured.variance * seen / left, asked)
+    low, middle, high = (
+        math.exp(ratio.mean + price + off) for off in (-certainty * deviation, 0.0, certainty * deviation)
+    )
+    return Verdict(ratio, seen, gain > asked * deviation, at_stake, f"{middle:.3f} [{low:.3f}, {high:.3f}]")
 
 
 def promised(gain: float, variance: float, noise: float, certainty: float) -> float:
