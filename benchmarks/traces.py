@@ -85,7 +85,9 @@ def load(path: Path) -> Trace:
     steps = tuple(
         tuple(StepTimes(*(micros / 1e6 for micros in step)) for step in known["steps"][name]) for name in names
     )
-    comm = [(cost, statistics.median(each.comm for each in taken)) for cost, taken in zip(costs, steps, strict=True)]
+    # Of levels that send much: what they send little of, a link may carry at any speed.
+    middle = [(cost, statistics.median(each.comm for each in taken)) for cost, taken in zip(costs, steps, strict=True)]
+    much = [(cost, seconds) for cost, seconds in middle if cost.payload_bytes > 0.2 * costs[0].payload_bytes]
     return Trace(
         path.stem,
         names,
@@ -93,7 +95,7 @@ def load(path: Path) -> Trace:
         tuple(known["errors"][name] for name in names),
         tuple(probes),
         steps,
-        fit_link([*comm, *((LevelCost.of_sum(size), seconds) for size, seconds in probes)]),
+        fit_link([*much, *((LevelCost.of_sum(size), seconds) for size, seconds in probes[:1])]),
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import strategies as st
 
 from hvdplus.control.controller import Config, Controller, Decision, Mode, Observation
-from hvdplus.control.knowledge import CROWD
+from hvdplus.control.knowledge import PACKING
 from hvdplus.control.link import LevelCost
 from hvdplus.control.meter import StepTimes, reduce_times
 from hvdplus.control.probing import sizes
@@ -86,7 +86,11 @@ class Job:
         """What the controller is told of the levels."""
         return tuple(
             LevelCost(
-                round(sent), round(sent / self.messages), self.messages, self.told * codec / CROWD, level >= LOSSY
+                round(sent),
+                round(sent / self.messages),
+                self.messages,
+                self.told * codec / (1 + PACKING * (level >= LOSSY)),
+                level >= LOSSY,
             )
             for level, (sent, codec) in enumerate(zip(self.payload_bytes, self.codec, strict=True))
         )

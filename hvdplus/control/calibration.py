@@ -24,7 +24,7 @@ BUCKETS = 4
 """Most buckets that are measured."""
 ELEMENTS = 2 << 20
 """Most elements of a bucket that are measured."""
-RUNS = 6
+RUNS = 4
 """Runs of a level. The first warms up; the fastest of the others counts."""
 SECONDS = 0.5
 """Time for a level's runs. Once it is spent, two runs are enough."""

@@ -25,7 +25,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from hvdplus.control.blocks import FAR, Block, Guess, block_of, noise_of
-from hvdplus.control.knowledge import Knowledge
+from hvdplus.control.knowledge import Knowledge, reached
 from hvdplus.control.link import LevelCost, Link
 from hvdplus.control.memory import restore, to_plain
 from hvdplus.control.meter import StepTimes
@@ -70,7 +70,7 @@ class Config:
     """The numbers of all decisions."""
 
     dense_steps: int = 0
-    """Dense steps at the start; 0: a block, or half a second, at the level that is expected to lose least."""
+    """Dense steps at the start; 0: a few, at the level that is expected to lose least."""
     start_seconds: float = 0.5
     """A start that is not settled in steps ends once it has taken so long, if it has seen two steps."""
     block_steps: int = 8
@@ -105,11 +105,12 @@ NOT_LEARNED = ("costs", "delay_price")
 """Fields of its ``Knowledge`` that are given anew."""
 PROBE_STEPS = 40
 """Least steps between two bandwidth probes."""
-PROBE_LEAST, PROBE_MOST = 128 << 10, 64 << 20
-"""Bytes of one: links carry some 10 kB at any speed after a rest."""
+PROBE_LEAST, PROBE_MOST = 64 << 10, 64 << 20
+"""Bytes of one: links carry some 10 kB at any speed after a rest, and what a level sends comes before it."""
 LONGEST = 3
 """Largest factor by which noise makes a trial's blocks longer."""
-START_STEPS = 4
+START_SETTLES, START_STEPS = 2, 4
+"""Steps of a start that do not count, and that do: it may be far from the best level, and trials follow anyway."""
 CLEAR = 0.05
 """A loss that shows in three steps ends a block, if it is as large as that and far from noise."""
 
@@ -200,7 +201,7 @@ class Controller:
             self._known.see_sum(size, seconds, first=True)
         if probes and not self.config.dense_steps:
             config = self.config
-            most = config.settle_steps + config.block_steps
+            most = config.settle_steps + config.block_steps  # a trial follows, whose steps cost alike
             self.level = self.held = self._known.best_start(
                 self._usable(), lambda seconds: max(3.0, min(most, config.start_seconds / max(seconds, 1e-9)))
             )
@@ -231,7 +232,10 @@ class Controller:
             return self._refuse(f"{budget}{config.error_budget:g})")
         starts, asked = self.mode is Mode.START, config.dense_steps
         slow = starts and not asked and self._elapsed - self._started >= config.start_seconds
-        if self._age <= min(1 if slow else config.settle_steps, asked - 1 if starts and asked else math.inf):
+        settles = config.settle_steps
+        if starts:
+            settles = min(settles, asked - 1 if asked else 1 if slow else START_SETTLES)
+        if self._age <= settles:
             return None
         self._window.append(times)
         if seen.times.probe:
@@ -246,7 +250,10 @@ class Controller:
         step = self._known.seconds(self.level)
         wanted = max(0.3 * step / self.link.beta, PROBE_LEAST)
         size = int(min(wanted, self.costs[0].payload_bytes, PROBE_MOST)) // 4 * 4
-        return size if size > 4 * self.costs[self.level].payload_bytes else 0  # else the level shows nearly as much
+        if 2 * size < self.costs[self.level].payload_bytes:  # which shows as much
+            return 0
+        share = 0.5 * self.config.explore
+        return size if self.link.seconds(LevelCost.of_sum(size)) <= share * self._elapsed else 0
 
     # -- one block
 
@@ -412,6 +419,8 @@ class Controller:
 
     def _enter(self, mode: Mode, level: int, why: str = "") -> Decision:
         if level != self.level:
+            if not self._error and self.costs[self.level].keeps_residual:  # too few steps for a reading
+                self._error = reached(self._known.error(self.level).mean, self._age, self._carried)
             self._age, self._probe_after = 0, PROBE_STEPS
             self._carried, self._error = self._error, 0.0
         self.mode, self.level, self._window, self._doubt = mode, level, [], False

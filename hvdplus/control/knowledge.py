@@ -27,9 +27,13 @@ EXPOSED_ERROR = 0.25
 """Standard deviation of predicted communication, as a share of it."""
 OVERLAP_ERROR = 0.5
 """The same of what runs behind the computation."""
-CROWD, CODEC_ERROR, SCALED_ERROR = 1.5, 0.4, 0.15
-"""A codec's time in a step over that alone, and standard deviations as shares of it: of any, and of one that is scaled
-from another's. (1.3 to 1.7 were measured on two cores, and 0.1 between ranks of ``lowrank``.)"""
+BENT, MOST_BENT = 0.15, 10.0
+"""Standard deviation of a level's communication from the link's straight line, as a share of it, and the largest factor
+between them: links carry little at any speed after a rest, and ranks that wait for each other are slower."""
+PACKING, CODEC_ERROR, ALIKE_ERROR = 0.5, 0.3, 0.1
+"""Seconds that a level with a residual takes to pack gradients and write means back, as a share of its codec's alone;
+standard deviations of a codec's time, as shares of it: of any, and where a level that packs likewise was measured.
+(0.5 to 0.8 on two cores, 2.3 for many small tensors; from ``lowrank`` to ``int8`` it hardly differs.)"""
 ENERGY, POWER = 0.027, 1.75
 """Guesses for a level that was never run, with its share of the dense bytes: ``e² = ENERGY (1 / share - 1)``, or
 ``e² ∝ (1 / share - 1)^POWER`` from a level that ran and sends about as many bytes. Both are fits to low-rank levels."""
@@ -38,8 +42,8 @@ NEAR = 3.0
 GUESS_ERROR, NEAR_ERROR = 0.7, 0.3
 """Standard deviations of such an e, as a share of it (``benchmarks/results/delay.txt``)."""
 ERRORS_KEPT = 10
-LEAST_SENT = 0.01
-"""Least share of the energy of gradient and residual that a level sends in a step: e comes to 10 at most."""
+MOST_ERROR = 10.0
+"""Of any level: one that sends a hundredth of the energy of gradient and residual in a step."""
 COMPUTATIONS = (1e-3, 1e-2, 1e-1, 1.0)
 """Seconds that the computation of a step may take, before one was seen; half of them may hide communication."""
 HIDES = 0.7
@@ -59,6 +63,8 @@ class Level(NamedTuple):
     """Seconds of a step in the last block."""
     exposed: float
     overlapped: float
+    bent: float
+    """Seconds of communication over those of the link: no link is a straight line."""
     own: Guess
     """Logarithm of a step's seconds over those of the model."""
     steps: int
@@ -73,6 +79,8 @@ class Knowledge:
     delay_price: float
     """κ, at this time."""
     link: LinkEstimate = LinkEstimate()
+    probe_bent: float = 0.0
+    """``Level.bent`` of bandwidth probes; 0: none was seen."""
     pace: Guess = Guess(0.0, 0.0)
     """Logarithm of the computation's seconds over those at the beginning, whatever the level."""
     hidden: float = 0.0
@@ -88,7 +96,7 @@ class Knowledge:
         """Take in a block. ``held``: the level ran before it, too, so a change of its computation is the machine's."""
         aged = DRIFT**2 * max(1, self.steps - max((known.steps for known in self.levels.values()), default=0))
         known = self.levels.get(level)
-        before = {} if known else {other: self._model(other) for other in self.levels}
+        before = {} if known else {other: (self._model(other), self._comm(other)) for other in self.levels}
         self.pace = Guess(self.pace.mean, self.pace.variance + aged)
         if known and held:
             noise = block.busy_variance / block.busy**2 + NOISE_FLOOR**2
@@ -97,14 +105,21 @@ class Knowledge:
         self.bound |= block.exposed > BOUND * self.link.link.exposed(self.costs[level], math.inf) > 0.0
         # What runs behind the computation may wait for other ranks: so much of it says little of the link.
         doubt = block.comm_variance + (OVERLAP_ERROR * block.overlapped) ** 2
-        self.link = self.link.older(aged).updated(self.costs[level], block.comm, doubt)
-        for other, model in before.items():  # the link is known better, it is no other: what was measured still holds
+        if known:  # only what a level takes beside what it took says that the link has changed
+            self.link = self.link.older(aged).updated(self.costs[level], block.comm / known.bent, doubt)
+            bent = known.bent
+        else:
+            doubt += (BENT * self._comm(level)) ** 2 if self.levels else 0.0
+            self.link = self.link.older(aged).updated(self.costs[level], block.comm, doubt, same=bool(self.levels))
+            bent = self._bent(self.costs[level], block.comm)
+        for other, (model, comm) in before.items():  # the link is no other: what was measured still holds
+            self.levels[other] = self.levels[other]._replace(bent=self._bent(self.costs[other], comm))
             mean, variance = self.levels[other].own
             own = Guess(mean + model - self._model(other), variance)
             self.levels[other] = self.levels[other]._replace(own=own)
         pace = math.exp(self.pace.mean)
         own = self.known_own(level) if known else Guess()
-        known = known or Level(block.busy / pace, block.codec / pace, 0.0, 0.0, 0.0, own, self.steps)
+        known = known or Level(block.busy / pace, block.codec / pace, 0.0, 0.0, 0.0, bent, own, self.steps)
         codec = known.codec + 0.3 * (block.codec / pace - known.codec)
         self.levels[level] = known._replace(
             codec=codec, step=block.step, exposed=block.exposed, overlapped=block.overlapped, steps=self.steps
@@ -130,8 +145,17 @@ class Knowledge:
         return Guess(math.log(self.seconds(level) / self.seconds(other)), self.known_own(level).variance)
 
     def see_sum(self, size: int, seconds: float, *, first: bool = False) -> None:
-        """Take in what a sum of ``size`` bytes took that nothing else went along with. ``first``: before any step."""
-        self.link = self.link.updated(LevelCost.of_sum(size), seconds, (MODEL_ERROR * seconds) ** 2, same=first)
+        """Take in what a sum of ``size`` bytes took that nothing else went along with. ``first``: before any step.
+
+        Later ones follow a step's own sums, and only what they take beside the first such one tells of the link.
+        """
+        cost, doubt = LevelCost.of_sum(size), (MODEL_ERROR * seconds) ** 2
+        if first:
+            self.link = self.link.updated(cost, seconds, doubt, same=True)
+        elif self.probe_bent:
+            self.link = self.link.updated(cost, seconds / self.probe_bent, doubt / self.probe_bent**2)
+        else:
+            self.probe_bent = self._bent(cost, seconds)
 
     def best_start(self, usable: Sequence[int], steps: Callable[[float], float]) -> int:
         """The level to begin with, before any step was seen: that of least regret, which is what the start is expected
@@ -143,7 +167,7 @@ class Knowledge:
 
         def cost(level: int, busy: float) -> float:
             exposed = self.link.link.exposed(self.costs[level], busy / 2)
-            return self.price(level) * (busy + CROWD * self.costs[level].codec + exposed)
+            return self.price(level) * (busy + self._codec(level).mean + exposed)
 
         regrets = dict.fromkeys(usable, 0.0)
         for busy in COMPUTATIONS:
@@ -157,10 +181,12 @@ class Knowledge:
         link, pace, levels = self.link, self.pace, self.levels.values()
         variances = [link.aa, link.bb, pace.variance, *(known.own.variance for known in levels)]
         seconds = [*(known.busy for known in levels), *(known.step for known in levels)]
+        seconds += [known.bent for known in levels]
         for block in blocks:
             variances += [block.step_variance, block.busy_variance, block.rest_variance, block.comm_variance]
             seconds += [block.step, block.busy]
         rest = [
+            self.probe_bent,
             link.alpha,
             link.beta,
             self.hidden,
@@ -259,31 +285,45 @@ class Knowledge:
 
     def _exposed(self, level: int, busy: float) -> Guess:
         """Seconds that a step waits for communication, beside a computation of ``busy`` seconds."""
-        exposed = self.link.link.exposed(self.costs[level], self.hidden * busy)
         if level in self.levels:
-            return Guess(exposed, 0.0)
-        least = exposed if self.bound else self.link.link.exposed(self.costs[level], max(HIDES, self.hidden) * busy)
+            return Guess(self._waits(level, self.hidden * busy), 0.0)
+        exposed = self._waits(level, self.hidden * busy)
+        least = exposed if self.bound else self._waits(level, max(HIDES, self.hidden) * busy)
         middle, half = (exposed + least) / 2, (exposed - least) / 2
         return Guess(middle, half**2 + (EXPOSED_ERROR * middle) ** 2)
 
-    def _codec(self, level: int) -> Guess:
-        """Seconds at pace 1: as measured, or else from what it takes alone and what the nearest level takes.
+    def _waits(self, level: int, hideable: float) -> float:
+        """Seconds that a step waits for communication, if computation can hide ``hideable``."""
+        bent = self.levels[level].bent if level in self.levels else 1.0
+        return bent * self.link.link.exposed(self.costs[level], hideable / bent)
 
-        In the crowd of a whole step a codec is slower than alone, whatever the level, and every level packs. Where
-        there is none (dense), half of what the nearest level takes beyond its own is taken for packing, give or take.
+    def _comm(self, level: int) -> float:
+        """Seconds of communication, hidden or not."""
+        straight = self.link.link.seconds(self.costs[level])
+        return straight * self.levels[level].bent if level in self.levels else straight
+
+    def _bent(self, cost: LevelCost, comm: float) -> float:
+        """``Level.bent`` of one whose communication takes ``comm`` seconds."""
+        straight = self.link.link.seconds(cost)
+        return min(max(comm / straight, 1 / MOST_BENT), MOST_BENT) if straight else 1.0
+
+    def _codec(self, level: int) -> Guess:
+        """Seconds at pace 1: as measured, or else what the codec takes alone, and packing.
+
+        Levels with a residual pack likewise, and so do those without: what one takes beyond its codec alone, others of
+        its kind are expected to take, too. Where none was measured, what dense takes is expected, and ``PACKING``.
         """
         if level in self.levels:
             return Guess(self.levels[level].codec, 0.0)
-        codec = CROWD * self.costs[level].codec
-        if not self.levels:
-            return Guess(codec, (CODEC_ERROR * codec) ** 2)
-        near = min(self.levels, key=lambda other: abs(other - level))
-        taken, theirs = self.levels[near].codec, CROWD * self.costs[near].codec
-        if codec and theirs:
-            return Guess(codec * taken / theirs, (SCALED_ERROR * codec * taken / theirs) ** 2)
-        beyond = max(0.0, taken - theirs)
-        packs, doubt = (beyond / 2, beyond / 2) if near else (beyond, 0.0)
-        return Guess(codec + packs, doubt**2 + (CODEC_ERROR * codec) ** 2)
+        alone, keeps = self.costs[level].codec, self.costs[level].keeps_residual
+        alike = [other for other in self.levels if other and self.costs[other].keeps_residual == keeps]
+        if level and alone and alike:
+            near = min(alike, key=lambda other: abs(other - level))
+            codec = alone + max(0.0, self.levels[near].codec - self.costs[near].codec)
+            return Guess(codec, (ALIKE_ERROR * codec) ** 2)
+        dense = self.levels[0].codec if 0 in self.levels else 0.0
+        codec = alone + PACKING * alone * keeps + dense
+        return Guess(codec, (CODEC_ERROR * codec) ** 2)
 
     def _left_out(self, level: int) -> float:
         """Bytes that are not sent over bytes that are."""
@@ -299,21 +339,24 @@ def price_of_delay(kappa: float, error: float) -> float:
 def settled(error: float, age: int, carried: float = 0.0) -> float:
     """What a level's error comes to, by a reading ``age`` steps after the level began, at an error of ``carried``.
 
-    A step sends the share δ of the energy of gradient and residual. If gradients are mostly noise, then
-    ``e² = (1 - δ) / δ · (1 - (1 - δ)^age) + carried² (1 - δ)^age``, which is solved for δ by bisection. A reading that
-    is too large for any δ stands for itself.
+    The inverse of ``reached``, by bisection. A reading that is too large for any level stands for itself.
     """
     if not error:
         return 0.0
-
-    def reached(share: float) -> float:
-        kept = (1 - share) ** max(1, age)
-        return (1 - share) / share * (1 - kept) + carried**2 * kept
-
-    low, high = LEAST_SENT, 1.0
-    if reached(low) <= error * error:
+    low, high = 0.0, MOST_ERROR
+    if reached(high, age, carried) <= error:
         return error
     for _ in range(24):
-        share = math.sqrt(low * high)
-        low, high = (share, high) if reached(share) > error * error else (low, share)
-    return math.sqrt((1 - low) / low)
+        middle = (low + high) / 2
+        low, high = (low, middle) if reached(middle, age, carried) > error else (middle, high)
+    return high
+
+
+def reached(settled: float, age: int, carried: float = 0.0) -> float:
+    """A level's error ``age`` steps after it began, at an error of ``carried``, if it comes to ``settled``.
+
+    A step sends the share δ of the energy of gradient and residual. If gradients are mostly noise, then
+    ``e² = (1 - δ) / δ · (1 - (1 - δ)^age) + carried² (1 - δ)^age``, and ``settled² = (1 - δ) / δ``.
+    """
+    kept = (settled**2 / (1 + settled**2)) ** max(1, age)
+    return math.sqrt(settled**2 * (1 - kept) + carried**2 * kept)
