@@ -40,6 +40,8 @@ from simulating import some_jobs as drawn
 from hvdplus.control.controller import (
     LONGEST,
     PROBE_STEPS,
+    START_SETTLES,
+    START_STEPS,
     Config,
     Controller,
     Decision,

@@ -152,10 +152,8 @@ class Controller:
     _spent: float = 0.0
     """Seconds that trials and probes took beyond the level held."""
     _phases: Phases = field(default_factory=Phases)
-    _error: float = 0.0
-    """The latest at this level; 0: none yet."""
     _carried: float = 0.0
-    """The same of the level before, whose residual this one began with."""
+    """Error of the level before, with whose residual this one began."""
     _probe_after: int = PROBE_STEPS
 
     def __post_init__(self) -> None:
@@ -272,7 +270,7 @@ class Controller:
     def _is_hopeless(self) -> bool:
         """Whether the trial's level is so much dearer already that the rest of its block is not worth its time."""
         held = self._turns[-1][1]
-        loss = math.log(median(each.step for each in self._window) / held.step)
+        loss = math.log(max(median(each.step for each in self._window), 1e-9) / held.step)
         loss += math.log(self._known.price(self.level) / self._known.price(self.held)) + self._need(self.level)
         step_variance = self.config.block_steps * held.step_variance  # of one step
         variance = step_variance / len(self._window) + held.step_variance
@@ -307,7 +305,6 @@ class Controller:
     def _note_training(self, level: int, seen: Observation) -> None:
         """What the step says of delay and of its price."""
         if not math.isnan(seen.error) and level:
-            self._error = seen.error
             self._known.learn_error(level, seen.error, self._age, self._carried)
         self._phases.observe(seen.gradient_norm, seen.learning_rate)
         self._known.delay_price = self.config.delay_price * (self.config.critical_price if self._phases.left else 1.0)
@@ -419,9 +416,7 @@ class Controller:
 
     def _enter(self, mode: Mode, level: int, why: str = "") -> Decision:
         if level != self.level:
-            if not self._error and self.costs[self.level].keeps_residual:  # too few steps for a reading
-                self._error = reached(self._known.error(self.level).mean, self._age, self._carried)
+            self._carried = reached(self._known.error(self.level).mean, self._age, self._carried)
             self._age, self._probe_after = 0, PROBE_STEPS
-            self._carried, self._error = self._error, 0.0
         self.mode, self.level, self._window, self._doubt = mode, level, [], False
         return Decision(level, why, self._known.evidence(self.names, self._usable()))
