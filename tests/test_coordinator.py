@@ -157,14 +157,14 @@ def test_auto_is_dense_for_as_many_steps_as_the_settings_say(dense_steps: int) -
     assert [plan.level for plan in run.plans].index(LOWRANK) == dense_steps + 1
 
 
-def test_auto_stays_dense_on_a_fast_link_and_beside_a_slow_rank() -> None:
+def test_auto_rests_dense_on_a_fast_link_and_beside_a_slow_rank() -> None:
+    """After a single look at fp16, whose codec nobody has timed, at most."""
     for links, slow_rank_ms in ((FAST, 0.0), (FAST, 8.0)):
         coordinator = make(auto=True)
         run = Run(coordinator, milliseconds=links, slow_rank_ms=slow_rank_ms)
         run.steps(200)
-        assert set(run.plans) == {Plan(NONE)}
-        (decision,) = decisions(coordinator)
-        assert (decision["from"], decision["to"]) == ("none", "none")
+        assert {plan.level for plan in run.plans} <= {NONE, FP16} and set(run.plans[40:]) == {Plan(NONE)}
+        assert decisions(coordinator)[-1]["to"] == "none" and len(decisions(coordinator)) <= 3
 
 
 def test_auto_flushes_before_it_measures_dense_again() -> None:
@@ -606,18 +606,18 @@ def test_a_trace_that_is_not_full_is_written_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     coordinator = make(auto=True, log=RunLog(path))
     run = Run(coordinator, milliseconds=FAST)
-    run.steps(8)
+    run.steps(5)
     assert not any(record["kind"] == "trace" for record in read(path))
     coordinator.finish()
-    assert [len(record["steps"]) for record in read(path) if record["kind"] == "trace"] == [7]
+    assert [len(record["steps"]) for record in read(path) if record["kind"] == "trace"] == [4]
 
 
 def test_buckets_that_are_cut_anew_send_something_else(tmp_path: Path) -> None:
     """The controller decides by what levels send from then on, and the log says what that is."""
     path = tmp_path / "run.jsonl"
-    coordinator = make(auto=True, log=RunLog(path), window_steps=5)
+    coordinator = make(auto=True, log=RunLog(path), window_steps=4)
     run = Run(coordinator, milliseconds=GENTLE)
-    run.steps(8)
+    run.steps(5)
     new = [cost(5000), cost(2500, 0.0012344), cost(6000)]
     coordinator.resize(new)
     run.steps(192)
@@ -630,7 +630,7 @@ def test_buckets_that_are_cut_anew_send_something_else(tmp_path: Path) -> None:
     sent = {"payload_bytes": 2500, "last_bytes": 62, "messages": 4, "codec_ms": 1.234, "keeps_residual": False}
     assert record["levels"]["fp16"] == sent
     assert kinds.index("trace") < kinds.index("resize"), "what was seen before stands before"
-    assert len(records[kinds.index("trace")]["steps"]) == 7
+    assert len(records[kinds.index("trace")]["steps"]) == 4
     fixed = make("none", "fp16")
     fixed.resize(new[:2])
     assert fixed.payload_bytes == (5000, 2500)
@@ -649,7 +649,7 @@ def test_what_is_forbidden_is_in_the_log_where_it_happened(tmp_path: Path) -> No
     at = next(i for i, record in enumerate(records) if record["kind"] == "forbid")
     assert (records[at]["step"], records[at]["level"]) == (40, "lowrank:4")
     shown = [row[0] for record in records[:at] if record["kind"] == "trace" for row in record["steps"]]
-    assert shown.count(LOWRANK) == 39 - 12, "all that was seen before"
+    assert shown.count(LOWRANK) == 39 - 7, "all that was seen before"
     assert {plan.level for plan in run.plans[42:]} == {NONE, FP16}
     # Once is enough, where nothing is left that keeps a residual, too.
     other = make("none", "fp16", auto=True)

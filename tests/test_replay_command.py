@@ -133,7 +133,7 @@ def test_other_limits_lead_to_other_decisions_and_that_is_no_failure(
     code, text = replayed(capsys, str(log), "--limit", "margin=0.9")
     assert code == 0 and "1. stays at none: the start is over; none is best" in text
     assert "0 of the run's " in text and "rest on steps that the run took at other levels" in text
-    code, text = replayed(capsys, str(log), "--limit", "block_steps=14", "--limit", "settle_steps=1")
+    code, text = replayed(capsys, str(log), "--limit", "dense_steps=14")
     assert code == 0 and "0 of the run's " in text
     code, text = replayed(capsys, str(log), "--limit", "error_budget=4.5")
     assert code == 0 and " decisions are the run's" in text
@@ -146,7 +146,7 @@ def test_the_jobs_own_limits_hold_unless_others_are_named(tmp_path: Path, capsys
 
 
 def test_a_run_without_decisions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert replayed(capsys, str(write(tmp_path / "run.jsonl", steps=8))) == (
+    assert replayed(capsys, str(write(tmp_path / "run.jsonl", steps=5))) == (
         0, "All 0 decisions are the run's, figure for figure."
     )  # fmt: skip
 

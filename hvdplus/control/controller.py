@@ -283,9 +283,12 @@ class Controller:
 
     def _after_block(self, block: Block) -> Decision | None:
         self._window = []
-        self._doubt = not self._doubt and self._known.is_news(self.level, block)
+        news = self._known.is_news(self.level, block)
+        self._doubt, changed = news and not self._doubt, news and self._doubt
         if self._doubt:
             return None
+        if changed:
+            self._lost = {}
         self._known.learn(self.level, block, held=self.level == self.held)
         if self.level == self.held:
             noise = noise_of(block, self.config.pairs)
@@ -330,7 +333,8 @@ class Controller:
         for level in self._usable():
             guess = self._known.cost(level, self.held)
             gain = now.mean - self._need(level) - guess.mean
-            promise = promised(gain, guess.variance, self._noise, self._certainty(level))
+            certainty = self.config.certainty if level > self.held else 0.0  # half a proof is no reason to look for it
+            promise = promised(gain, guess.variance + now.variance, self._noise, certainty)
             promise -= least * self._lost.get(level, 0)
             if level != self.held and promise > least and (gain > 0 or self._affords(gain)):
                 promises[level] = promise

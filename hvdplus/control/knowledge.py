@@ -255,6 +255,9 @@ class Knowledge:
             hides = self.link.link.seconds(cost) <= self.hidden * busy
             seen = cost._replace(payload_bytes=cost.last_bytes, messages=1) if hides else cost
             variance += min(1.0, self.link.variance(seen) / step**2)
+            if level in self.levels:  # measured on another link
+                known = self.levels[level]
+                variance += (BENT * (self._comm(level) - known.exposed - known.overlapped) / step) ** 2
         return Guess(mean, variance)
 
     def evidence(self, names: Sequence[str], usable: Sequence[int]) -> dict[str, float]:

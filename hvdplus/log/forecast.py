@@ -302,7 +302,8 @@ def pays_up_to(
     """The rate of the links, in Gbit/s, above which no level saves ``MARGIN`` of the time; 0 if none does at any rate,
     infinite if one does at every rate.
 
-    On a faster link communication shrinks and the codec's time stays, so there is one such rate.
+    On a faster link communication shrinks and the codec's time stays. Below the rate a level may still save less
+    somewhere, where the link is so slow that bytes are not what takes the time.
     """
     costs, _ = costs_on(shown, ranks)
 
@@ -317,9 +318,12 @@ def pays_up_to(
 
     if pays(FASTEST):
         return math.inf
-    if not pays(SLOWEST):
-        return 0.0
-    low, high = SLOWEST, FASTEST
+    low = FASTEST
+    while not pays(low):
+        low /= 1.25
+        if low < SLOWEST:
+            return 0.0
+    high = 1.25 * low
     while high / low > 1.001:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if pays(middle) else (low, middle)
