@@ -82,8 +82,8 @@ class LinkEstimate(NamedTuple):
         return self._replace(aa=self.aa + share * self.alpha**2, bb=self.bb + share * self.beta**2)
 
     def updated(self, cost: LevelCost, seconds: float, variance: float, *, same: bool = False) -> LinkEstimate:
-        """With a level's measured communication. One far from the estimate says that the link has changed, α and β alike,
-        unless it is the ``same`` link for sure, of which little was known."""
+        """With a level's measured communication. One far from the estimate says that the link has changed, unless it
+        is the ``same`` link for sure, of which little was known."""
         m, b = cost.messages, cost.payload_bytes
         if seconds <= 0 or not b:
             return self
@@ -92,7 +92,7 @@ class LinkEstimate(NamedTuple):
         off, known = seconds - expected, self
         if not same and expected and off * off > FAR**2 * (self.variance(cost) + noise):
             share = (off / expected) ** 2
-            known = self.older(share)._replace(ab=self.ab + share * self.alpha * self.beta)
+            known = self.older(share)._replace(ab=self.ab + share * self.alpha * self.beta / 2)
         pa, pb = m * known.aa + b * known.ab, m * known.ab + b * known.bb
         total = m * pa + b * pb + noise
         ka, kb = pa / total, pb / total
