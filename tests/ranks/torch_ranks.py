@@ -1112,7 +1112,7 @@ def test_memory_layouts_survive(level):
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), compression=level)
     reference = copy.deepcopy(net)
     ours, wanted = torch.zeros_like(net.weight), torch.zeros_like(net.weight)
-    for step in range(12):  # all ranks have the same gradient
+    for step in range(16):  # all ranks have the same gradient
         x = torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(step)).to(memory_format=torch.channels_last)
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         net(x).square().mean().backward()
