@@ -34,6 +34,8 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "tests"))
+if __name__ == "__main__":  # the tree's own package, whatever is installed
+    sys.path.insert(0, str(ROOT))
 
 from simulating import ERRORS, NOISES, Job, Noise, Training, drive, some_jobs  # noqa: E402
 from traces import Trace, traces  # noqa: E402
