@@ -138,7 +138,7 @@ def test_agrees_with_numpy(level):
         expected = reference.step([gradients(step, rank) for rank in range(SIZE)])
         for p, old, mean in zip(params, before, expected, strict=True):
             scale = np.abs(mean).max()
-            tolerance = 2e-3 if "fp16" in level else 5e-5  # fp16 sums round once a hop of the ring
+            tolerance = 1e-3 * max(2, SIZE) if "fp16" in level else 5e-5  # fp16 sums round once a hop of the ring
             np.testing.assert_allclose((old - p.detach()).numpy(), mean, rtol=0, atol=tolerance * max(scale, 1.0))
 
 
@@ -1044,7 +1044,8 @@ def test_one_finite_spike_is_seen_in_its_step_and_leaves_nothing_behind(level, s
     grads[3][2] = size if RANK == SIZE - 1 else grads[3][2]
     backward(params, grads)
     optimizer.synchronize()
-    assert torch.allclose(params[3].grad[2], torch.full(params[3].shape[1:], size / SIZE))
+    # Beside it: the gradients of other ranks, and what five steps have held back.
+    assert torch.allclose(params[3].grad[2], torch.full(params[3].shape[1:], size / SIZE), rtol=2e-5)
     with optimizer.skip_synchronize():
         optimizer.step()
     for step in range(6, 9):
