@@ -70,6 +70,11 @@ class Level(NamedTuple):
     steps: int
     """Steps seen when it was measured."""
 
+    @property
+    def comm(self) -> float:
+        """All communication of the last block, hidden or not."""
+        return self.exposed + self.overlapped
+
 
 @dataclass
 class Knowledge:
@@ -134,9 +139,8 @@ class Knowledge:
             return False
         variance = self.known_own(level).variance + block.step_variance
         step = abs(math.log(block.step / self.seconds(level))) > FAR * math.sqrt(variance)
-        comm = known.exposed + known.overlapped
-        variance = 2 * block.comm_variance + (MODEL_ERROR * comm) ** 2
-        return step or abs(block.comm - comm) > max(FAR * math.sqrt(variance), MODEL_ERROR * block.step)
+        variance = 2 * block.comm_variance + (MODEL_ERROR * known.comm) ** 2
+        return step or abs(block.comm - known.comm) > max(FAR * math.sqrt(variance), MODEL_ERROR * block.step)
 
     def ratio(self, level: int, other: int) -> Guess:
         """Logarithm of a level's seconds over another's, as far as it was measured."""
@@ -256,8 +260,7 @@ class Knowledge:
             seen = cost._replace(payload_bytes=cost.last_bytes, messages=1) if hides else cost
             variance += min(1.0, self.link.variance(seen) / step**2)
             if level in self.levels:  # measured on another link
-                known = self.levels[level]
-                variance += (BENT * (self._comm(level) - known.exposed - known.overlapped) / step) ** 2
+                variance += (BENT * (self._comm(level) - self.levels[level].comm) / step) ** 2
         return Guess(mean, variance)
 
     def evidence(self, names: Sequence[str], usable: Sequence[int]) -> dict[str, float]:
