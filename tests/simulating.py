@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -224,13 +225,15 @@ def drive(
 ) -> Course:
     """Run ``steps`` steps of a job (that changes) under the controller that ``make`` makes.
 
-    Figures arrive one step late. The controller does not see steps that flush a residual or warm up.
+    Figures arrive one step late. The controller does not see steps that warm a level up.
     ``events(step, controller)`` is called before every step.
     """
     at = job if callable(job) else lambda step: job
     start = at(0)
     controller = make(start.names, start.costs, config)
     keeps = [cost.keeps_residual for cost in start.costs]
+    known = getattr(sys.modules[type(controller).__module__], "Observation", Observation)  # of its own version
+    sees_flushes = "flushes" in known._fields
     course = Course(controller, [], [], [], [])
     dice = random.Random(seed)
     if hasattr(controller, "begin"):  # a controller of another version may have to begin without
@@ -256,10 +259,11 @@ def drive(
         course.modes.append(mode)
         course.seconds += job_now.seconds(course.ran[-1])
         wave = 0.9 * wave + math.sqrt(1 - 0.9**2) * dice.gauss(0, 1)
-        if drains or warms_up:
-            drains, warms_up = max(0, drains - 1), max(0, warms_up - 1)
+        flushes, drains = drains > 0, max(0, drains - 1)
+        if warms_up or (flushes and not sees_flushes):
+            warms_up = max(0, warms_up - 1)
             continue
-        times, sounding = reduce_times(job_now.step(level, dice, wave)), controller.probe_bytes()
+        times, sounding = reduce_times(job_now.step(level, dice, wave)), 0 if flushes else controller.probe_bytes()
         if sounding:
             took = job_now.probe(sounding) * _shaken(dice, job_now.noise.wire)
             times = times._replace(step=times.step + took, probe=took)
@@ -269,5 +273,5 @@ def drive(
         if step % NORM_STEPS:
             error = norm = math.nan
         age += 1
-        late = level, Observation(times, error, norm, rate, sounding)
+        late = level, Observation(times, error, norm, rate, sounding, flushes=flushes)
     return course

@@ -359,32 +359,36 @@ def test_steps_that_flush_or_teach_are_not_taken_for_dense_ones() -> None:
     assert counted == {"warming": 4, "topk:0.2:16": 8, "draining": 6, "none": 6}
 
 
-def test_steps_that_teach_or_flush_are_not_shown_to_the_controller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither as steps of the level that learns nor as dense ones."""
-    shown: list[tuple[int, float]] = []
+def test_steps_that_teach_are_not_shown_to_the_controller_and_those_that_flush_as_such(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The former neither as steps of the level that learns nor as dense ones."""
+    shown: list[tuple[int, bool, float]] = []
     observe = Controller.observe
 
     def spy(controller: Controller, level: int, seen: Observation) -> Decision | None:
-        shown.append((level, round(seen.times.step * 1e3)))
+        shown.append((level, seen.flushes, round(seen.times.step * 1e3)))
         return observe(controller, level, seen)
 
     monkeypatch.setattr(Controller, "observe", spy)
     coordinator = make("none", "fp16", "topk:0.2:16", auto=True, warm_steps=5, drain_steps=7)
     plans: list[Plan] = []
+
+    def flushes(plan: Plan) -> bool:
+        return plan.level != LOWRANK and plan.flush_fraction > 0
+
     costs = (18, 17, 15)  # ms a level
     for _ in range(600):
         said = Report()
         if plans:  # times are of the step before
-            unlike = plans[-1].warms_up or (plans[-1].level != LOWRANK and plans[-1].flush_fraction)
-            cost = costs[plans[-1].level]
-            said = report(step=(999 if unlike else cost) / 1e3, exposed_comm=(cost - 10) / 1e3)
+            cost = 999 if plans[-1].warms_up else costs[plans[-1].level] + flushes(plans[-1])
+            said = report(step=cost / 1e3, exposed_comm=(cost - 10) / 1e3)
         plans.append(coordinator.plan)
         step(coordinator, *[said] * 2)
-    assert sum(bool(plan.warms_up) for plan in plans) >= 10 and sum(0 < plan.flush_fraction < 1 for plan in plans) >= 6
-    assert {level for level, _ in shown} == {NONE, FP16, LOWRANK}
-    assert all(milliseconds == costs[level] for level, milliseconds in shown)
-    regular = [plan for plan in plans[:-1] if not plan.warms_up and not (plan.level != LOWRANK and plan.flush_fraction)]
-    assert [level for level, _ in shown] == [plan.level for plan in regular], "all the others are"
+    assert sum(bool(plan.warms_up) for plan in plans) >= 10 and sum(map(flushes, plans)) >= 6
+    assert {level for level, _, _ in shown} == {NONE, FP16, LOWRANK}
+    regular = [(plan.level, flushes(plan)) for plan in plans[:-1] if not plan.warms_up]
+    assert shown == [(level, flushing, costs[level] + flushing) for level, flushing in regular], "all the others are"
 
 
 def test_what_teaching_steps_take_changes_no_decision() -> None:
@@ -576,9 +580,9 @@ def test_the_trace_holds_every_step_that_the_controller_saw(tmp_path: Path, seen
     assert max(len(trace["steps"]) for trace in traces) == TRACE_STEPS
     rows = [row for trace in traces for row in trace["steps"]]
     assert len(rows) == len(seen)
-    for (level, *micros, error, norm, rate, sounding), each in zip(rows, seen, strict=True):
+    for (level, *micros, error, norm, rate, probe_bytes, flushes), each in zip(rows, seen, strict=True):
         assert micros == [GENTLE[level][0] * 1e3, 1000, GENTLE[level][1] * 1e3, 500, GENTLE[level][2] * 1e3, 0]
-        assert sounding == each.probe_bytes
+        assert (probe_bytes, flushes) == (each.probe_bytes, each.flushes)
         assert all(isinstance(value, int) for value in micros)
         assert StepTimes(*(value / 1e6 for value in micros)) == each.times
         measured = (None if math.isnan(value) else value for value in (each.error, each.gradient_norm))

@@ -207,7 +207,6 @@ def test_other_limits_give_other_decisions(tmp_path: Path) -> None:
     assert [to for _, to, _, _ in ran][-1] in ("lowrank:16+fp16", "lowrank:8+fp16")
     strict = replayed(records, error_budget=0.01)
     assert any("budget 0.01" in reason for _, _, reason, _ in strict)
-    assert replayed(records, start_seconds=0.2)[0] != ran[0]
     assert replayed(records, dense_steps=4) == [], "the run began compressed"
     assert replayed(records, margin=0.02, pairs=3) == ran, "those that the run had"
 

@@ -47,7 +47,7 @@ def write(path: Path, steps: int = 120, limits: Config | None = None, slower_fro
         sounded = round(800 + sounding * 5e-3) if sounding else 0
         micros = (12_000 + exposed + codec + sounded, codec, exposed, 0, 500, sounded)
         norms = (0.25, 1.5) if step % 5 == 0 else (None, None)
-        trace.append([level, *micros, *norms, 0.1, sounding])
+        trace.append([level, *micros, *norms, 0.1, sounding, 0])
         seen = [math.nan if value is None else value for value in norms]
         times = StepTimes(*(value / 1e6 for value in micros))
         decision = controller.observe(level, Observation(times, *seen, 0.1, sounding))
@@ -179,7 +179,7 @@ def test_a_log_that_is_not_there_is_code_2(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("limit", "message"),
     [
-        ("marg=0.1", "--limit takes one of dense_steps, start_seconds"),
+        ("marg=0.1", "--limit takes one of dense_steps, block_steps"),
         ("margin", "--limit margin takes a number of 0 or more, as in margin=0.02. Received: margin"),
         ("margin=-1", "--limit margin takes a number of 0 or more"),
         ("margin=nan", "--limit margin takes a number of 0 or more"),

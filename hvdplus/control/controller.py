@@ -47,6 +47,8 @@ class Observation(NamedTuple):
     """Of the sum that ``times.probe`` is of; 0: there was none."""
     cosine: float = math.nan
     """Between the gradients of two ranks, on average; NaN: not measured. For the log: no decision rests on it."""
+    flushes: bool = False
+    """Whether it also sent what the level before had held back, so that it took longer than the level's other steps."""
 
 
 class Decision(NamedTuple):
@@ -71,8 +73,6 @@ class Config:
 
     dense_steps: int = 0
     """Dense steps at the start; 0: a few, at the level that is expected to lose least."""
-    start_seconds: float = 0.5
-    """A start that is not settled in steps ends once it has taken so long, if it has seen two steps."""
     block_steps: int = 8
     """Steps that a level is measured for at a time."""
     settle_steps: int = 3
@@ -111,8 +111,9 @@ LONGEST = 3
 """Largest factor by which noise makes a trial's blocks longer."""
 START_SETTLES, START_STEPS = 2, 4
 """Steps of a start that do not count, and that do: it may be far from the best level, and trials follow anyway."""
-CLEAR = 0.05
-"""A loss that shows in three steps ends a block, if it is as large as that and far from noise."""
+CLEAR, HOPELESS = 0.05, 0.3
+"""A loss that shows in three steps ends a trial's turn, if it is as large as that and far from noise. Steps that do not
+count otherwise show the second, if the fastest of them does."""
 
 
 @dataclass
@@ -147,8 +148,6 @@ class Controller:
     """Variance of a trial's ratio, as blocks of the level held let expect."""
     _elapsed: float = 0.0
     """Seconds of all observed steps."""
-    _started: float = 0.0
-    """The same when the start began."""
     _spent: float = 0.0
     """Seconds that trials and probes took beyond the level held."""
     _phases: Phases = field(default_factory=Phases)
@@ -198,18 +197,14 @@ class Controller:
         for size, seconds in probes:
             self._known.see_sum(size, seconds, first=True)
         if probes and not self.config.dense_steps:
-            config = self.config
-            most = config.settle_steps + config.block_steps  # a trial follows, whose steps cost alike
-            self.level = self.held = self._known.best_start(
-                self._usable(), lambda seconds: max(3.0, min(most, config.start_seconds / max(seconds, 1e-9)))
-            )
+            self.level = self.held = self._known.best_start(self._usable())
 
     def forbid(self, level: int, why: str) -> None:
         """Never again run ``level`` or one above it (1 or more); if one of them is held, the run starts anew, dense."""
         self.refused.update({above: why for above in range(level, len(self.names))})
         if self.held >= level:
             self._known.levels.clear()
-            self.held, self._lost, self._turns, self._started = 0, {}, [], self._elapsed
+            self.held, self._lost, self._turns = 0, {}, []
             self._enter(Mode.START, 0)
         elif self.mode is Mode.TRIAL and self.challenger >= level:
             self._enter(Mode.HOLD, self.held)
@@ -221,24 +216,29 @@ class Controller:
         config, times = self.config, seen.times._replace(step=seen.times.step - seen.times.probe, probe=0.0)
         self._known.costs = self.costs
         self._known.steps += 1
-        self._age += 1
+        self._age += not seen.flushes
         self._elapsed += seen.times.step
         self._spent += seen.times.probe
+        if self.mode is Mode.TRIAL and level == self.challenger:
+            self._spent = max(0.0, self._spent + times.step - self._turns[-1][1].step)
         self._note_training(level, seen)
         if level and seen.error > config.error_budget:
             budget = f"the residual at {self.names[level]} is {seen.error:.2f} times the gradient (budget "
             return self._refuse(f"{budget}{config.error_budget:g})")
         starts, asked = self.mode is Mode.START, config.dense_steps
-        slow = starts and not asked and self._elapsed - self._started >= config.start_seconds
         settles = config.settle_steps
         if starts:
-            settles = min(settles, asked - 1 if asked else 1 if slow else START_SETTLES)
-        if self._age <= settles:
-            return None
+            settles = min(settles, asked - 1 if asked else START_SETTLES)
+        if self._age <= settles or seen.flushes:
+            if self._age <= settles:
+                self._window.append(times)
+            return self._after_block(block_of(self._window)) if self._is_hopeless(settled=False) else None
+        if self._age == settles + 1:
+            self._window = []
         self._window.append(times)
         if seen.times.probe:
             self._see_probe(seen.probe_bytes, seen.times.probe)
-        return self._after_block(block_of(self._window)) if self._block_is_full(slow) else None
+        return self._after_block(block_of(self._window)) if self._block_is_full() else None
 
     def probe_bytes(self) -> int:
         """Bytes by which the coming step shall probe the link's bandwidth, or 0."""
@@ -255,26 +255,25 @@ class Controller:
 
     # -- one block
 
-    def _block_is_full(self, slow: bool) -> bool:
+    def _block_is_full(self) -> bool:
         config, count = self.config, len(self._window)
         if self.mode is Mode.START and config.dense_steps:
             return self._age >= config.dense_steps
-        if slow and count >= 2:
-            return True
         if self.mode is Mode.START:
             return count >= START_STEPS
-        if count >= config.block_steps * (self._patience() if self.mode is Mode.TRIAL else 1):
-            return True
-        return self.mode is Mode.TRIAL and self.level == self.challenger and count >= 3 and self._is_hopeless()
+        turn = config.block_steps * (self._patience() if self.mode is Mode.TRIAL else 1)
+        return count >= turn or self._is_hopeless(settled=True)
 
-    def _is_hopeless(self) -> bool:
-        """Whether the trial's level is so much dearer already that the rest of its block is not worth its time."""
-        held = self._turns[-1][1]
-        loss = math.log(max(median(each.step for each in self._window), 1e-9) / held.step)
+    def _is_hopeless(self, *, settled: bool) -> bool:
+        """Whether the trial's level is so much dearer already that the rest of its turn is not worth its time."""
+        if self.mode is not Mode.TRIAL or self.level != self.challenger or len(self._window) < 3:
+            return False
+        steps, held = [each.step for each in self._window], self._turns[-1][1]
+        loss = math.log(max(median(steps) if settled else min(steps), 1e-9) / held.step)
         loss += math.log(self._known.price(self.level) / self._known.price(self.held)) + self._need(self.level)
         step_variance = self.config.block_steps * held.step_variance  # of one step
         variance = step_variance / len(self._window) + held.step_variance
-        return loss > max(CLEAR, FAR * math.sqrt(variance))
+        return loss > max(CLEAR if settled else HOPELESS, FAR * math.sqrt(variance))
 
     def _patience(self) -> int:
         """Factor by which a trial's blocks are longer: where steps are noisy, long turns cost less than many."""
@@ -372,7 +371,6 @@ class Controller:
             other = self.held if self.level == self.challenger else self.challenger
             return self._enter(Mode.TRIAL, other, f"{words}: in turns")
         self._known.learn_ratio(self.challenger, self.held, verdict.ratio)
-        self._spent += max(0.0, verdict.pairs * self._turn_costs(verdict.ratio.mean))
         if verdict.wins:
             self.held, self._lost = self.challenger, {}
         else:

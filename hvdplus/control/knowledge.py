@@ -13,7 +13,7 @@ a factor of its own, which is remembered, and trusted less the older it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
@@ -161,13 +161,9 @@ class Knowledge:
         else:
             self.probe_bent = self._bent(cost, seconds)
 
-    def best_start(self, usable: Sequence[int], steps: Callable[[float], float]) -> int:
-        """The level to begin with, before any step was seen: that of least regret, which is what the start is expected
-        to cost beyond the best level's, if the computation may as well take any of ``COMPUTATIONS``.
-
-        Args:
-            steps: seconds of a step -> steps of the start.
-        """
+    def best_start(self, usable: Sequence[int]) -> int:
+        """The level to begin with, before any step was seen: that of least regret, which is what a step is expected to
+        cost beyond the best level's, as a share of it, if the computation may as well take any of ``COMPUTATIONS``."""
 
         def cost(level: int, busy: float) -> float:
             exposed = self.link.link.exposed(self.costs[level], busy / 2)
@@ -177,7 +173,7 @@ class Knowledge:
         for busy in COMPUTATIONS:
             costs = {level: cost(level, busy) for level in usable}
             for level in usable:
-                regrets[level] += steps(costs[level]) * (costs[level] - min(costs.values()))
+                regrets[level] += costs[level] / min(costs.values())
         return min(usable, key=lambda level: regrets[level])
 
     def plausible(self, blocks: Sequence[Block]) -> bool:
@@ -245,6 +241,11 @@ class Knowledge:
     def price(self, level: int) -> float:
         """By what factor a training at this level needs more steps."""
         return price_of_delay(self.delay_price, self.error(level).mean)
+
+    def beyond(self, level: int) -> float:
+        """Logarithm of the bytes that a level sends over those of any level that was measured; 0: no more."""
+        most = max(self.costs[other].payload_bytes for other in self.levels)
+        return max(0.0, math.log(max(1, self.costs[level].payload_bytes) / max(1, most)))
 
     def cost(self, level: int, held: int) -> Guess:
         """Logarithm of seconds times price. ``held``: the level that runs, whose link needs no guess."""

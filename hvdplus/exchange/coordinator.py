@@ -287,11 +287,9 @@ class Coordinator:
         self._journal.add_step(seen, loss)
         if self._journal.window_is_full:
             self._close_window()
-        # A step that flushes a residual or warms up a level costs more than a dense one, so it does not count as dense.
-        transitional = label(self.ladder, self._measured) != self.ladder.names[self._measured.level]
-        if not self._controller or transitional:
+        if not self._controller or self._measured.warms_up:  # such a step is dense, and says nothing of any level
             return
-        level = self._measured.level
+        level, seen = self._measured.level, seen._replace(flushes=self.ladder.flushes(self._measured))
         self._journal.add_observation(level, seen)
         decision = self._controller.observe(level, seen)
         if decision or self._journal.trace_is_full:

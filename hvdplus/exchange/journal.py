@@ -76,7 +76,7 @@ class Journal:
     def add_observation(self, level: int, seen: Observation) -> None:
         """Add a step that the controller observes to the trace."""
         norms = (None if math.isnan(value) else value for value in (seen.error, seen.gradient_norm))
-        known = *norms, seen.learning_rate, seen.probe_bytes
+        known = *norms, seen.learning_rate, seen.probe_bytes, int(seen.flushes)
         self._trace.append([level, *(round(value * 1e6) for value in seen.times), *known])
 
     def write_trace(self, steps: int) -> None:

@@ -51,11 +51,11 @@ def replay(records: Sequence[Record], **limits: float) -> tuple[tuple[str, ...],
             if record["controller"]:
                 controller.recall(record["controller"])
         elif record["kind"] == "trace":
-            for level, *micros, error, norm, learning_rate, sounding_bytes in record["steps"]:
+            for level, *micros, error, norm, learning_rate, probe_bytes, flushes in record["steps"]:
                 times = StepTimes(*(value / 1e6 for value in micros))
-                gauged = [math.nan if value is None else value for value in (error, norm)]
+                error, norm = (math.nan if value is None else value for value in (error, norm))
                 before = controller.level
-                seen = Observation(times, gauged[0], gauged[1], learning_rate, sounding_bytes)
+                seen = Observation(times, error, norm, learning_rate, probe_bytes, flushes=bool(flushes))
                 decision = controller.observe(level, seen)
                 if decision:
                     decisions.append(Replayed(before, decision))

@@ -6,7 +6,7 @@ One JSON object a line, written by rank 0; each line reaches the operating syste
     window    medians over a few steps: level, step_ms and its four parts, hidden communication, error, loss,
               cosine (between ranks' gradients, see ``sketch.py``)
     trace     the controller's input, step by step, in whole microseconds: [level, step, codec, exposed_comm,
-              input_wait, overlapped_comm, sounding, error, gradient_norm, learning_rate, sounding_bytes]
+              input_wait, overlapped_comm, probe, error, gradient_norm, learning_rate, probe_bytes, flushes]
     decision  a change of level (or a choice to stay): from, to, reason, evidence
     resize    levels: their costs, after the buckets were cut anew
     forbid    level: it and the levels above it may run no more, with the reason
