@@ -92,7 +92,7 @@ def test_a_level_has_half_a_second_and_two_runs(monkeypatch: pytest.MonkeyPatch)
     for runs, expected in (
         ([9.0, 8.0, 7.0], 8.0),
         ([0.2, 0.4, 0.1], 0.4),
-        ([0.09, 0.08, 0.06, 0.08, 0.01], 0.06),
+        ([0.09, 0.08, 0.06, 0.01], 0.06),
     ):
         left = iter(runs)
 

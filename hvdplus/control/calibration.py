@@ -24,8 +24,10 @@ BUCKETS = 4
 """Most buckets that are measured."""
 ELEMENTS = 2 << 20
 """Most elements of a bucket that are measured."""
-RUNS = 4
+RUNS = 3
 """Runs of a level. The first warms up; the fastest of the others counts."""
+DRAWN = 1 << 16
+"""Random numbers that fill a bucket, over and over: zeros would take short cuts."""
 SECONDS = 0.5
 """Time for a level's runs. Once it is spent, two runs are enough."""
 
@@ -42,18 +44,18 @@ def codec_seconds(
     specs: Sequence[Spec],
     compressors: Sequence[Compressor],
     transport: Transport,
-    compiled: Callable[[Round[Array]], Any] = lambda a_round: a_round,
+    compiled: Callable[[Round[Array]], Any] | None = None,
 ) -> tuple[float, ...]:
     """Seconds a step to encode and decode all buckets, for each compressor, on the slowest rank.
 
     All ranks call it at the same point.
 
     Args:
-        compiled: compiles a function of arrays into a graph, for frameworks that train in graphs.
+        compiled: compiles a function of arrays into a graph, for frameworks that train in graphs; None: they do not.
     """
     tried, factor = _typical(specs)
-    rng = np.random.default_rng(0)  # zeros would take short cuts; the script's own random state stays untouched
-    grads = [rng.standard_normal(spec.size, dtype=np.float32) for spec in tried]
+    drawn = np.random.default_rng(0).standard_normal(DRAWN, dtype=np.float32)  # not by the script's own generator
+    grads = [np.resize(drawn, spec.size) for spec in tried]
     own = [
         0.0 if isinstance(c, NoCompression) or not tried else factor * _seconds(ops, tried, grads, c, compiled)
         for c in compressors
@@ -85,9 +87,9 @@ def _seconds(
     specs: Sequence[Spec],
     grads: Sequence[np.ndarray],
     compressor: Compressor,
-    compiled: Callable[[Round[Array]], Any],
+    compiled: Callable[[Round[Array]], Any] | None,
 ) -> float:
-    """Seconds that a level takes for these buckets, less the time of a call that does nothing."""
+    """Seconds that a level takes for these buckets, in a graph less the time of one that does nothing."""
     residuals = [ops.from_numpy(grad) for grad in grads]
     states = [
         compressor.warm_up(ops, compressor.init(ops, spec), residual).state
@@ -112,6 +114,8 @@ def _seconds(
     def idle(grads: Sequence[Array], residuals: Sequence[Array], states: Sequence[State[Array]]) -> Any:
         return [ops.all_finite(grad[:1]) for grad in grads], [tuple(state) for state in states], []
 
+    if compiled is None:
+        return _least(ops, work, grads, residuals, states)
     busy, nothing = (_least(ops, compiled(a_round), grads, residuals, states) for a_round in (work, idle))
     return max(0.0, busy - nothing)
 

@@ -194,8 +194,7 @@ class Controller:
 
     def begin(self, probes: Sequence[tuple[int, float]]) -> None:
         """Before the first step: sums of so many bytes took so many seconds."""
-        for size, seconds in probes:
-            self._known.see_sum(size, seconds, first=True)
+        self._known.begin(probes)
         if probes and not self.config.dense_steps:
             self.level = self.held = self._known.best_start(self._usable())
 

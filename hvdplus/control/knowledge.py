@@ -27,7 +27,10 @@ EXPOSED_ERROR = 0.25
 """Standard deviation of predicted communication, as a share of it."""
 OVERLAP_ERROR = 0.5
 """The same of what runs behind the computation."""
-BENT, MOST_BENT = 0.15, 10.0
+WAIT_ERROR = 0.5
+"""Standard deviation of what an all-reduce takes before training from what it takes within, as a share of it: Horovod
+begins one every millisecond, and a sum by itself just misses one of these turns or does not."""
+BENT, MOST_BENT = 0.15, 2.5
 """Standard deviation of a level's communication from the link's straight line, as a share of it, and the largest factor
 between them: links carry little at any speed after a rest, and ranks that wait for each other are slower."""
 PACKING, CODEC_ERROR, ALIKE_ERROR = 0.5, 0.3, 0.1
@@ -160,6 +163,13 @@ class Knowledge:
             self.link = self.link.updated(cost, seconds / self.probe_bent, doubt / self.probe_bent**2)
         else:
             self.probe_bent = self._bent(cost, seconds)
+
+    def begin(self, sums: Sequence[tuple[int, float]]) -> None:
+        """Before any step: take in what sums of so many bytes took, so many seconds."""
+        for size, seconds in sums:
+            self.see_sum(size, seconds, first=True)
+        link = self.link
+        self.link = link._replace(aa=link.aa + (WAIT_ERROR * link.alpha) ** 2)
 
     def best_start(self, usable: Sequence[int]) -> int:
         """The level to begin with, before any step was seen: that of least regret, which is what a step is expected to

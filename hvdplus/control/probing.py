@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from statistics import median
 
 import numpy as np
 
 from hvdplus.compression import Array, Ops
 from hvdplus.transport import Transport
 
-RUNS = 3
-"""Small sums; the fastest counts, as the first may set up connections. A single large one follows."""
+RUNS, STAGGER = 5, 0.0002
+"""Small sums, and by how many seconds each begins later after a barrier than the one before. Horovod begins sums in
+turns, one a millisecond, and what a sum takes depends on how long it waits for its turn. So they are spread over one,
+and the median counts. A single large one follows."""
 SMALL, LEAST, MOST = 4 << 10, 64 << 10, 2 << 20
 """Bytes. A small sum shows what every all-reduce takes, a large one (of so many bytes) what its bytes take: links may
 carry some 100 kB at any speed after a rest."""
@@ -30,12 +33,13 @@ def probe(ops: Ops[Array], transport: Transport, dense_bytes: int) -> list[tuple
     def seconds(size: int, run: int) -> float:
         array = ops.from_numpy(np.zeros(size // 4, np.float32))
         transport.barrier()
+        time.sleep(run * STAGGER)
         began = time.perf_counter()
         total = transport.wait(transport.start(array, f"hvdplus.probe.{size}.{run}"))
         ops.to_numpy(ops.reshape(total, (-1,))[:1])  # waits for the device
         return time.perf_counter() - began
 
     small, large = sizes(dense_bytes)
-    own = [min(seconds(small, run) for run in range(RUNS)), seconds(large, 0)]
+    own = [median(seconds(small, run) for run in range(RUNS)), seconds(large, RUNS // 2)]
     ranks = transport.gather_objects(own, "seconds of probes")
     return [(size, max(same)) for size, *same in zip(sizes(dense_bytes), *ranks, strict=True)]

@@ -47,7 +47,7 @@ class Exchange(ABC, Generic[Array]):
         prefix: str,
         average: bool,
         tries_codecs: bool,
-        compiled: Callable[[Any], Any] = lambda a_round: a_round,
+        compiled: Callable[[Any], Any] | None = None,
     ) -> None:
         """``prefix`` begins the names of all sums.
 
