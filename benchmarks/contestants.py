@@ -10,6 +10,10 @@ same conditions. Rank 0 takes commands over the socket that CONTESTANTS names, t
     ddp, ddp fp16, ddp powersgd:R:S
                                PyTorch's own DistributedDataParallel over Gloo, with its communication hooks; PowerSGD
                                of rank R after S dense steps
+    local H NAME [SETTING=VALUE ...]
+                               hvdplus, H local steps between two exchanges at a level
+    postlocal H                PyTorch's own PostLocalSGDOptimizer, which averages parameters every H steps
+    diloco H                   DiLoCo without compression: AdamW or whatever it is inside, Nesterov 0.7, 0.9 outside
     alone                      a rank with its share of the batch, and nobody to talk to
 """
 
@@ -27,7 +31,9 @@ import horovod.torch as horovod
 import quality
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn import functional
 
 import hvdplus.torch as hvd
@@ -119,6 +125,19 @@ class Contestant:
             pass
         elif kind == "ddp":
             self._forward = _ddp(self.model, detail)
+        elif kind == "local":
+            every, level, *others = detail.split()
+            pairs = (other.partition("=") for other in others)
+            self.optimizer = hvd.DistributedOptimizer(
+                self.optimizer,
+                named_parameters=named,
+                compression=level,
+                settings={"every": every, **{name: value for name, _, value in pairs}},
+            )
+        elif kind == "postlocal":
+            self._forward, self.optimizer = _post_local(self.model, self.optimizer, int(detail))
+        elif kind == "diloco":
+            self.optimizer = DiLoCo(self.model, self.optimizer, int(detail))
         else:
             raise ValueError(f"Nobody is called {who!r}")
 
@@ -134,9 +153,11 @@ class Contestant:
 
     def resume(self) -> None:
         """Others have trained: no step of this contestant's lasted so long."""
-        exchange = getattr(self.optimizer, "_exchange", None)
-        if exchange is not None and exchange.meter._began is not None:
-            exchange.meter._began = time.perf_counter()
+        fragments = getattr(self.optimizer, "_fragments", ())
+        for optimizer in (self.optimizer, *(fragment.outer for fragment in fragments)):
+            exchange = getattr(optimizer, "_exchange", None)
+            if exchange is not None and exchange.meter._began is not None:
+                exchange.meter._began = time.perf_counter()
 
     @property
     def level(self) -> str:
@@ -144,16 +165,67 @@ class Contestant:
         coordinator = getattr(self.optimizer, "hvdplus", None)
         return coordinator.ladder.names[coordinator.plan.warms_up or coordinator.plan.level] if coordinator else ""
 
-    def evaluate(self) -> float:
-        return self._task.evaluate(self.model)
+    def evaluate(self, average: bool) -> float:
+        """Loss of this rank's model, or of the ``average`` of all ranks'; training goes on as if nothing had been."""
+        if not average:
+            return self._task.evaluate(self.model)
+        mean = copy.deepcopy(self.model)
+        for number, parameter in enumerate(mean.parameters()):
+            parameter.data = hvd.allreduce(parameter.data, name=f"contestants.evaluate.{number}")
+        return self._task.evaluate(mean)
 
 
-def _ddp(model: nn.Module, hook: str) -> nn.Module:
+class DiLoCo:
+    """arXiv 2311.08105 in plain PyTorch: every H steps the mean of all ranks' drifts is an outer gradient."""
+
+    def __init__(self, model: nn.Module, inner: torch.optim.Optimizer, every: int) -> None:
+        _join_gloo()
+        self._inner, self._every, self._steps = inner, every, 0
+        self._parameters = list(model.parameters())
+        self._anchors = [nn.Parameter(p.detach().clone()) for p in self._parameters]
+        self._outer = torch.optim.SGD(self._anchors, lr=0.7, momentum=0.9, nesterov=True)
+
+    def zero_grad(self) -> None:
+        self._inner.zero_grad()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self._inner.step()
+        self._steps += 1
+        if self._steps % self._every:
+            return
+        drifts = torch.cat([(a - p).view(-1) for a, p in zip(self._anchors, self._parameters, strict=True)])
+        torch.distributed.all_reduce(drifts)
+        means = (drifts / hvd.size()).split([p.numel() for p in self._parameters])
+        for anchor, mean in zip(self._anchors, means, strict=True):
+            anchor.grad = mean.view(anchor.shape)
+        self._outer.step()
+        for anchor, parameter in zip(self._anchors, self._parameters, strict=True):
+            parameter.copy_(anchor)
+
+
+def _post_local(
+    model: nn.Module, optimizer: torch.optim.Optimizer, every: int
+) -> tuple[nn.Module, PostLocalSGDOptimizer]:
+    """PyTorch's own local SGD, which averages gradients in its first two steps."""
+    _join_gloo()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    state = post_localSGD_hook.PostLocalSGDState(None, torch.distributed.group.WORLD, 2, False)
+    wrapped.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    averager = PeriodicModelAverager(period=every, warmup_steps=2)
+    return wrapped, PostLocalSGDOptimizer(optimizer, averager)
+
+
+def _join_gloo() -> None:
     if not torch.distributed.is_initialized():
         store = torch.distributed.TCPStore(
             os.environ["CONTESTANTS_MASTER"], 29511, hvd.size(), is_master=hvd.rank() == 0
         )
         torch.distributed.init_process_group("gloo", store=store, rank=hvd.rank(), world_size=hvd.size())
+
+
+def _ddp(model: nn.Module, hook: str) -> nn.Module:
+    _join_gloo()
     name, rank, start = (*hook.split(":"), "", "")[:3]
     # PowerSGD over several Gloo buckets aborts: one bucket.
     wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1000 if name == "powersgd" else 25)
@@ -224,8 +296,8 @@ class Job:
         level = who.removeprefix("level ")
         return Settings().warm_steps if level != who and parse(level).needs_warmup else 0
 
-    def evaluate(self, who: str) -> float:
-        return self._people[who].evaluate()
+    def evaluate(self, who: str, average: bool = False) -> float:
+        return self._people[who].evaluate(average)
 
     def records(self, who: str) -> list[dict[str, Any]]:
         """The run log of ``who`` so far."""

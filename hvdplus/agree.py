@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdplus.compression import Compressor, HorovodCompressor, Ops, Spec, known, parse
 from hvdplus.exchange.plan import Ladder
@@ -16,6 +16,8 @@ from hvdplus.settings import SETTINGS, Settings
 from hvdplus.transport import World
 
 AUTO = "auto"
+LOCAL = "local"
+"""Begins the name of a level that runs after several local steps: ``local:8+lowrank:16+fp16``."""
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 """Types of gradients that every framework exchanges."""
@@ -50,13 +52,11 @@ def choose_ladder(compression: Any, settings: Settings, world: World, ops: Ops[A
         ValueError: unknown compression; a ladder that does not begin with ``none``; or a fixed level that needs equal
             CPUs and libraries, while ranks differ.
     """
-    stock = isinstance(compression, type) and compression.__module__.partition(".")[0] in ("horovod", "hvdplus")
-    if stock and compression.__name__ in HOROVODS_NAMES:
-        # A script written for Horovod names one of these classes by default, so a setting may override it.
-        turned = "compression" in settings.origins or settings.compression != AUTO
-        compression = AUTO if turned else HOROVODS_NAMES[compression.__name__]
-    from_settings = isinstance(compression, str) and compression == AUTO
-    wanted = settings.compression if from_settings else compression
+    wanted, from_settings = _asked(compression, settings)
+    if isinstance(wanted, str) and wanted.partition("+")[0].partition(":")[0] == LOCAL:
+        raise ValueError(
+            f"{wanted}: local steps are an optimizer's, and this is none. Wrap one in DistributedOptimizer."
+        )
     auto = isinstance(wanted, str) and wanted == AUTO
     try:
         compressors = Ladder([_one(level, ops) for level in (settings.ladder if auto else [wanted])]).compressors
@@ -84,6 +84,59 @@ def choose_ladder(compression: Any, settings: Settings, world: World, ops: Ops[A
         )
     # Dense warm-up steps precede a level that learns.
     return Ladder(["none", compressor] if compressor.needs_warmup else [compressor]), False
+
+
+def _asked(compression: Any, settings: Settings) -> tuple[Any, bool]:
+    """(the compression that a script or else the settings ask for, whether it is the settings)."""
+    stock = isinstance(compression, type) and compression.__module__.partition(".")[0] in ("horovod", "hvdplus")
+    if stock and compression.__name__ in HOROVODS_NAMES:
+        # A script written for Horovod names one of these classes by default, so a setting may override it.
+        turned = "compression" in settings.origins or settings.compression != AUTO
+        compression = AUTO if turned else HOROVODS_NAMES[compression.__name__]
+    from_settings = isinstance(compression, str) and compression == AUTO
+    return (settings.compression if from_settings else compression), from_settings
+
+
+class Wanted(NamedTuple):
+    """How often to exchange, and what."""
+
+    every: int
+    """Local steps between two exchanges; 1: lock-step, 0: as many as measurements say."""
+    local: bool
+    """Whether ranks take local steps; not in lock-step."""
+    compression: Any
+    """For ``choose_ladder``."""
+
+
+def choose_rhythm(compression: Any, every: int | str | None, settings: Settings) -> Wanted:
+    """From the arguments of ``DistributedOptimizer``, and from the settings where those leave it open.
+
+    ``local:H+LEVEL`` names both; ``local:H`` alone exchanges without compression. ``every=1`` is lock-step; with
+    ``local:1`` ranks exchange in every step, but what their own optimizers have made of their own gradients. ``auto``
+    instead of H: measurements decide.
+
+    Raises:
+        ValueError: they contradict each other, or a number is out of range.
+    """
+    asked = settings.every if every is None else every
+    if asked != AUTO and (isinstance(asked, bool) or not isinstance(asked, int) or asked < 1):
+        raise ValueError(f"every wants auto, or a number of local steps, at least 1. Received: every={asked!r}")
+    level, from_settings = _asked(compression, settings)
+    if not isinstance(level, str) or level.partition("+")[0].partition(":")[0] != LOCAL:
+        local = asked != 1 or settings.staleness != 0
+        return Wanted(0 if asked == AUTO else int(asked), local, compression)
+    where = settings.whence("compression") if from_settings else "compression"
+    first, _, rest = level.partition("+")
+    number = first.partition(":")[2]
+    if number != AUTO and not (number.isdecimal() and int(number) >= 1):
+        raise ValueError(
+            f"{where}: local wants auto or a number of steps, and may name a level for what is exchanged then, such as "
+            f"local:8 or local:8+lowrank:16+fp16. Received: {level!r}"
+        )
+    named = AUTO if number == AUTO else int(number)
+    if asked not in (1, named):
+        raise ValueError(f"{where}={level!r} and every={asked} ask for different numbers of local steps.")
+    return Wanted(0 if named == AUTO else int(named), True, rest or "none")
 
 
 def _unfit(compressor: Compressor, world: World) -> str:

@@ -71,6 +71,22 @@ def _one_of(*words: str) -> Callable[[Any], str]:
     return convert
 
 
+def _auto_or_at_least_1(value: Any) -> int | str:
+    """auto, or a whole number of at least 1"""
+    return "auto" if value == "auto" else _at_least(1)(value)
+
+
+def _any_or_at_least_0(value: Any) -> int | str:
+    """any, or a whole number of at least 0"""
+    return "any" if value == "any" else _at_least(0)(value)
+
+
+def _yes_or_no(value: Any) -> bool:
+    """yes or no (also 1 or 0, true or false)"""
+    known = {"yes": True, "no": False, "1": True, "0": False, "true": True, "false": False}
+    return value if isinstance(value, bool) else known[str(value).lower()]
+
+
 def _words(value: Any) -> tuple[str, ...]:
     """a list of names, or names with commas between them"""
     if not isinstance(value, (str, list, tuple)):
@@ -108,9 +124,31 @@ class Settings:
         "levels that auto may choose from, least compression first",
     )
     dense_steps: int = _setting(
-        0, _at_least(0), "steps without compression at the start of auto; 0: as few as it takes to know more"
+        0,
+        _at_least(0),
+        "steps without compression at the start of auto, and in lock-step before local steps; 0: as few as it takes",
     )
     warm_steps: int = _setting(2, _at_least(1), "dense warm-up steps from which a level learns before it begins")
+    every: int | str = _setting(
+        1,
+        _auto_or_at_least_1,
+        "local steps between two exchanges; 1: lock-step, an exchange in every step; auto: measured",
+    )
+    outer: str = _setting(
+        "average", _one_of("average", "nesterov"), "what becomes of local steps: their average, or a step of momentum"
+    )
+    overlap_steps: int = _setting(
+        0, _at_least(0), "local steps that ranks go on for while they exchange; 0: they wait for it"
+    )
+    fragments: int = _setting(1, _at_least(1), "parts of the model that local steps exchange one after the other")
+    average_state: bool = _setting(
+        False, _yes_or_no, "whether local steps average what ranks' optimizers remember, too: yes or no"
+    )
+    staleness: int | str = _setting(
+        0,
+        _any_or_at_least_0,
+        "exchanges by which a rank may be ahead of the slowest one; 0: all exchange together; any: nobody waits",
+    )
     drain_steps: int = _setting(10, _at_least(1), "steps over which a residual is flushed on the way back to dense")
     delay_price: float = _setting(
         0.25,
@@ -215,7 +253,7 @@ def _converted(name: str, value: Any, origin: str) -> Any:
     convert = SETTINGS[name].metadata["convert"]
     try:
         return convert(value)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, KeyError, OverflowError):
         spelled = _spelled(name, origin)
         raise ValueError(f"{spelled} ({origin}) wants {convert.__doc__}. Received: {spelled}={value!r}") from None
 

@@ -21,6 +21,8 @@ HOOKS = [
     ("some layers stay on their rank", "", "hvd.PartialDistributedOptimizer"),
     ("a training loop of one's own", "optimizer.step", "hvdplus.tensorflow.DistributedGradientTape"),
     ("accumulate, then exchange once", "backward_passes_per_step=", "backward_passes_per_step="),
+    ("exchange only after several local steps", "every=", "every="),
+    ("ranks that do not wait for each other", "staleness=", ""),
     ("sum instead of mean", "op=", "op="),
     ("exchange now, then clip", "optimizer.synchronize", "clipnorm, global_clipnorm, clipvalue"),
     ("loss scaling", "grad_scaler=", "keras.optimizers.LossScaleOptimizer"),
@@ -31,6 +33,7 @@ HOOKS = [
     ("save, with what was learned", "optimizer.state_dict", "model.save"),
     ("load, and go on from there", "optimizer.load_state_dict", "hvd.load_model"),
     ("one rank's file for all ranks", "optimizer.consolidate_state_dict", "optimizer.consolidate_state_dict"),
+    ("average local steps at once", "optimizer.average_now", "hvd.callbacks.AverageLocalStepsCallback"),
     ("ranks come and go", "hvd.elastic.TorchState", "hvd.elastic.KerasState"),
     ("are all ranks identical?", "hvd.identical", "hvd.identical"),
     ("loss in the run log", "optimizer.record", "every train step"),
@@ -41,6 +44,7 @@ HOOKS = [
 SCRIPT = """
 import inspect, json, sys
 import hvdplus.{door} as hvd
+from hvdplus.adapters.{door}.local import LocalSteps
 from hvdplus.adapters.{door}.optimizer import Distributed
 from hvdplus.exchange.coordinator import Coordinator
 
@@ -55,6 +59,8 @@ def there(name):
     for part in rest:
         if (found, part) == (Distributed, "hvdplus"):
             found = Coordinator
+        elif not hasattr(found, part) and found is Distributed and hasattr(LocalSteps, part):
+            found = getattr(LocalSteps, part)
         elif not hasattr(found, part):
             return False
         else:

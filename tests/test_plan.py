@@ -25,6 +25,7 @@ from hvdplus.log.forecast import (
     Shown,
     Step,
     best_level,
+    best_local,
     costs_on,
     pays_up_to,
     predict,
@@ -471,3 +472,22 @@ def test_all_reduces_are_named_as_the_option_takes_them() -> None:
 
 def test_a_level_as_seen_adds_up() -> None:
     assert Seen(1.0, 0.5, 0.1, 0.25, 0.5, 8.0).comm == 0.75
+
+
+def test_local_steps_pay_where_exchanges_take_long() -> None:
+    """And what they cost is worked out by hand: nothing hides an exchange."""
+    from hvdplus.control.interval import MOST, PRICE
+
+    shown = what_the_run_showed(
+        [about(), *(window(level) for level in ("none", "fp16", "lowrank:4") for _ in range(3))]
+    )
+    costs, _ = costs_on(shown, 2)
+    ring = {"ring": ring_all_reduce}
+    slow, fast = (best_local(shown, costs, 2, Wire(1e-5, 8e-9 / gbit), ring) for gbit in (0.01, 1000.0))
+    assert fast.every < slow.every <= MOST
+    wire = Wire(1e-5, 8e-9 / 0.01)
+    fixed = max(0.0, shown.link.alpha - 2e-5)
+    cost = costs[slow.level]
+    exchange = cost.codec + cost.messages * (fixed + 2e-5) + cost.payload_bytes * wire.beta
+    by_hand = (shown.compute + exchange / slow.every) * (1 + PRICE * (slow.every - 1)) * shown.prices.get(slow.level, 1)
+    assert slow.cost == pytest.approx(by_hand, rel=1e-6)

@@ -44,6 +44,23 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._done = True
 
 
+class AverageLocalStepsCallback(keras.callbacks.Callback):
+    """With local steps: exchange before every validation and at the end of every epoch, so that all ranks evaluate and
+    save the same model. Without local steps it does nothing. List it before callbacks that save."""
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._average()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._average()
+
+    def _average(self) -> None:
+        optimizer = getattr(self.model, "optimizer", None)
+        optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+        if hasattr(optimizer, "average_now"):
+            optimizer.average_now()
+
+
 class MetricAverageCallback(keras.callbacks.Callback):
     """Average metrics over ranks at the end of every epoch; list it before callbacks that use the metrics."""
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvdplus.adapters.tensorflow.graph import GraphExchange, Heard, check_place
@@ -18,11 +20,50 @@ CPU = Cpu(cpu_capability, lambda everyone: None, cpu_capability)
 adapt = graph_transport
 make_ops = TensorFlowOps
 outside_of_traces = tf.init_scope
+without_gradients = nullcontext
+TRACES = True
+"""Whether a step may be compiled, so that both sides of a condition stay in it."""
 
 
 def check(transport: Transport) -> None:
     """Raise ValueError where applying an optimizer could hang, or cannot be compiled."""
     check_place(transport.size)
+
+
+def ask(question: Callable[[], Sequence[bool]], count: int) -> list[Any]:
+    """``count`` answers that the host gives, once whenever the step runs."""
+    told = tf.numpy_function(lambda: np.array(question(), np.bool_), [], tf.bool)
+    return tf.unstack(tf.ensure_shape(told, [count]))  # type: ignore[no-any-return]
+
+
+def when(flag: Any, do: Callable[[], Any]) -> None:
+    """Call ``do`` if the flag is true. All ranks have the same flag."""
+    either(flag, do, lambda: None)
+
+
+def either(flag: Any, one: Callable[[], Any], other: Callable[[], Any]) -> None:
+    """Call ``one`` if the flag is true, else ``other``. All ranks have the same flag."""
+
+    def branch(do: Callable[[], Any]) -> Callable[[], tf.Tensor]:
+        def run() -> tf.Tensor:
+            do()
+            return tf.constant(0)
+
+        return run
+
+    tf.cond(flag, branch(one), branch(other))
+
+
+def average(exchange: GraphExchange, variables: Sequence[Any]) -> None:
+    """Give variables their mean over all ranks."""
+    values = [tf.convert_to_tensor(variable) for variable in variables]
+    if not values:
+        return
+    whole = tf.concat([tf.reshape(tf.cast(value, tf.float32), [-1]) for value in values], 0)
+    mean = exchange.sum(whole, f"{exchange.prefix}.state", 1 / exchange.transport.size)
+    parts = tf.split(mean, [int(np.prod(value.shape)) for value in values])
+    for variable, value, part in zip(variables, values, parts, strict=True):
+        variable.assign(tf.cast(tf.reshape(part, value.shape), value.dtype))
 
 
 class Exchange(GraphExchange):

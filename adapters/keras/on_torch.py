@@ -21,6 +21,9 @@ BINDING = "horovod.torch"
 CPU = Cpu(cpu.expected, cpu.pin, cpu.capability)
 make_ops = TorchOps
 outside_of_traces = nullcontext
+without_gradients = torch.no_grad
+TRACES = False
+"""Whether a step may be compiled, so that both sides of a condition stay in it."""
 NEVER = 1 << 62
 """Backward passes before hooks send: they never do where Keras accumulates by itself and hands over the sum."""
 
@@ -37,6 +40,35 @@ def check(transport: Transport) -> None:
             "torch.distributed is initialised, so Keras may wrap models in DistributedDataParallel, and gradients "
             "would be averaged twice. Call torch.distributed.destroy_process_group() first, or train without hvdplus."
         )
+
+
+def ask(question: Callable[[], Sequence[bool]], count: int) -> Sequence[bool]:
+    """``count`` answers that the host gives."""
+    return question()
+
+
+def when(flag: bool, do: Callable[[], Any]) -> None:
+    """Call ``do`` if the flag is true."""
+    if flag:
+        do()
+
+
+def either(flag: bool, one: Callable[[], Any], other: Callable[[], Any]) -> None:
+    """Call ``one`` if the flag is true, else ``other``."""
+    one() if flag else other()
+
+
+def average(exchange: HookedExchange, variables: Sequence[Any]) -> None:
+    """Give variables their mean over all ranks."""
+    values = [variable.value.detach() for variable in variables]
+    if not values:
+        return
+    whole = torch.cat([value.float().reshape(-1) for value in values])
+    handle = exchange.transport.start(whole, f"{exchange.prefix}.state", 1 / exchange.transport.size)
+    parts = exchange.transport.wait(handle).split([value.numel() for value in values])
+    with torch.no_grad():
+        for value, part in zip(values, parts, strict=True):
+            value.copy_(part.view(value.shape))
 
 
 class Exchange(HookedExchange):

@@ -41,17 +41,43 @@ def wrap(
     local_layers: Sequence[keras.layers.Layer] = (),
     scale_local_gradients: bool = True,
     state: Mapping[str, Any] | None = None,
+    in_condition: bool = False,
 ) -> keras.optimizers.Optimizer:
     """The optimizer as an instance of a subclass of its own class, sharing its variables.
 
-    In a ``LossScaleOptimizer`` the inner optimizer is wrapped. ``state``: a checkpoint's, to resume from.
+    In a ``LossScaleOptimizer`` the inner optimizer is wrapped.
+
+    Args:
+        state: a checkpoint's, to resume from.
+        in_condition: it is applied inside a condition that all ranks decide alike.
 
     Raises:
         ValueError: wrapped twice, not a Keras 3 optimizer, an unknown compression, or a wrong setting.
     """
     scaler = optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else None
     optimizer = scaler.inner_optimizer if scaler else optimizer
-    if isinstance(optimizer, Distributed):
+    check(optimizer, passes)
+    setup = _Setup(world, Settings.load(settings), compression, average, scale_local_gradients, state)
+    setup.local_layers += local_layers
+    setup.in_condition = in_condition
+    # The class keeps name and module of the user's, so that a saved model loads without hvdplus.
+    base = optimizer.__class__
+    kind = type(base.__name__, (Distributed, base), {"__module__": base.__module__})
+    wrapped: Any = kind.__new__(kind)  # type: ignore[call-overload]
+    wrapped.__dict__.update(optimizer.__dict__)
+    wrapped.__dict__["_hvdplus"] = setup
+    _alive[setup.instance] = wrapped
+    if optimizer.built:
+        setup.connect(wrapped)
+    if scaler:
+        scaler.inner_optimizer = wrapped
+        return scaler
+    return wrapped
+
+
+def check(optimizer: Any, passes: int) -> None:
+    """Raise ValueError unless it can be wrapped; let it accumulate ``passes`` gradients."""
+    if hasattr(optimizer, "_hvdplus"):
         raise ValueError(
             "This optimizer is a DistributedOptimizer already; wrapped twice it would average twice. Wrap the bare one."
         )
@@ -66,21 +92,6 @@ def wrap(
                 f"Received: {passes} and {optimizer.gradient_accumulation_steps}"
             )
         optimizer.gradient_accumulation_steps = passes
-    setup = _Setup(world, Settings.load(settings), compression, average, scale_local_gradients, state)
-    setup.local_layers += local_layers
-    # The class keeps name and module of the user's, so that a saved model loads without hvdplus.
-    base = optimizer.__class__
-    kind = type(base.__name__, (Distributed, base), {"__module__": base.__module__})
-    wrapped: Any = kind.__new__(kind)  # type: ignore[call-overload]
-    wrapped.__dict__.update(optimizer.__dict__)
-    wrapped.__dict__["_hvdplus"] = setup
-    _alive[setup.instance] = wrapped
-    if optimizer.built:
-        setup.connect(wrapped)
-    if scaler:
-        scaler.inner_optimizer = wrapped
-        return scaler
-    return wrapped
 
 
 def rejoin(world: World) -> None:
@@ -113,6 +124,8 @@ class _Setup:
         self.local_variables: list[Any] = []
         self.instance = next_instance()
         self.times_joined = 0
+        self.in_condition = False
+        """Whether the optimizer is applied inside a condition that all ranks decide alike."""
         self.exchange: Any = None
         self.updated = False
         """Whether Keras has called ``_backend_update_step`` in the current step."""
@@ -232,7 +245,8 @@ class Distributed:
         if variables is None:
             self._take_step(grads, trainable_variables)  # Keras raises its own error
             return
-        backend.check(self._hvdplus.world.transport)
+        if not self._hvdplus.in_condition:
+            backend.check(self._hvdplus.world.transport)
         accumulates = self.gradient_accumulation_steps
         self._take_step(_complete(grads, variables) if accumulates else self._reduced(grads, variables), variables)
 
@@ -337,6 +351,9 @@ _keras_apply, _keras_scale_loss = _LossScaleOptimizer.apply, _LossScaleOptimizer
 def _apply(scaler: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
     """``LossScaleOptimizer.apply``, with ranks that skip together."""
     inner, ops = scaler.inner_optimizer, keras.ops
+    if hasattr(inner, "apply_scaled"):  # local steps
+        inner.apply_scaled(scaler, _keras_apply, grads, trainable_variables)
+        return
     if not isinstance(inner, Distributed):
         _keras_apply(scaler, grads, trainable_variables)
         return

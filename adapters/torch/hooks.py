@@ -75,6 +75,12 @@ class HookedExchange(EagerExchange[torch.Tensor]):
         self._sent.clear()
         self.restart()
 
+    def send_all(self) -> None:
+        """Begin the sums of gradients that no backward pass has brought, in the order that ranks have agreed on."""
+        for i in self.order:
+            for _ in range(self._passes_left[i]):
+                self._accumulated(i, self.parameters[i])
+
     def restart(self) -> None:
         """Count backward passes anew, after their number or the optimizer's state changed between two steps."""
         self._passes_left = [self.passes] * len(self.parameters)

@@ -28,6 +28,7 @@ STATE_KEY = "hvdplus"
 """Key of ours in ``state_dict``."""
 TYPES = (*FLOATS, "complex64", "complex128")
 """Types of gradients that are exchanged here."""
+TWICE = "This optimizer is a DistributedOptimizer already; wrapped twice it would average twice. Wrap the bare one."
 
 _alive: weakref.WeakValueDictionary[int, Distributed] = weakref.WeakValueDictionary()
 """Number of an optimizer, which begins the names of its sums -> the optimizer."""
@@ -51,15 +52,13 @@ def wrap(
         ValueError: wrapped twice, names missing or repeated, parameters that cannot be reduced, another model on
             another rank, an unknown compression, or a wrong setting.
     """
-    if isinstance(optimizer, Distributed):
-        raise ValueError(
-            "This optimizer is a DistributedOptimizer already; wrapped twice it would average twice. Wrap the bare one."
-        )
+    if isinstance(optimizer, Distributed) or hasattr(optimizer, "_fragments"):  # of local steps
+        raise ValueError(TWICE)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"DistributedOptimizer wraps a torch.optim.Optimizer. Received: {type(optimizer).__name__}")
     if passes < 1:
         raise ValueError(f"backward_passes_per_step must be at least 1. Received: {passes}")
-    names = _names(optimizer, named_parameters)
+    names = names_of(optimizer, named_parameters)
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     check_types([names[id(p)] for p in parameters], list(map(type_name, parameters)), TYPES)
     _check_devices(parameters, world)
@@ -90,11 +89,7 @@ def wrap(
         )
         return exchange
 
-    kind = type(optimizer.__class__.__name__, (Distributed, optimizer.__class__), {"__module__": __name__})
-    wrapped: Any = kind.__new__(kind)  # type: ignore[call-overload]
-    wrapped.__dict__.update(optimizer.__dict__)
-    # A learning-rate scheduler patches `step` on the instance, which would hide ours. It still sees our groups.
-    wrapped.__dict__.pop("step", None)
+    wrapped = subclassed(optimizer, Distributed)
     wrapped._join, wrapped._times_joined = join_ranks, 0
     wrapped._exchange = join_ranks(world, parameters, 0)
     wrapped._known = frozenset(id(p) for p in parameters)
@@ -104,6 +99,35 @@ def wrap(
     wrapped._should_synchronize = True
     _alive[number] = wrapped
     return wrapped  # type: ignore[no-any-return]
+
+
+def subclassed(optimizer: torch.optim.Optimizer, ours: type) -> Any:
+    """``optimizer`` as an instance of a class that has ``ours`` before its own, sharing its groups, state and hooks."""
+    kind = type(optimizer.__class__.__name__, (ours, optimizer.__class__), {"__module__": __name__})
+    wrapped: Any = kind.__new__(kind)  # type: ignore[call-overload]
+    wrapped.__dict__.update(optimizer.__dict__)
+    # A learning-rate scheduler patches `step` on the instance, which would hide ours. It still sees our groups.
+    wrapped.__dict__.pop("step", None)
+    return wrapped
+
+
+def load_own(optimizer: torch.optim.Optimizer, theirs: Any, state_dict: Mapping[str, Any]) -> None:
+    """Load the user's optimizer's part of a state by the ``load_state_dict`` of ``theirs``, in place: a scheduler made
+    before the wrapping holds the bare optimizer, which shares groups and state."""
+    groups, state = optimizer.param_groups, optimizer.state
+    theirs.load_state_dict({key: value for key, value in state_dict.items() if key != STATE_KEY})
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        group.clear()
+        group.update(loaded)
+    state.clear()
+    state.update(optimizer.state)
+    optimizer.param_groups, optimizer.state = groups, state
+
+
+def reduced(optimizer: torch.optim.Optimizer, ours: type, state: dict[str, Any]) -> tuple[Any, ...]:
+    """What pickles an optimizer as one of the user's own class, which comes after ``ours``."""
+    ancestors = type(optimizer).__mro__
+    return _restored, (ancestors[ancestors.index(ours) + 1], state)
 
 
 def rejoin(world: World) -> None:
@@ -240,23 +264,17 @@ class Distributed(torch.optim.Optimizer):
             ValueError: the state is of another model.
             RuntimeError: gradients are in flight.
         """
-        if STATE_KEY in state_dict:
-            saved = state_dict[STATE_KEY]
+        saved: Any = state_dict.get(STATE_KEY)
+        of_local_steps = isinstance(saved, Mapping) and "local" in saved
+        if STATE_KEY in state_dict and not of_local_steps:
             self._add_saved_parameters(saved.get("shapes") if isinstance(saved, Mapping) else None)
             self._exchange.load(saved)
         elif not self._exchange.idle and self._exchange.transport.rank == 0:
-            note = "the checkpoint has no state of hvdplus: compressors and controller keep theirs."
+            has = "is of local steps" if of_local_steps else "has no state of hvdplus"
+            note = f"the checkpoint {has}: compressors and controller keep theirs."
             print(f"hvdplus: {note}", file=sys.stderr, flush=True)
         self._exchange.restart()
-        groups, state = self.param_groups, self.state
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != STATE_KEY})
-        # A scheduler made before the wrapping holds the bare optimizer, which shares these very objects.
-        for group, loaded in zip(groups, self.param_groups, strict=True):
-            group.clear()
-            group.update(loaded)
-        state.clear()
-        state.update(self.state)
-        self.param_groups, self.state = groups, state
+        load_own(self, super(), state_dict)
 
     def _abandon(self) -> None:
         """Forget the step in flight, after a failure that ended the transport."""
@@ -285,9 +303,7 @@ class Distributed(torch.optim.Optimizer):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are of the user's optimizer, to be wrapped anew: an exchange belongs to its job."""
-        ancestors = type(self).__mro__
-        users_own = ancestors[ancestors.index(Distributed) + 1]
-        return _restored, (users_own, super().__getstate__())
+        return reduced(self, Distributed, super().__getstate__())
 
     def record(self, loss: float | torch.Tensor) -> None:
         """Put this step's loss into the run log; call it before ``step``."""
@@ -403,7 +419,7 @@ def _restored(kind: type[torch.optim.Optimizer], state: dict[str, Any]) -> torch
     return optimizer
 
 
-def _names(
+def names_of(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
 ) -> dict[int, str]:
     """id of parameter -> name, with Horovod's own rules and messages."""

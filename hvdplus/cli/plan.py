@@ -29,6 +29,7 @@ from hvdplus.log.forecast import (
     Shown,
     Step,
     best_level,
+    best_local,
     costs_on,
     pays_up_to,
     predict,
@@ -246,6 +247,7 @@ def _from_run_log(args: argparse.Namespace, path: str) -> str:
         blocks = (
             _what_it_showed(shown),
             _forecasts(shown, ranks, rates, latency, kinds),
+            _local_steps(shown, ranks, rates, latency, kinds),
             _limits(shown, ranks, latency, kinds),
             _assumed(shown, latency, kinds),
         )
@@ -311,6 +313,23 @@ def _forecast(steps: Mapping[str, Step], gbit: float, prices: Mapping[str, float
         f"{gbit:.3g}", _ms(dense.seconds), f"{dense.exposed / dense.seconds:.0%}", name, _ms(best.seconds),
         f"{gain:.2f} x", ", ".join(dict.fromkeys((dense.collective, best.collective))),
     ]  # fmt: skip
+
+
+def _local_steps(
+    shown: Shown, ranks: Sequence[int], rates: Sequence[float], latency: float, kinds: Mapping[str, Collective]
+) -> str:
+    """What ``every="auto"`` would do, against the best of lock-step."""
+    rows = [["ranks", "Gbit/s", "local steps", "level", "sooner than"], ["", "", "", "", "lock-step"]]
+    for number in ranks:
+        costs, _ = costs_on(shown, number)
+        for gbit in rates:
+            wire = _wire(gbit, latency)
+            steps = {name: predict(shown, cost, number, wire, kinds) for name, cost in costs.items()}
+            best = best_level(steps, shown.prices)
+            local = best_local(shown, costs, number, wire, kinds)
+            gain = steps[best].seconds * shown.prices.get(best, 1.0) / local.cost
+            rows.append([f"{number:,}", f"{gbit:.3g}", str(local.every), local.level, f"{gain:.2f} x"])
+    return "Local steps (every=auto), to the same loss:\n" + columns(rows, (0, 1, 2, 4))
 
 
 def _limits(shown: Shown, ranks: Sequence[int], latency: float, kinds: Mapping[str, Collective]) -> str:

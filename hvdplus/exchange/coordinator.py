@@ -12,7 +12,7 @@ import math
 import sys
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -59,6 +59,8 @@ class Coordinator:
             self.schedule.set_level(len(ladder.names) - 1)
         self._probes: list[tuple[int, float]] = []
         """What sums took before training began: (bytes, seconds)."""
+        self.listener: Callable[[StepTimes, float], None] = lambda times, learning_rate: None
+        """Called once a step, on all ranks alike, with the times and the learning rate of a step that is over."""
         self.row_bytes = 0
         """Bytes that the last step sent for tables, besides the buckets' payloads."""
         self.steps = 0
@@ -160,6 +162,7 @@ class Coordinator:
         if healthy and not metadata.nonfinite:
             self.schedule.commit(plan)
         times = StepTimes(*map(_whole_microseconds, metadata.times))
+        self.listener(times, metadata.learning_rate)
         self._measure(self._known._replace(times=times), metadata.loss)
         if label(self.ladder, plan) != label(self.ladder, self._measured):
             self._close_window()

@@ -15,6 +15,8 @@ from typing import Any
 import keras
 
 from hvdplus.adapters.transports.connect import INSTALL_HOROVOD, connect, wants_horovod
+from hvdplus.agree import choose_rhythm
+from hvdplus.settings import Settings
 from hvdplus.transport import NeedsHorovod, World
 
 if keras.backend.backend() not in ("tensorflow", "torch"):
@@ -23,7 +25,7 @@ if keras.backend.backend() not in ("tensorflow", "torch"):
         f"KERAS_BACKEND={keras.backend.backend()}. Set KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch."
     )
 
-from hvdplus.adapters.keras import callbacks, collectives
+from hvdplus.adapters.keras import callbacks, collectives, local
 from hvdplus.adapters.keras.optimizer import backend, wrap
 
 __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "backend", "callbacks", "init", "shutdown"]
@@ -74,6 +76,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     *,
     local_layers: Sequence[keras.layers.Layer] = (),
     state: Mapping[str, Any] | None = None,
+    every: int | str | None = None,
 ) -> keras.optimizers.Optimizer:
     """Wrap any Keras 3 optimizer so that gradients are averaged over all ranks before each update.
 
@@ -100,6 +103,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             ``{"dense_steps": 20, "ladder": ["none", "fp16"]}``; ``hvdplus doctor`` lists them.
         local_layers: layers whose gradients stay on their rank.
         state: hvdplus's state in a saved model, to resume from; ``load_model`` passes it.
+        every: steps that every rank takes by itself before ranks average what they have come to, through the same
+            compression. 1: lock-step, ``auto``: as many as measurements say; default: the setting of that name.
+            ``compression="local:8+fp16"`` says both.
 
     Raises:
         ValueError: wrapped twice, not an optimizer, unknown compression or a wrong setting, or an argument that has no
@@ -113,10 +119,24 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             "Keras averages over accumulated passes; pass average_aggregated_gradients=True to silence this warning.",
             stacklevel=2,
         )
+    rhythm = choose_rhythm(compression, every, Settings.load(settings))
+    if rhythm.local:
+        if local_layers:
+            raise ValueError("With local steps all layers are averaged. Received: local_layers; use every=1.")
+        return local.wrap(
+            optimizer,
+            world,
+            every=rhythm.every,
+            compression=rhythm.compression,
+            settings=settings,
+            average=average,
+            passes=backward_passes_per_step,
+            state=state,
+        )
     return wrap(
         optimizer,
         world,
-        compression=compression,
+        compression=rhythm.compression,
         settings=settings,
         passes=backward_passes_per_step,
         average=average,

@@ -16,6 +16,7 @@ import numpy as np
 
 import hvdplus.keras as front
 from hvdplus.adapters.keras import collectives
+from hvdplus.adapters.keras.local import LocalSteps
 from hvdplus.adapters.keras.optimizer import Distributed, rejoin
 from hvdplus.adapters.transports import horovod_private
 from hvdplus.adapters.transports.connect import INSTALL_HOROVOD
@@ -89,6 +90,7 @@ class KerasState(ObjectState):
         """Go back to the last ``save``."""
         for variable, value in zip(self._variables(), self._values, strict=True):
             variable.assign(value)
+        self._follow()
         if self._exchange is not None and self._exchanged is not None:
             self._exchange.abandon()
             self._exchange.load(self._exchanged)
@@ -101,12 +103,19 @@ class KerasState(ObjectState):
     def sync(self) -> None:
         """Take over rank 0's state, except residuals."""
         collectives.broadcast_variables(self._variables(), 0)
+        self._follow()
         exchange = self._exchange
         if exchange is not None and not exchange.idle:
             mine = exchange.state()
             exchange.load({**self._from_rank_0(mine), "residuals": mine["residuals"], "rank": KEEP_LOCAL})
         self._save()
         super().sync()
+
+    def _follow(self) -> None:
+        """Local steps count from these variables on."""
+        optimizer = getattr(self.optimizer, "inner_optimizer", self.optimizer)
+        if isinstance(optimizer, LocalSteps):
+            optimizer.follow_variables()
 
     @property
     def _exchange(self) -> Any:

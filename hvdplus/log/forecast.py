@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from hvdplus.compression import NoCompression, Spec, parse
+from hvdplus.control import interval
 from hvdplus.control.controller import Config
 from hvdplus.control.link import ALL_REDUCES, Collective, LevelCost, Link, Wire, fit_link, job_link, ring_wire
 from hvdplus.exchange.metadata import Slot
@@ -294,6 +295,37 @@ def best_level(steps: Mapping[str, Step], prices: Mapping[str, float]) -> str:
     """
     costs = {name: step.seconds * prices.get(name, 1.0) for name, step in steps.items()}
     return next(name for name, cost in costs.items() if (1 - MARGIN) * cost <= min(costs.values()))
+
+
+class Local(NamedTuple):
+    """Local steps, as predicted."""
+
+    every: int
+    """Steps between two exchanges."""
+    level: str
+    cost: float
+    """Seconds of a step, exchanges included, times the price of delay and of steps apart."""
+
+
+def best_local(
+    shown: Shown,
+    costs: Mapping[str, LevelCost],
+    ranks: int,
+    wire: Wire,
+    collectives: Mapping[str, Collective] = ALL_REDUCES,
+) -> Local:
+    """The level and the number of local steps of least cost; nothing hides an exchange. ``costs``: of the levels that
+    serve so many ranks."""
+    _, fixed = ring_wire(shown.link, shown.ranks, wire.alpha)
+    found = []
+    for name, level in costs.items():
+        for collective in collectives.values():
+            exchange = level.codec + job_link(collective, ranks, wire, fixed).seconds(level)
+            every = interval.fewest(shown.compute, exchange)
+            found.append(
+                Local(every, name, shown.prices.get(name, 1.0) * interval.cost(every, shown.compute, exchange))
+            )
+    return min(found, key=lambda local: local.cost)
 
 
 def pays_up_to(

@@ -11,6 +11,7 @@ One JSON object a line, written by rank 0; each line reaches the operating syste
     resize    levels: their costs, after the buckets were cut anew
     forbid    level: it and the levels above it may run no more, with the reason
     resume    a checkpoint was loaded: its step and level, and the controller's state
+    local     local steps: how many between two exchanges; one "step" elsewhere is an exchange with those before it
     end       steps, wall_seconds, and further figures of the job
 
 Times are in milliseconds, sizes in bytes. Strict JSON: NaN and infinities are written as null. A reader skips kinds and

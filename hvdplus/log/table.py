@@ -65,6 +65,11 @@ def _facts(records: Sequence[Record]) -> str:
         "gradient": f"{run_record.get('parameters') or 0:,} parameters, "
         f"{three_digits(number_of(run_record.get('gradient_bytes')) / 1e6)} MB in fp32",
     }
+    if rhythm := next((record for record in records if record["kind"] == "local"), None):
+        every, others = rhythm.get("every"), rhythm.get("fragments") or 1
+        facts["local steps"] = f"{every} between two exchanges; a step below is an exchange with those before it" + (
+            f", of one of {others} fragments" if others > 1 else ""
+        )
     if passed_over := levels_passed_over(records):
         facts["passed over"] = "; ".join(
             f"{name} (sends {three_digits(sent / 1e6)} MB, no less than {below}: {three_digits(less / 1e6)} MB)"

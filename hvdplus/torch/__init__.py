@@ -18,12 +18,13 @@ from typing import Any
 import torch
 
 from hvdplus.adapters.torch import collectives as _functions
-from hvdplus.adapters.torch import cpu, private
+from hvdplus.adapters.torch import cpu, local, private
 from hvdplus.adapters.torch.collectives import Collectives
 from hvdplus.adapters.torch.optimizer import check_groups, refuses_join, wrap
 from hvdplus.adapters.transports.connect import INSTALL_HOROVOD, Cpu, connect, wants_horovod
-from hvdplus.agree import NO_JOIN
+from hvdplus.agree import NO_JOIN, choose_rhythm
 from hvdplus.agree import Compression as WithoutHorovods
+from hvdplus.settings import Settings
 from hvdplus.transport import NeedsHorovod, TransportError, World
 
 _BINDING = "horovod.torch"
@@ -77,6 +78,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     process_set: Any = None,
     settings: Mapping[str, Any] | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
+    every: int | str | None = None,
+    staleness: int | str | None = None,
 ) -> Any:
     """Wrap ``optimizer`` so that ``step`` first averages gradients over all ranks.
 
@@ -100,6 +103,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         grad_scaler: the script's ``torch.amp.GradScaler``. Levels with a residual need the scale of losses; without
             this argument they are left out as soon as a scaler is used. Call in Horovod's order: ``synchronize``,
             ``scaler.unscale_``, then ``scaler.step`` inside ``skip_synchronize``.
+        every: steps that every rank takes by itself before ranks average what they have come to, through the same
+            compression. 1: lock-step, ``auto``: as many as measurements say; default: the setting of that name.
+            ``compression="local:8+fp16"`` says both.
+        staleness: exchanges by which a rank may be ahead of the slowest one; ``any``: nobody waits for anybody. Ranks
+            then add to a memory that they share, by MPI; default: the setting of that name, 0: all exchange together.
 
     Raises:
         ValueError: wrapped twice, bad names, types, arguments or settings, another model on another rank.
@@ -128,11 +136,24 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         )
     if gradient_predivide_factor != 1.0 and op != average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if staleness is not None:
+        settings = {**(settings or {}), "staleness": staleness}
+    rhythm = choose_rhythm(compression, every, Settings.load(settings))
+    if rhythm.local:
+        return local.wrap(
+            optimizer,
+            named_parameters,
+            world,
+            every=rhythm.every,
+            compression=rhythm.compression,
+            settings=settings,
+            average=op == average,
+        )
     wrapped: Any = wrap(
         optimizer,
         named_parameters,
         world,
-        compression=compression,
+        compression=rhythm.compression,
         settings=settings,
         passes=backward_passes_per_step,
         average=op == average,
@@ -214,7 +235,8 @@ def report(optimizer: Any, png: str | None = None, **facts: Any) -> dict[str, An
     """
     from hvdplus.log.report import report as end_with_report  # words and axes: training needs neither
 
-    return end_with_report(optimizer.hvdplus, _require_world(), png, facts)
+    own = optimizer.facts() if hasattr(optimizer, "facts") else {}
+    return end_with_report(optimizer.hvdplus, _require_world(), png, {**own, **facts})
 
 
 def _require_world() -> World:

@@ -14,6 +14,7 @@ import torch
 
 import hvdplus.torch as front
 from hvdplus.adapters.torch.collectives import Collectives
+from hvdplus.adapters.torch.local import LocalSteps
 from hvdplus.adapters.torch.optimizer import STATE_KEY, Distributed, rejoin
 from hvdplus.adapters.transports import horovod_private
 from hvdplus.adapters.transports.connect import INSTALL_HOROVOD
@@ -62,11 +63,33 @@ class _OptimizerState(_states.OptimizerStateHandler):  # type: ignore[misc]
         self.save()
 
 
+class _LocalState(_states.OptimizerStateHandler):  # type: ignore[misc]
+    """Rank 0's optimizer state on all ranks. Drifts count from rank 0's parameters; residuals stay on their rank."""
+
+    def save(self) -> None:
+        self._saved_optimizer_state = copy.deepcopy(_without_ours(self.value.state_dict()))
+
+    def restore(self) -> None:
+        self.value.restart()
+        self.value.load_state_dict(self._saved_optimizer_state)
+
+    def sync(self) -> None:
+        self.value.restart()
+        mine = _without_ours(self.value.state_dict())
+        self.value.load_state_dict(Collectives(front._require_world()).broadcast_state(mine, root_rank=0))
+        self.save()
+
+
 class _ModelState(_states.ModelStateHandler):  # type: ignore[misc]
     """Rank 0's model on all ranks, also where it has parameters of types that Horovod refuses."""
 
     def sync(self) -> None:
         front.broadcast_parameters(self.value.state_dict(), root_rank=0)
+
+
+def _without_ours(state: dict[str, Any]) -> dict[str, Any]:
+    """The user's optimizer's part of a state."""
+    return {key: value for key, value in state.items() if key != STATE_KEY}
 
 
 def _own(state: dict[str, Any]) -> dict[str, Any]:
@@ -77,5 +100,10 @@ def _own(state: dict[str, Any]) -> dict[str, Any]:
 
 
 _states.set_handler_registry(
-    [(Distributed, _OptimizerState), (torch.nn.Module, _ModelState), *_states.get_handler_registry()]
+    [
+        (Distributed, _OptimizerState),
+        (LocalSteps, _LocalState),
+        (torch.nn.Module, _ModelState),
+        *_states.get_handler_registry(),
+    ]
 )

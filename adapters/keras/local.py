@@ -1,0 +1,328 @@
+"""Local steps for Keras 3: ranks take several steps of their own, and then average what they have come to.
+
+As in PyTorch (``adapters/torch/local.py``, which says what an anchor and a drift are): an outer optimizer, Keras' own
+SGD, has the anchors for variables and is wrapped like any other, so that an exchange of drifts is one step of it. In a
+compiled step every fragment's exchange is a condition, which all ranks decide alike, because they count the same steps.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdplus.adapters.keras import optimizer as lockstep
+from hvdplus.adapters.keras import private
+from hvdplus.adapters.keras.optimizer import backend
+from hvdplus.exchange import checkpoint
+from hvdplus.exchange.rhythm import Rhythm, split
+from hvdplus.settings import Settings
+from hvdplus.transport import World
+
+OUTER: Mapping[str, Mapping[str, Any]] = {
+    "average": {"learning_rate": 1.0},
+    "nesterov": {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True},  # DiLoCo's
+}
+"""Setting ``outer`` -> arguments of ``keras.optimizers.SGD`` over the anchors."""
+
+
+def wrap(
+    optimizer: keras.optimizers.Optimizer,
+    world: World,
+    *,
+    every: int,
+    compression: Any,
+    settings: Mapping[str, Any] | None,
+    average: bool,
+    passes: int,
+    state: Mapping[str, Any] | None = None,
+) -> keras.optimizers.Optimizer:
+    """The optimizer as an instance of a subclass of its own class, sharing its variables.
+
+    ``every``: local steps between two exchanges; 0: from measurements. Others, and errors, as of
+    ``optimizer.wrap``.
+    """
+    scaler = optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else None
+    optimizer = scaler.inner_optimizer if scaler else optimizer
+    lockstep.check(optimizer, passes)
+    if not average:
+        raise ValueError("Local steps are averaged. Received: op=Sum; use op=Average, or every=1.")
+    own = Settings.load(settings)
+    if own.overlap_steps:
+        raise ValueError(
+            f"overlap_steps works in PyTorch only, so far. Received: overlap_steps={own.overlap_steps}; leave it at 0."
+        )
+    if own.staleness:
+        raise ValueError(
+            f"staleness works in PyTorch only, so far. Received: staleness={own.staleness}; leave it at 0."
+        )
+    if scaler and (own.dense_steps or optimizer.gradient_accumulation_steps):
+        what = "dense_steps" if own.dense_steps else "accumulated gradients"
+        raise ValueError(f"Local steps with loss scaling do not work with {what}. Leave one of the two out.")
+    kind = type(optimizer.__class__.__name__, (LocalSteps, optimizer.__class__), {"__module__": optimizer.__module__})
+    wrapped: Any = kind.__new__(kind)  # type: ignore[call-overload]
+    wrapped.__dict__.update(optimizer.__dict__)
+    wrapped.__dict__["_hvdplus"] = _Local(world, own, dict(settings or {}), every, compression, state)
+    if optimizer.built:
+        wrapped._hvdplus.connect(wrapped)
+    if world.transport.rank == 0:
+        how_many = every or "as many as it takes,"
+        print(f"hvdplus: {how_many} local steps between two exchanges", file=sys.stderr, flush=True)
+    if scaler:
+        scaler.inner_optimizer = wrapped
+        return scaler
+    return wrapped  # type: ignore[no-any-return]
+
+
+class Fragment:
+    """Variables that are exchanged together."""
+
+    def __init__(self, variables: Sequence[Any], anchors: Sequence[Any], outer: Any) -> None:
+        """``outer``: a ``DistributedOptimizer`` of the ``anchors``."""
+        self.variables, self.anchors, self.outer = list(variables), list(anchors), outer
+
+    def anchor(self) -> None:
+        """Drifts count from the present variables on."""
+        for anchor, variable in zip(self.anchors, self.variables, strict=True):
+            anchor.assign(variable)
+
+    def exchange(self) -> None:
+        """Exchange drifts, take the outer step, and let the variables follow it."""
+        pairs = list(zip(self.anchors, self.variables, strict=True))
+        with backend.without_gradients():
+            self.outer.apply([keras.ops.subtract(anchor, variable) for anchor, variable in pairs], self.anchors)
+            # Alone, bit for bit what the user's own optimizer makes of the variables.
+            alone = self.outer._hvdplus.exchange.idle and not self.outer.momentum
+            for anchor, variable in pairs:
+                if alone:
+                    anchor.assign(variable)
+                else:
+                    variable.assign(anchor)
+
+
+class _Local:
+    """Attributes of a wrapped optimizer."""
+
+    def __init__(
+        self,
+        world: World,
+        settings: Settings,
+        given: dict[str, Any],
+        every: int,
+        compression: Any,
+        state: Mapping[str, Any] | None,
+    ) -> None:
+        self.world, self.settings, self.given, self.compression = world, settings, given, compression
+        self.rhythm = Rhythm(
+            every,
+            fragments=settings.fragments,
+            lock_steps=settings.dense_steps if world.transport.size > 1 else 0,
+        )
+        self.fragments: list[Fragment] = []
+        self.state = state if state and "local" in state else None
+        self.begun = self.state is not None
+        """Whether anchors are the variables of the last exchange, or of the beginning."""
+        self.locked: Any = None
+        """The same optimizer in lock-step, for the first steps."""
+        self.holds = False
+        """Whether ``LossScaleOptimizer`` counts steps itself, those that it skips too."""
+
+    def connect(self, optimizer: Any) -> None:
+        """Make fragments for the variables of an optimizer that is built."""
+        variables = private.trainable_variables(optimizer)
+        own = {**self.given, "dense_steps": 0, "every": 1}
+        saved = self.state["fragments"] if self.state else [None] * self.rhythm.fragments
+        if self.state:
+            self.rhythm.load(self.state["local"])
+        places = split([int(np.prod(v.shape)) for v in variables], self.rhythm.fragments)
+        with backend.outside_of_traces():
+            for part, of_state in zip(places, saved, strict=True):
+                mine = [variables[i] for i in part]
+                values = of_state["anchors"] if of_state else [np.array(v) for v in mine]
+                anchors = [
+                    keras.Variable(value, dtype=v.dtype, name="anchor_of_" + v.path.replace("/", "_"))
+                    for v, value in zip(mine, values, strict=True)
+                ]
+                outer: Any = lockstep.wrap(
+                    keras.optimizers.SGD(**OUTER[self.settings.outer]),
+                    self.world,
+                    compression=self.compression,
+                    settings=own,
+                    passes=1,
+                    average=True,
+                    in_condition=True,
+                    state=of_state["outer"] if of_state else None,
+                )
+                outer.build(anchors)
+                if of_state:
+                    for variable, value in zip(outer.variables, of_state["variables"], strict=True):
+                        variable.assign(value)
+                self.fragments.append(Fragment(mine, anchors, outer))
+            coordinator = self.fragments[0].outer.hvdplus
+            coordinator.listener = self.rhythm.hear
+            every = "auto" if self.rhythm.interval else self.rhythm.every
+            coordinator.log.write("local", every=every, fragments=self.rhythm.fragments, overlap_steps=0, staleness=0)
+            if self.rhythm.locked:
+                self._lock(optimizer)
+
+    def _lock(self, optimizer: Any) -> None:
+        """Begin in lock-step, with an optimizer that shares all variables."""
+        ancestors = type(optimizer).__mro__
+        base = ancestors[ancestors.index(LocalSteps) + 1]
+        bare = base.__new__(base)
+        bare.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name != "_hvdplus"})
+        quiet = {**self.given, "dense_steps": 0, "every": 1, "run_log": ""}
+        self.locked = lockstep.wrap(
+            bare, self.world, compression="none", settings=quiet, passes=1, average=True, in_condition=True
+        )
+
+    def count_locked(self) -> list[bool]:
+        """On the host, once a step in lock-step."""
+        self.rhythm.step()
+        if not self.rhythm.locked and not backend.TRACES:
+            self.locked._hvdplus.exchange.close()
+        return [True]
+
+    def before_step(self) -> None:
+        """Drifts count from what the first step finds."""
+        # Variables may have been broadcast or loaded since the optimizer was made.
+        first = backend.ask(lambda: [not self.begun], 1)[0]
+        backend.when(first, self.anchor)
+
+    def anchor(self) -> None:
+        """Drifts count from the present variables on."""
+        for fragment in self.fragments:
+            fragment.anchor()
+
+    def after_step(self, optimizer: Any) -> None:
+        """The step is taken: exchange what is due."""
+        due = backend.ask(self._count, len(self.fragments))
+        for number, fragment in enumerate(self.fragments):
+
+            def exchange(number: int = number, fragment: Fragment = fragment) -> None:
+                fragment.exchange()
+                if self.settings.average_state and not number:
+                    backend.average(fragment.outer._hvdplus.exchange, remembered(optimizer))
+
+            backend.when(due[number], exchange)
+
+    def _count(self) -> list[bool]:
+        """On the host, once a step: which fragments are due."""
+        self.begun = True
+        self.rhythm.step()
+        due = self.rhythm.begin()
+        self.rhythm.complete()
+        return [number in due for number in range(len(self.fragments))]
+
+    def saved(self) -> dict[str, Any]:
+        """For a checkpoint, of plain values and NumPy arrays."""
+        return {
+            "local": self.rhythm.state(),
+            "fragments": [
+                {
+                    "anchors": [np.array(anchor) for anchor in fragment.anchors],
+                    "outer": fragment.outer._hvdplus.exchange.state(),
+                    "variables": [np.array(variable) for variable in fragment.outer.variables],
+                }
+                for fragment in self.fragments
+            ],
+        }
+
+
+class LocalSteps:
+    """Base class that comes before the user's optimizer class."""
+
+    _hvdplus: _Local
+    # Keras' own.
+    name: str
+    built: bool
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """As in Keras; anchors and their exchanges are made here too, once."""
+        super().build(variables)  # type: ignore[misc]
+        if not self._hvdplus.fragments:
+            self._hvdplus.connect(self)
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+        """A step of this rank's own, and the exchange, if one is due. Every rank calls it in every step."""
+        local = self._hvdplus
+        variables = list(private.trainable_variables(self) if trainable_variables is None else trainable_variables)
+        if local.rhythm.lock_steps and not self.built and variables:
+            with keras.name_scope(self.name, caller=self):
+                self.build(variables)
+        own = super().apply  # type: ignore[misc]
+        if local.locked is None:
+            own(grads, trainable_variables)
+            return
+        locked = backend.ask(lambda: [local.rhythm.locked], 1)[0]
+        backend.either(locked, lambda: self._in_lock_step(grads, variables), lambda: own(grads, variables))
+
+    def apply_scaled(self, scaler: Any, apply: Callable[..., None], grads: Sequence[Any], variables: Any) -> None:
+        """``LossScaleOptimizer.apply`` around this one: ranks skip steps by themselves, and count those, too."""
+        local, variables = self._hvdplus, list(private.trainable_variables(self) if variables is None else variables)
+        if not scaler.built:
+            with keras.name_scope(scaler.name, caller=scaler):
+                scaler.build(variables)
+            scaler.built = True
+        local.before_step()
+        local.holds = True
+        try:
+            apply(scaler, grads, variables)
+        finally:
+            local.holds = False
+        local.after_step(self)
+
+    def average_now(self) -> None:
+        """Exchange at once, whatever step it is, so that all ranks have the same variables: before an evaluation, or at
+        the end. Every rank calls it, outside of a compiled step."""
+        local = self._hvdplus
+        if local.begun and not local.rhythm.locked:
+            local.rhythm.begin(all_of_them=True)
+            local.rhythm.complete(all_of_them=True)
+            for fragment in local.fragments:
+                fragment.exchange()
+
+    def consolidate_state_dict(self) -> None:
+        """Make what any one rank saves valid for all ranks, until the next step: they exchange at once, and residuals
+        become their mean. Every rank has to call it."""
+        self.average_now()
+        for fragment in self._hvdplus.fragments:
+            fragment.outer.consolidate_state_dict()
+
+    def follow_variables(self) -> None:
+        """Variables were overwritten, on all ranks alike: drifts count from what the next step finds."""
+        self._hvdplus.begun = False
+        self._hvdplus.rhythm.restart()
+
+    def save_assets(self, folder: str | os.PathLike[str]) -> None:
+        """Write anchors and what their exchange needs; Keras calls it when it saves a ``.keras`` model."""
+        if self._hvdplus.begun:
+            checkpoint.write(self._hvdplus.saved(), folder)
+
+    @property
+    def hvdplus(self) -> Any:
+        """The coordinator of the (first fragment's) exchange: plan, level names, measured times, run log."""
+        if not self._hvdplus.fragments:
+            raise RuntimeError("The optimizer has not been built yet: train first, or call optimizer.build(variables).")
+        return self._hvdplus.fragments[0].outer.hvdplus
+
+    def _in_lock_step(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+        self._hvdplus.locked.apply(grads, variables)
+        backend.ask(self._hvdplus.count_locked, 1)
+
+    def _backend_update_step(self, grads: list[Any], trainable_variables: list[Any], learning_rate: Any) -> None:
+        if not self._hvdplus.holds:
+            self._hvdplus.before_step()
+        super()._backend_update_step(grads, trainable_variables, learning_rate)  # type: ignore[misc]
+        if not self._hvdplus.holds:
+            self._hvdplus.after_step(self)
+
+
+def remembered(optimizer: Any) -> list[Any]:
+    """The variables in which an optimizer remembers something of every weight: momentum, second moments."""
+    known = {id(optimizer.iterations), id(getattr(optimizer, "_learning_rate", None))}
+    return [v for v in optimizer.variables if id(v) not in known and "float" in str(v.dtype) and len(v.shape)]

@@ -1,0 +1,206 @@
+"""Exchanges that wait for nobody, or only for ranks that are too far behind (stale-synchronous).
+
+The anchors are a vector in the memory of all ranks. A rank whose exchange is due adds its drift to it, divided by the
+number of ranks, reads it, and goes on from there: what others have added meanwhile comes along. A rank that is slower
+than the others adds what it computed from parameters that are old by then, and takes a smaller step for it
+(staleness-aware rates, arXiv 1511.05950).
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdplus.adapters.torch.fragment import Fragment
+from hvdplus.adapters.transports.window import SharedVector
+from hvdplus.compression import Compressor, NoCompression, parse
+from hvdplus.compression.blocks import BlockSelection
+
+GONE = 1 << 40
+"""Exchanges that a rank which has ended counts as, besides its own, so that nobody waits for it."""
+
+
+class Asynchronous(Fragment):
+    """All parameters, exchanged through a memory that all ranks share."""
+
+    memory: SharedVector
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        anchors: Sequence[torch.nn.Parameter],
+        outer: Any,
+        *,
+        ahead: int | None,
+        level: Compressor,
+    ) -> None:
+        """
+        Args:
+            ahead: exchanges by which a rank may be ahead of the slowest one; None: any number.
+            level: what is added: everything, or the blocks with most energy.
+        """
+        super().__init__(parameters, anchors, outer)
+        self._ahead, self._blocks = ahead, level if isinstance(level, BlockSelection) else None
+        self._residual: np.ndarray | None = None
+        self._read_at = 0
+        """Exchanges of all ranks when this one last read."""
+        self.ages: list[int] = []
+        """Exchanges of others that came between this rank's reading and its adding, for each of its exchanges."""
+        self.waited_seconds = 0.0
+        self._open = False
+
+    def anchor(self) -> None:
+        """Share the present parameters. All ranks call it."""
+        super().anchor()
+        if self._open:
+            self.memory.close()
+        self.memory, self._open = SharedVector(self._flat(self.anchors)), True
+        self._read_at = 0
+        atexit.register(_leave, weakref.ref(self))
+
+    def begin(self, early: bool, sent: Sequence[torch.Tensor] | None = None) -> None:
+        """Nothing has to be done before ``complete``."""
+
+    @torch.no_grad()
+    def complete(self) -> None:
+        """Add this rank's drift, wait if it is too far ahead, read.
+
+        Raises:
+            RuntimeError: a parameter is not finite: it would be in the memory of all ranks.
+        """
+        memory = self.memory
+        change = self._flat(self.parameters) - self._flat(self.anchors)
+        if not np.isfinite(change).all():
+            raise RuntimeError(
+                f"Rank {memory.rank} has parameters that are not finite after {len(self.ages) + 1} exchanges; they "
+                "would reach all ranks, which wait for nobody. Lower the learning rate, or skip such steps."
+            )
+        age = _total(memory.counts()) - self._read_at
+        self.ages.append(age)
+        change *= step_share(age, memory.size)
+        self._add(change)
+        count = int(memory.count()[memory.rank] % GONE)
+        if self._ahead is not None:
+            self.waited_seconds += memory.wait_until(count - self._ahead)
+        self._read()
+
+    def meet(self) -> None:
+        """Wait for all ranks, and go on from the same parameters. All ranks call it."""
+        if self._residual is not None:
+            self.memory.add(self._residual)
+            self._residual = None
+        self.memory.meet()
+        self._read()
+        self.memory.meet()
+
+    def leave(self) -> None:
+        """This rank makes no more exchanges."""
+        if self._open:
+            self.memory.leave(GONE)
+
+    def state(self) -> dict[str, Any]:
+        """As any fragment's, with what was not added yet."""
+        residual = None if self._residual is None else torch.from_numpy(self._residual.copy())
+        return {**super().state(), "residual": residual}
+
+    def load(self, state: Mapping[str, Any], under_way: bool) -> None:
+        """Continue from a ``state()``. The memory is made anew, of the parameters that the next step finds."""
+        super().load(state, False)
+        residual = state.get("residual")
+        self._residual = None if residual is None else residual.numpy().copy()
+
+    def facts(self) -> dict[str, Any]:
+        """For the report."""
+        ages = self.ages or [0]
+        return {
+            "mean_staleness": round(sum(ages) / len(ages), 2),
+            "largest_staleness": max(ages),
+            "waited_seconds": round(self.waited_seconds, 3),
+        }
+
+    def _add(self, change: np.ndarray) -> None:
+        if self._blocks is None:
+            self.memory.add(change)
+            return
+        if self._residual is not None:
+            change += self._residual
+        block = self._blocks.block
+        count = -(-len(change) // block)
+        padded = np.zeros(count * block, np.float32)
+        padded[: len(change)] = change
+        energy = np.square(padded.reshape(count, block)).sum(1)
+        most = max(1, math.ceil(self._blocks.share * count))
+        chosen = np.sort(np.argpartition(-energy, most - 1)[:most])
+        self.memory.add_blocks(change, block, chosen)
+        kept = padded.reshape(count, block)
+        kept[chosen] = 0.0
+        self._residual = kept.reshape(-1)[: len(change)].copy()
+
+    def _read(self) -> None:
+        self._read_at = _total(self.memory.counts())
+        values = np.empty(sum(p.numel() for p in self.anchors), np.float32)
+        self.memory.read(values)
+        place = 0
+        with torch.no_grad():
+            for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
+                part = torch.from_numpy(values[place : place + anchor.numel()]).view(anchor.shape)
+                anchor.copy_(part)
+                parameter.copy_(part)
+                place += anchor.numel()
+
+    def _flat(self, tensors: Sequence[torch.Tensor]) -> np.ndarray:
+        whole: np.ndarray = torch.cat([t.detach().float().reshape(-1).cpu() for t in tensors]).numpy()
+        return whole
+
+
+def _leave(fragment: weakref.ref[Asynchronous]) -> None:
+    """At the end of the program, whatever ended it."""
+    if (mine := fragment()) is not None:
+        mine.leave()
+
+
+def _total(counts: np.ndarray) -> int:
+    """Exchanges of all ranks."""
+    return int((counts % GONE).sum())
+
+
+def step_share(age: int, ranks: int) -> float:
+    """What share of its drift a rank adds: the mean of all ranks' drifts where each is as old as with equal speeds,
+    and less, the older it is."""
+    usual = max(1, ranks - 1)
+    return min(1.0, usual / max(1, age)) / ranks
+
+
+def chosen_level(compression: Any) -> Compressor:
+    """The level of what is added.
+
+    Raises:
+        ValueError: it can only be added up by all ranks together.
+    """
+    level = parse(compression) if isinstance(compression, str) and compression != "auto" else compression
+    level = NoCompression() if isinstance(level, str) else level
+    if not isinstance(level, NoCompression | BlockSelection):
+        raise ValueError(
+            "Ranks that do not wait for each other add float32 values to each other's memory: all of them (none), or "
+            f"the blocks with most energy (topk:0.05). Received: compression={compression!r}"
+        )
+    return level
+
+
+def check(settings: Any) -> None:
+    """Raise ValueError where settings ask for what such exchanges cannot do."""
+    wrong: Mapping[str, bool] = {
+        f"outer={settings.outer}": settings.outer != "average",
+        f"overlap_steps={settings.overlap_steps}": settings.overlap_steps > 0,
+        f"fragments={settings.fragments}": settings.fragments > 1,
+        "average_state=yes": settings.average_state,
+    }
+    if any(wrong.values()):
+        received = ", ".join(name for name, is_so in wrong.items() if is_so)
+        raise ValueError(f"With staleness, parameters are added up all at once as they are. Received: {received}")

@@ -1,0 +1,296 @@
+"""Local steps in PyTorch: ranks take several steps of their own, and then average what they have come to.
+
+    x = anchor ─► H steps of the user's own optimizer, on this rank's own gradients ─► drift = anchor - x
+        ─► the exchange that gradients go through, with drifts instead ─► mean drift
+        ─► outer step: anchor - mean drift (or Nesterov) ─► x = anchor, equal on all ranks again
+
+Anchors are the parameters, and drifts the gradients, of an *outer* optimizer of PyTorch's, which is wrapped like any
+other: so compressors, residuals, the controller, the run log and checkpoints are those of lock-step, and one "step" of
+them is one exchange.
+
+Local SGD is from arXiv 1805.09767, its outer Nesterov step DiLoCo's (arXiv 2311.08105). If the sum runs while ranks go
+on (``overlap_steps``), the steps that they took meanwhile are kept: x becomes x + (new anchor - x when it was sent).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hvdplus.adapters.torch import asynchronous
+from hvdplus.adapters.torch import optimizer as lockstep
+from hvdplus.adapters.torch.fragment import Fragment
+from hvdplus.exchange.checkpoint import say
+from hvdplus.exchange.rhythm import Rhythm, split
+from hvdplus.settings import Settings
+from hvdplus.transport import World
+
+STATE_KEY = lockstep.STATE_KEY
+OUTER: Mapping[str, Mapping[str, Any]] = {
+    "average": {"lr": 1.0},
+    "nesterov": {"lr": 0.7, "momentum": 0.9, "nesterov": True},  # DiLoCo's
+}
+"""Setting ``outer`` -> arguments of ``torch.optim.SGD`` over the anchors."""
+
+
+def wrap(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
+    world: World,
+    *,
+    every: int,
+    compression: Any,
+    settings: Mapping[str, Any] | None,
+    average: bool,
+) -> torch.optim.Optimizer:
+    """The optimizer as an instance of a subclass of its own class, sharing its groups and state.
+
+    ``every``: local steps between two exchanges; 0: from measurements. Others, and errors, as of
+    ``optimizer.wrap``.
+    """
+    if isinstance(optimizer, lockstep.Distributed | LocalSteps):
+        raise ValueError(lockstep.TWICE)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"DistributedOptimizer wraps a torch.optim.Optimizer. Received: {type(optimizer).__name__}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("LBFGS evaluates its closure as often as it likes, and cannot take local steps.")
+    if not average:
+        raise ValueError("Local steps are averaged. Received: op=Sum; use op=Average, or every=1.")
+    resolved = Settings.load(settings)
+    names = lockstep.names_of(optimizer, named_parameters)
+    chosen = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    rhythm = Rhythm(
+        every,
+        fragments=resolved.fragments,
+        overlap=resolved.overlap_steps,
+        lock_steps=resolved.dense_steps if world.transport.size > 1 else 0,
+    )
+    if world.transport.rank == 0:
+        how_many = every or "as many as it takes,"
+        print(f"hvdplus: {how_many} local steps between two exchanges", file=sys.stderr, flush=True)
+    # The inner dense steps come first in the script's own optimizer, the rest is the outer optimizers'.
+    own = {**(settings or {}), "dense_steps": 0, "every": 1, "staleness": 0}
+    waits = not resolved.staleness or world.transport.size == 1
+    level = None if waits else asynchronous.chosen_level(compression)
+    if not waits:
+        asynchronous.check(resolved)
+    fragments = []
+    for part in split([p.numel() for p in chosen], resolved.fragments):
+        parameters = [chosen[i] for i in part]
+        anchors = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+        outer = lockstep.wrap(
+            torch.optim.SGD(anchors, **OUTER[resolved.outer]),
+            [(names[id(p)], anchor) for p, anchor in zip(parameters, anchors, strict=True)],
+            world,
+            compression=compression if waits else "none",
+            settings=own,
+            passes=1,
+            average=True,
+            sparse_as_dense=True,
+        )
+        if level is None:
+            fragments.append(Fragment(parameters, anchors, outer))
+        else:
+            ahead = None if resolved.staleness == "any" else int(resolved.staleness)
+            fragments.append(asynchronous.Asynchronous(parameters, anchors, outer, ahead=ahead, level=level))
+    fragments[0].outer.hvdplus.log.write(
+        "local",
+        every=every or "auto",
+        fragments=resolved.fragments,
+        overlap_steps=resolved.overlap_steps,
+        staleness=resolved.staleness,
+    )
+    wrapped: Any = lockstep.subclassed(optimizer, LocalSteps)
+    wrapped._fragments, wrapped._rhythm, wrapped._begun = fragments, rhythm, False
+    wrapped._averages_state = resolved.average_state
+    wrapped._locked = None
+    fragments[0].outer.hvdplus.listener = rhythm.hear
+    for fragment in fragments:  # ranks agree on it, and the price of delay follows it
+        fragment.outer._learning_rate = functools.partial(_learning_rate, wrapped.param_groups)
+    if rhythm.lock_steps:
+        named = [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
+        quiet = {**own, "run_log": ""}
+        wrapped._locked = lockstep.wrap(
+            optimizer, named, world, compression="none", settings=quiet, passes=1, average=True, sparse_as_dense=False
+        )
+    return wrapped  # type: ignore[no-any-return]
+
+
+class LocalSteps(torch.optim.Optimizer):
+    """Base class that comes before the user's optimizer class."""
+
+    _fragments: list[Fragment]
+    _rhythm: Rhythm
+    _locked: Any
+    """The same optimizer in lock-step, for the first steps; None: they are over."""
+    _begun: bool
+    """Whether anchors are the parameters of the last exchange, or of the beginning."""
+    _averages_state: bool
+    _step_supports_amp_scaling = True  # ranks may skip steps by themselves, and all count them
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """A step of this rank's own, and the exchange, if one is due."""
+        if self._locked is not None:
+            result = self._locked.step() if closure is None else self._locked.step(closure)
+            self._rhythm.step()
+            self._end_lock_step()
+            return result
+        if not self._begun:  # parameters may have been broadcast or loaded since the optimizer was made
+            for fragment in self._fragments:
+                fragment.anchor()
+            self._begun = True
+        result = self._own_step(closure)
+        self._rhythm.step()
+        self._complete(self._rhythm.complete())
+        for number in self._rhythm.begin():
+            self._fragments[number].begin(early=self._rhythm.overlap > 0)
+        if not self._rhythm.overlap:
+            self._complete(self._rhythm.complete())
+        return result
+
+    # Keeps PyTorch from adding step hooks to this method: the user's class runs them.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def average_now(self) -> None:
+        """Exchange at once, whatever step it is, so that all ranks have the same parameters: before an evaluation, or
+        at the end. Every rank calls it."""
+        if self._locked is None and self._begun:
+            self._complete(self._rhythm.complete(all_of_them=True))
+            self._rhythm.begin(all_of_them=True)
+            self._rhythm.complete(all_of_them=True)
+            for fragment in self._fragments:
+                fragment.meet()
+
+    def restart(self) -> None:
+        """Forget exchanges under way: drifts count from the parameters that the next step finds, equal on all ranks."""
+        for fragment in self._fragments:
+            fragment.outer._abandon()
+            fragment.sent = None
+        self._rhythm.restart()
+        self._begun = False
+
+    def synchronize(self) -> None:
+        """In lock-step, as in Horovod; local steps have no gradients to exchange. See ``average_now``."""
+        if self._locked is not None:
+            self._locked.synchronize()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """In lock-step, as in Horovod."""
+        if self._locked is None:
+            yield
+            return
+        with self._locked.skip_synchronize():
+            yield
+
+    def zero_grad(self, *arguments: Any, **keywords: Any) -> None:
+        """As in PyTorch."""
+        if self._locked is not None:
+            self._locked.zero_grad(*arguments, **keywords)
+        else:
+            super().zero_grad(*arguments, **keywords)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not with local steps.
+
+        Raises:
+            ValueError: once wrapped.
+        """
+        if hasattr(self, "_fragments"):
+            raise ValueError("Local steps need all parameters from the start: add them, then wrap the optimizer anew.")
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in PyTorch, with one key more: ``hvdplus`` holds the anchors and what their exchange needs."""
+        state = super().state_dict()
+        fragments = [fragment.state() for fragment in self._fragments] if self._begun else None
+        state[STATE_KEY] = {"local": self._rhythm.state(), "fragments": fragments}
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in PyTorch. Every rank has to load, or call ``hvd.broadcast_optimizer_state``.
+
+        A state that was saved in lock-step brings no anchors: drifts then count from the parameters at the next step.
+
+        Raises:
+            ValueError: the state is of another model, or of other fragments.
+        """
+        ours = state_dict.get(STATE_KEY, {})
+        self.restart()
+        if "local" in ours:
+            under_way = self._rhythm.load(ours["local"])
+            saved = ours["fragments"] or []
+            for number, (fragment, state) in enumerate(zip(self._fragments, saved, strict=bool(saved))):
+                fragment.load(state, number in under_way)
+            # A memory that ranks share is made anew.
+            self._begun = bool(saved) and not any(hasattr(fragment, "memory") for fragment in self._fragments)
+            self._end_lock_step()
+        elif ours.get("residuals"):
+            say(
+                "the checkpoint is of lock-step; gradients that it held back are lost, as local steps hold back others."
+            )
+        lockstep.load_own(self, super(), state_dict)
+
+    def consolidate_state_dict(self) -> None:
+        """Make any one rank's ``state_dict`` valid for all ranks, until the next step: they exchange at once, and
+        residuals become their mean. Every rank has to call it."""
+        self.average_now()
+        for fragment in self._fragments:
+            fragment.outer.consolidate_state_dict()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are of the user's optimizer, to be wrapped anew."""
+        return lockstep.reduced(self, LocalSteps, super().__getstate__())
+
+    def facts(self) -> dict[str, Any]:
+        """Figures for the report, of exchanges that wait for nobody."""
+        return {name: value for fragment in self._fragments for name, value in fragment.facts().items()}
+
+    def record(self, loss: float | torch.Tensor) -> None:
+        """Put this step's loss into the run log, if its exchange is due; call it before ``step``."""
+        self._fragments[0].outer.record(loss)
+
+    @property
+    def hvdplus(self) -> Any:
+        """The coordinator of the (first fragment's) exchange: plan, level names, measured times, run log."""
+        return self._fragments[0].outer.hvdplus
+
+    def _end_lock_step(self) -> None:
+        """If it is over."""
+        if self._locked is not None and not self._rhythm.locked:
+            self._locked._exchange.close()
+            self._locked = None
+
+    def _own_step(self, closure: Callable[[], Any] | None) -> Any:
+        """The user's optimizer's, unless a ``GradScaler`` has found infinities on this rank."""
+        # Taken away meanwhile, as the user's optimizer may not expect these attributes.
+        said: dict[str, Any] = {
+            name: self.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in self.__dict__
+        }
+        try:
+            if said.get("grad_scale") is not None:
+                with torch.no_grad():
+                    for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+                        parameter.grad.div_(said["grad_scale"])
+            if bool(said.get("found_inf", False)):
+                return None
+            return super().step() if closure is None else super().step(closure)
+        finally:
+            self.__dict__.update(said)
+
+    def _complete(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            fragment = self._fragments[number]
+            fragment.complete()
+            if self._averages_state:
+                fragment.average_state(self.state, f"{fragment.outer._exchange.prefix}.state")
+
+
+def _learning_rate(groups: Sequence[Mapping[str, Any]]) -> float:
+    """The first group's; 0: it has none."""
+    return float(groups[0].get("lr", 0.0))

@@ -1,0 +1,181 @@
+"""One vector in the memory of all ranks, read and added to by MPI's one-sided operations: nobody waits for anybody.
+
+Every rank holds a part of the vector, and adds its own changes to all parts and reads them whenever it likes
+(``Accumulate`` and ``Get_accumulate``, passive target: sums stay exact, whoever adds at the same time). A second, small
+memory on rank 0 counts the exchanges of every rank, so that a rank knows how old what it works with is, and may be held
+back until others have come nearer (stale-synchronous, Ho et al., NeurIPS 2013).
+
+On one host that is shared memory. Between hosts MPI needs the target's help, which a thread here gives every
+millisecond. Open MPI over TCP has one-sided operations for programs of several threads in its UCX component alone;
+``UCX`` asks for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from hvdplus.transport import TransportError
+
+HELP_SECONDS = 0.001
+"""Between two times that this rank's thread helps others."""
+LOOK_SECONDS = 0.002
+"""Between two looks of a rank that waits for others."""
+WARN_SECONDS = 60.0
+UCX = "--mca pml ucx --mca osc ucx --mca pml_ucx_tls any --mca pml_ucx_devices any"
+"""What Open MPI's mpirun needs for one-sided operations between hosts over TCP."""
+
+
+class SharedVector:
+    """A float32 vector in the memory of all ranks."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        """``values``: 1-D float32, equal on all ranks, which all call this.
+
+        Raises:
+            TransportError: there is no MPI of several ranks and threads, or none with one-sided operations.
+        """
+        MPI = _mpi()
+        self._mpi: Any = MPI
+        self._comm = MPI.COMM_WORLD.Dup()
+        self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
+        self._part = -(-len(values) // self.size)
+        self._ends = [min((rank + 1) * self._part, len(values)) for rank in range(self.size)]
+        try:
+            self._values = MPI.Win.Allocate(4 * max(1, self._part), 4, comm=self._comm)
+            self._counts = MPI.Win.Allocate(8 * self.size if self.rank == 0 else 8, 8, comm=self._comm)
+        except MPI.Exception as error:
+            raise TransportError(
+                f"This MPI has no one-sided operations between these ranks: {error}. With Open MPI over TCP, "
+                f"start the job with mpirun {UCX}"
+            ) from None
+        mine = values[self._ends[self.rank] - self._length(self.rank) : self._ends[self.rank]]
+        np.frombuffer(self._values, np.float32)[: len(mine)] = mine
+        np.frombuffer(self._counts, np.int64)[:] = 0
+        self._comm.Barrier()
+        self._values.Lock_all()
+        self._counts.Lock_all()
+        self._ended = threading.Event()
+        threading.Thread(target=self._help, name="hvdplus-window", daemon=True).start()
+
+    def add(self, change: np.ndarray) -> None:
+        """Add ``change`` (1-D float32) to the vector; returns when it is there."""
+        for rank in self._in_turn():
+            part = np.ascontiguousarray(change[self._ends[rank] - self._length(rank) : self._ends[rank]])
+            if len(part):
+                self._values.Accumulate(part, rank, op=self._mpi.SUM)
+                self._values.Flush(rank)
+
+    def add_blocks(self, change: np.ndarray, block: int, chosen: np.ndarray) -> int:
+        """Add only the blocks of so many elements that are ``chosen`` (their numbers, ascending); returns the bytes
+        that were sent."""
+        sent = 0
+        for rank in self._in_turn():
+            first, end = self._ends[rank] - self._length(rank), self._ends[rank]
+            starts, ends = np.maximum(chosen * block, first), np.minimum((chosen + 1) * block, end)
+            for start, stop in zip(*_joined(starts[starts < ends], ends[starts < ends]), strict=True):
+                part = np.ascontiguousarray(change[start:stop])
+                self._values.Accumulate(part, rank, target=(int(start - first), len(part)), op=self._mpi.SUM)
+                sent += part.nbytes
+            self._values.Flush(rank)
+        return sent
+
+    def read(self, out: np.ndarray) -> None:
+        """Overwrite ``out`` (1-D float32) with the vector as it is."""
+        nothing = np.zeros(0, np.float32)
+        for rank in self._in_turn():
+            first, count = self._ends[rank] - self._length(rank), self._length(rank)
+            if count:
+                part = np.empty(count, np.float32)
+                self._values.Get_accumulate(
+                    [nothing, 0, self._mpi.FLOAT], part, rank, (0, count, self._mpi.FLOAT), self._mpi.NO_OP
+                )
+                self._values.Flush(rank)
+                out[first : first + count] = part
+
+    def count(self) -> np.ndarray:
+        """Count an exchange of this rank; returns all ranks' counts, this one included."""
+        one, before = np.ones(1, np.int64), np.zeros(1, np.int64)
+        self._counts.Fetch_and_op(one, before, 0, self.rank, self._mpi.SUM)
+        self._counts.Flush(0)
+        return self.counts()
+
+    def counts(self) -> np.ndarray:
+        """Exchanges of every rank so far."""
+        found, nothing = np.zeros(self.size, np.int64), np.zeros(0, np.int64)
+        integers = self._mpi.INT64_T
+        self._counts.Get_accumulate([nothing, 0, integers], found, 0, (0, self.size, integers), self._mpi.NO_OP)
+        self._counts.Flush(0)
+        return found
+
+    def wait_until(self, least: int) -> float:
+        """Wait until every rank has made ``least`` exchanges; returns the seconds."""
+        began, warned = time.monotonic(), 0
+        while (counts := self.counts()).min() < least:
+            time.sleep(LOOK_SECONDS)
+            seconds = time.monotonic() - began
+            if seconds > WARN_SECONDS * (warned + 1):
+                warned += 1
+                print(
+                    f"hvdplus: rank {self.rank} has waited {seconds:.0f} seconds for rank {int(counts.argmin())}, "
+                    f"which has made {counts.min()} exchanges of {least}",
+                    flush=True,
+                )
+        return time.monotonic() - began
+
+    def leave(self, exchanges: int) -> None:
+        """Count so many exchanges at once, as this rank makes no more: nobody has to wait for it."""
+        if self._mpi.Is_finalized() or self._ended.is_set():
+            return
+        self._counts.Accumulate(np.array([exchanges], np.int64), 0, target=(self.rank, 1), op=self._mpi.SUM)
+        self._counts.Flush(0)
+
+    def meet(self) -> None:
+        """Wait for all ranks: what was added before is in the vector afterwards."""
+        request = self._comm.Ibarrier()
+        while not request.Test():
+            time.sleep(LOOK_SECONDS)
+
+    def close(self) -> None:
+        """End it; all ranks call it."""
+        self.meet()
+        self._ended.set()
+        self._values.Unlock_all()
+        self._counts.Unlock_all()
+
+    def _length(self, rank: int) -> int:
+        return int(self._ends[rank] - (self._ends[rank - 1] if rank else 0))
+
+    def _in_turn(self) -> list[int]:
+        """All ranks, this one first, so that not all turn to the same one."""
+        return [(self.rank + away) % self.size for away in range(self.size)]
+
+    def _help(self) -> None:
+        while not self._ended.wait(HELP_SECONDS) and not self._mpi.Is_finalized():
+            self._comm.Iprobe()
+
+
+def _joined(starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Neighbouring pieces in one."""
+    if not len(starts):
+        return starts, ends
+    first = np.concatenate([[True], starts[1:] != ends[:-1]])
+    return starts[first], ends[np.concatenate([first[1:], [True]])]
+
+
+def _mpi() -> Any:
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise TransportError(
+            f"Ranks that do not wait for each other need mpi4py: {error}. pip install mpi4py"
+        ) from None
+    if not MPI.Is_initialized() or MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise TransportError(
+            "Ranks that do not wait for each other need an MPI that allows calls from several threads "
+            "(THREAD_MULTIPLE), started by mpirun or srun; Horovod over Gloo has none."
+        )
+    return MPI

@@ -1,0 +1,163 @@
+"""When ranks exchange: in every step (*lock-step*), or after several steps of their own (*local steps*).
+
+    steps        1   2   3   4   5   6   7   8   9  10  11  12
+    every=4                  x               x               x       all parameters, at once
+    + overlap=2              b───────c       b───────c       b──     sums run while ranks go on
+    + fragments=2    f       x       f       x       f       x       one half of the parameters after the other
+
+A fragment's exchange *begins* after one step and is *complete* ``overlap`` steps later. Lock-step steps may come first
+(post-local SGD, arXiv 1808.07217); fragments in turn are Streaming DiLoCo's (arXiv 2501.18512).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hvdplus.control.interval import START, Interval
+from hvdplus.control.meter import StepTimes
+from hvdplus.exchange.form import is_count, is_list, require, require_fields
+
+
+def split(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """``count`` fragments of parameters of these ``sizes``, in order, of about as many elements each.
+
+    Raises:
+        ValueError: there are fewer parameters than fragments.
+    """
+    if not 1 <= count <= len(sizes):
+        raise ValueError(f"fragments has to be at most the {len(sizes)} parameters. Received: fragments={count}")
+    total, seen, parts = sum(sizes), 0, [[0]]
+    for i in range(1, len(sizes)):
+        seen += sizes[i - 1]
+        behind = count - len(parts)
+        if behind and (len(sizes) - i == behind or seen >= total * len(parts) / count):
+            parts.append([])
+        parts[-1].append(i)
+    return parts
+
+
+class Rhythm:
+    """Counts this rank's steps, and says after which of them a fragment's exchange begins or is complete.
+
+    All ranks take the same steps, so it is equal on all of them without a word.
+    """
+
+    def __init__(self, every: int, *, fragments: int = 1, overlap: int = 0, lock_steps: int = 0) -> None:
+        """``every``: 0: from measurements, see ``interval.py``.
+
+        Raises:
+            ValueError: more fragments than steps, or an exchange that would not be complete before its next one.
+        """
+        self.interval = None if every else Interval()
+        """Chooses ``every``."""
+        self._lengths: list[int]
+        """Local steps before each of the first fragment's exchanges whose times are not known yet."""
+        self._last: int
+        """Step after which the first fragment's last exchange began."""
+        self._heard: bool
+        """Whether times were heard of since then; the first ones are of before."""
+        if self.interval and (fragments > 1 or overlap):
+            raise ValueError(
+                "every=auto exchanges all parameters at once and waits for it. "
+                f"Received: fragments={fragments}, overlap_steps={overlap}"
+            )
+        every = every or START
+        if not 1 <= fragments <= every:
+            raise ValueError(f"fragments has to be from 1 to the {every} local steps. Received: fragments={fragments}")
+        if not 0 <= overlap < every and overlap:
+            raise ValueError(
+                f"overlap_steps has to be below the {every} local steps, so that an exchange is complete before the "
+                f"next one begins. Received: overlap_steps={overlap}"
+            )
+        self.every, self.fragments, self.overlap, self.lock_steps = every, fragments, overlap, lock_steps
+        self.steps = 0
+        """Steps so far."""
+        self._began: list[int | None]
+        """Step after which each fragment's exchange began that is not complete; None: there is none."""
+        self._begins: list[int]
+        """Step after which each fragment's next exchange begins."""
+        self.restart()
+
+    @property
+    def locked(self) -> bool:
+        """Whether the coming step is one in lock-step."""
+        return self.steps < self.lock_steps
+
+    def step(self) -> None:
+        """A step was taken."""
+        self.steps += 1
+
+    def complete(self, *, all_of_them: bool = False) -> list[int]:
+        """Fragments whose exchange is to be completed now, in the order in which they began. ``all_of_them``: whatever
+        step it is."""
+        began = [(at, number) for number, at in enumerate(self._began) if at is not None]
+        due = [number for at, number in sorted(began) if all_of_them or self.steps >= at + self.overlap]
+        for number in due:
+            self._began[number] = None
+        return due
+
+    def begin(self, *, all_of_them: bool = False) -> list[int]:
+        """Fragments whose exchange begins now. ``all_of_them``: whatever step it is."""
+        due = [number for number, at in enumerate(self._begins) if all_of_them or self.steps >= at]
+        for number in due:
+            self._began[number] = self.steps
+            if not number:
+                self._lengths.append(self.steps - self._last)
+                self._last = self.steps
+            self._begins[number] = self.steps + self.every
+        return due
+
+    def hear(self, times: StepTimes, learning_rate: float) -> None:
+        """What the oldest exchange whose times were not known yet took, and the local steps before it."""
+        if self.interval and self._heard and self._lengths:
+            self.every = self.interval.observe(times, self._lengths.pop(0), learning_rate)
+            self._begins[0] = max(self.steps, self._last + self.every)
+        self._heard = True
+
+    def restart(self) -> None:
+        """Forget exchanges under way, and begin the next ones as if lock-step had just ended."""
+        self._began = [None] * self.fragments
+        self._last = start = max(self.steps, self.lock_steps)
+        self._lengths, self._heard = [], False
+        self._begins = [start + (number + 1) * self.every // self.fragments for number in range(self.fragments)]
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: plain values."""
+        return {
+            "steps": self.steps,
+            "began": list(self._began),
+            "begins": list(self._begins),
+            "interval": self.interval.state() if self.interval else None,
+        }
+
+    def load(self, state: Any) -> list[int]:
+        """Continue from a ``state`` that ``state()`` returned; returns the fragments whose exchange was under way.
+
+        Raises:
+            ValueError: it is damaged, or has another number of fragments.
+        """
+        require_fields(state, ("steps", "began", "begins", "interval"), "its local steps")
+        steps, began, begins = state["steps"], state["began"], state["begins"]
+        require(is_count(steps), "its number of steps", "a whole number of at least 0", steps)
+        for name, values in (("began", began), ("begins", begins)):
+            fits = is_list(values, lambda value: value is None or is_count(value))
+            require(fits, f"its local steps' {name}", "step numbers", values)
+            if len(values) != self.fragments:
+                raise ValueError(
+                    f"The checkpoint has {len(values)} fragments, and this optimizer {self.fragments}: give it the "
+                    "same setting."
+                )
+        require(None not in begins, "its local steps' begins", "step numbers", begins)
+        if self.interval and state["interval"]:
+            try:
+                self.interval.load(state["interval"])
+            except ValueError as error:
+                raise ValueError(f"The state of hvdplus is damaged: its number of local steps: {error}") from None
+            self.every = self.interval.steps
+        self.steps = steps
+        self.restart()
+        # With other settings, exchanges may be due earlier.
+        self._begins = [min(at, max(steps, self.lock_steps) + self.every) for at in begins]
+        self._began = list(began)
+        return [number for number, at in enumerate(began) if at is not None]

@@ -1,0 +1,242 @@
+"""Local steps in Keras, on either backend and on as many ranks as it was started on.
+
+The reference trains all ranks' models in one process, with plain Keras, and averages them by hand.
+"""
+
+import keras
+import numpy as np
+import pytest
+
+import hvdplus.keras as hvd
+
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+TENSORFLOW = keras.backend.backend() == "tensorflow"
+
+
+def model(seed=0):
+    rng = np.random.default_rng(seed)
+    net = keras.Sequential([keras.layers.Input((12,)), keras.layers.Dense(40, "tanh"), keras.layers.Dense(3)])
+    net.set_weights([rng.standard_normal(w.shape).astype(np.float32) * 0.3 for w in net.get_weights()])
+    return net
+
+
+def batch(step, rank):
+    rng = np.random.default_rng([step, rank])
+    return rng.standard_normal((8, 12)).astype(np.float32), rng.integers(0, 3, 8)
+
+
+def compiled(net, optimizer):
+    net.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+    return net
+
+
+def train(net, steps, first=0, rank=RANK):
+    for step in range(first, first + steps):
+        net.train_on_batch(*batch(step, rank))
+    return net
+
+
+def sgd():
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+def adam():
+    return keras.optimizers.AdamW(0.01)
+
+
+def wrapped(make=sgd, seed=0, **keywords):
+    keywords.setdefault("compression", "none")
+    return compiled(model(seed), hvd.DistributedOptimizer(make(), **keywords))
+
+
+def by_hand(steps, every, make=sgd, *, parts=((0, 1, 2, 3),), outer=None):
+    """The weights of this rank after so many steps, all ranks simulated."""
+    nets = [compiled(model(), make()) for _ in range(SIZE)]
+    anchors = [w.copy() for w in nets[0].get_weights()]
+    momentum = [np.zeros_like(w) for w in anchors]
+    for step in range(1, steps + 1):
+        for rank, net in enumerate(nets):
+            train(net, 1, step - 1, rank)
+        for k, part in enumerate(parts):
+            if step < (k + 1) * every // len(parts) or (step - (k + 1) * every // len(parts)) % every:
+                continue
+            weights = [net.get_weights() for net in nets]
+            for i in part:
+                drift = anchors[i] - np.mean([w[i] for w in weights], axis=0)
+                if outer == "nesterov":
+                    momentum[i] = 0.9 * momentum[i] + drift
+                    anchors[i] = anchors[i] - 0.7 * (drift + 0.9 * momentum[i])
+                else:
+                    anchors[i] = anchors[i] - drift
+                for w in weights:
+                    w[i] = anchors[i]
+            for net, w in zip(nets, weights, strict=True):
+                net.set_weights(w)
+    return nets[RANK].get_weights()
+
+
+def close(net, weights, tolerance=3e-6):
+    return all(np.allclose(a, b, rtol=0, atol=tolerance) for a, b in zip(net.get_weights(), weights, strict=True))
+
+
+def same(one, other):
+    return all(np.array_equal(a, b) for a, b in zip(one.get_weights(), other.get_weights(), strict=True))
+
+
+def test_one_local_step_of_sgd_is_lock_step():
+
+    def plain():
+        return keras.optimizers.SGD(0.1)
+
+    one, other = wrapped(plain, compression="local:1"), wrapped(plain)
+    assert close(train(one, 10), train(other, 10).get_weights())
+
+
+@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("steps", [8, 11])
+def test_local_steps_are_averaged(make, steps):
+    assert close(train(wrapped(make, every=4), steps), by_hand(steps, 4, make))
+
+
+def test_nesterov():
+    net = train(wrapped(every=4, settings={"outer": "nesterov"}), 13)
+    assert close(net, by_hand(13, 4, outer="nesterov"), 2e-5)
+
+
+def test_fragments_take_turns():
+    net = wrapped(adam, every=4, settings={"fragments": 2})
+    net.optimizer.build(net.trainable_variables)
+    place = {id(v): i for i, v in enumerate(net.trainable_variables)}
+    parts = [[place[id(v)] for v in fragment.variables] for fragment in net.optimizer._hvdplus.fragments]
+    assert sorted(sum(parts, [])) == [0, 1, 2, 3] and all(parts)
+    assert close(train(net, 15), by_hand(15, 4, adam, parts=parts), 1e-5)
+
+
+@pytest.mark.parametrize("level", ["int8", "lowrank:2+fp16", "auto"])
+def test_ranks_are_alike_after_an_exchange_and_only_then(level):
+    net = wrapped(every=3, compression=level)
+    for step in range(1, 13):
+        train(net, 1, step)
+        assert hvd.identical(net) == (step % 3 == 0 or SIZE == 1)
+    train(net, 1, 13)
+    net.optimizer.average_now()
+    assert hvd.identical(net)
+
+
+def test_eagerly_too():
+    net = model()
+    optimizer = hvd.DistributedOptimizer(sgd(), every=4, compression="none")
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    net.compile(optimizer, loss, run_eagerly=True)
+    assert close(train(net, 9), by_hand(9, 4))
+
+
+def test_lock_step_comes_first():
+    net = train(wrapped(every=4, settings={"dense_steps": 5}), 5)
+    assert close(net, train(wrapped(), 5).get_weights())
+    train(net, 3, 5)
+    assert hvd.identical(net) == (SIZE == 1)
+    assert hvd.identical(train(net, 1, 8))
+
+
+def test_what_optimizers_remember_may_be_averaged():
+    for averages in (False, True):
+        net = train(wrapped(adam, every=4, settings={"average_state": averages}), 8)
+        remembered = [v for v in net.optimizer.variables if len(v.shape)]
+        assert len(remembered) == 8
+        assert hvd.identical(remembered) == (averages or SIZE == 1)
+
+
+@pytest.mark.parametrize("level", ["none", "lowrank:2+fp16"])
+@pytest.mark.parametrize("steps", [10, 12])
+def test_a_saved_model_goes_on_as_if_never_stopped(level, steps, tmp_path):
+    whole = train(wrapped(adam, every=4, compression=level, settings={"outer": "nesterov"}), steps)
+    path = tmp_path / f"model{RANK}.keras"
+    whole.save(path)
+    train(whole, 9, steps)
+    again = hvd.load_model(path, compression=level, settings={"every": 4, "outer": "nesterov"})
+    again.compile(again.optimizer, again.loss, jit_compile=False)
+    assert same(train(again, 9, steps), whole)
+
+
+def test_a_broadcast_begins_anew():
+    net = compiled(model(RANK), hvd.DistributedOptimizer(sgd(), every=4, compression="none"))
+    x, y = batch(0, RANK)
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    net.fit(np.tile(x, (8, 1)), np.tile(y, 8), batch_size=8, verbose=0, callbacks=[callback])
+    assert hvd.identical(net)
+
+
+def test_a_callback_averages_before_a_validation():
+    net = wrapped(every=5, compression="none")
+    x, y = batch(0, RANK)
+    data = np.tile(x, (7, 1)), np.tile(y, 7)
+    net.fit(
+        *data,
+        batch_size=8,
+        verbose=0,
+        epochs=2,
+        validation_data=(x, y),
+        callbacks=[hvd.callbacks.AverageLocalStepsCallback()],
+    )
+    assert hvd.identical(net)
+
+
+@pytest.mark.ranks(2, 4)
+def test_ranks_may_skip_steps_by_themselves():
+    scaler = keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=8.0)
+    net = compiled(model(), hvd.DistributedOptimizer(scaler, every=4, compression="none"))
+    for step in range(8):
+        x, y = batch(step, RANK)
+        if RANK == 1 and step == 2:
+            x = x * np.float32(np.inf)
+        net.train_on_batch(x, y)
+    assert hvd.identical(net) and all(np.isfinite(w).all() for w in net.get_weights())
+
+
+def test_accumulated_gradients_count_as_one_step():
+    net = compiled(model(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), every=2))
+    for step in range(1, 9):
+        train(net, 1, step)
+        assert hvd.identical(net) == (step in (1, 4, 5, 8) or SIZE == 1)
+
+
+def test_a_measured_number_of_steps():
+    net = wrapped(every="auto", compression="fp16")
+    train(net, 60)
+    net.optimizer.average_now()
+    assert hvd.identical(net)
+    interval = net.optimizer._hvdplus.rhythm.interval
+    assert len(interval.compute) >= 3 or SIZE == 1
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"op": "Sum"}, "Local steps are averaged. Received: op=Sum"),
+        ({"settings": {"fragments": 9}}, "fragments has to be from 1 to the 8 local steps"),
+        ({"settings": {"overlap_steps": 2}}, "overlap_steps works in PyTorch only"),
+        ({"local_layers": [keras.layers.Dense(1)]}, "With local steps all layers are averaged"),
+    ],
+)
+def test_what_cannot_be_is_an_error(keywords, message):
+    keywords = {name: hvd.Sum if value == "Sum" else value for name, value in keywords.items()}
+    with pytest.raises(ValueError, match=message):
+        hvd.DistributedOptimizer(sgd(), every=8, **keywords)
+
+
+def test_wrapped_twice():
+    optimizer = hvd.DistributedOptimizer(sgd(), every=8)
+    for every in (1, 8):
+        with pytest.raises(ValueError, match="wrapped twice"):
+            hvd.DistributedOptimizer(optimizer, every=every)
+
+
+def test_the_log_has_a_line_an_exchange(tmp_path):
+    path = tmp_path / "run.jsonl"
+    net = wrapped(every=4, compression="fp16", settings={"run_log": str(path), "window_steps": 2})
+    train(net, 40)
+    figures = hvd.report(net.optimizer)
+    assert figures["steps"] == 10 and figures["level"] == "fp16"
+    assert len(list(tmp_path.glob("run.jsonl*"))) == (RANK == 0)

@@ -1,0 +1,375 @@
+"""Local steps in PyTorch, on as many ranks as it was started on.
+
+The reference trains all ranks' models in one process, with plain PyTorch, and averages them by hand.
+"""
+
+import copy
+
+import pytest
+import torch
+
+import hvdplus.torch as hvd
+
+hvd.init()
+torch.set_num_threads(1)
+RANK, SIZE = hvd.rank(), hvd.size()
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(12, 40), torch.nn.Tanh(), torch.nn.Linear(40, 3))
+
+
+def batch(step, rank):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(8, 12, generator=generator), torch.randint(0, 3, (8,), generator=generator)
+
+
+def take_step(net, optimizer, step, rank=RANK):
+    x, y = batch(step, rank)
+    optimizer.zero_grad()
+    torch.nn.functional.cross_entropy(net(x), y).backward()
+    optimizer.step()
+
+
+def train(net, optimizer, steps, first=0):
+    for step in range(first, first + steps):
+        take_step(net, optimizer, step)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-3)
+
+
+def adam(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def wrapped(net, make=sgd, **keywords):
+    keywords.setdefault("compression", "none")
+    return hvd.DistributedOptimizer(make(net.parameters()), named_parameters=net.named_parameters(), **keywords)
+
+
+def by_hand(steps, every, make=sgd, *, overlap=0, parts=((0, 1, 2, 3),), outer=None):
+    """The model of this rank after so many steps, all ranks simulated. ``parts``: parameters of every fragment."""
+    nets = [model() for _ in range(SIZE)]
+    optimizers = [make(net.parameters()) for net in nets]
+    values = [list(net.parameters()) for net in nets]
+    anchors = [torch.nn.Parameter(p.detach().clone()) for p in values[0]]
+    steppers = [torch.optim.SGD([anchors[i] for i in part], **(outer or {"lr": 1.0})) for part in parts]
+    sent = {}
+    begins = [(k + 1) * every // len(parts) for k in range(len(parts))]
+
+    def complete(k):
+        before = sent.pop(k)
+        for i in parts[k]:
+            anchors[i].grad = anchors[i].detach() - sum(values_[i] for values_ in before) / SIZE
+        steppers[k].step()
+        for rank in range(SIZE):
+            for i in parts[k]:
+                values[rank][i].data += anchors[i].data - before[rank][i]
+
+    for step in range(1, steps + 1):
+        for rank in range(SIZE):
+            take_step(nets[rank], optimizers[rank], step - 1, rank)
+        for k in [k for k in sent if step >= begins[k] - every + overlap]:
+            complete(k)
+        for k in range(len(parts)):
+            if step == begins[k]:
+                begins[k] += every
+                sent[k] = [[p.detach().clone() for p in values[rank]] for rank in range(SIZE)]
+                if not overlap:
+                    complete(k)
+    return nets[RANK]
+
+
+def close(a, b, tolerance=2e-6):
+    pairs = zip(a.parameters(), b.parameters(), strict=True)
+    return all(torch.allclose(x, y, rtol=0, atol=tolerance) for x, y in pairs)
+
+
+def equal(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_one_local_step_of_sgd_is_lock_step():
+    """Averages of steps that are linear in the gradient are steps of the average."""
+    one, other = model(), model()
+
+    def plain(parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    train(one, wrapped(one, plain, compression="local:1"), 12)
+    train(other, wrapped(other, plain), 12)
+    assert close(one, other)
+
+
+@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("steps", [8, 11])
+def test_local_steps_are_averaged(make, steps):
+    net = model()
+    train(net, wrapped(net, make, every=4), steps)
+    assert close(net, by_hand(steps, 4, make))
+
+
+def test_ranks_are_alike_after_an_exchange_and_only_then():
+    net = model()
+    optimizer = wrapped(net, every=3, compression="int8")
+    for step in range(1, 13):
+        take_step(net, optimizer, step)
+        assert hvd.identical(net) == (step % 3 == 0 or SIZE == 1)
+    take_step(net, optimizer, 13)
+    optimizer.average_now()
+    assert hvd.identical(net)
+
+
+def test_nesterov():
+    net = model()
+    train(net, wrapped(net, every=4, settings={"outer": "nesterov"}), 13)
+    assert close(net, by_hand(13, 4, outer={"lr": 0.7, "momentum": 0.9, "nesterov": True}))
+
+
+@pytest.mark.parametrize("overlap", [1, 3])
+def test_overlapped(overlap):
+    net = model()
+    train(net, wrapped(net, every=4, settings={"overlap_steps": overlap}), 15)
+    assert close(net, by_hand(15, 4, overlap=overlap))
+
+
+def test_fragments_take_turns():
+    net = model()
+    optimizer = wrapped(net, adam, every=4, settings={"fragments": 2, "overlap_steps": 1})
+    parts, place = [], {id(p): i for i, p in enumerate(net.parameters())}
+    for fragment in optimizer._fragments:
+        parts.append([place[id(p)] for p in fragment.parameters])
+    assert sorted(sum(parts, [])) == [0, 1, 2, 3] and all(parts)
+    train(net, optimizer, 15)
+    assert close(net, by_hand(15, 4, adam, overlap=1, parts=parts))
+
+
+@pytest.mark.parametrize("level", ["lowrank:2", "int4", "topk:0.2:32", "lowrank:2+fp16"])
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_what_is_not_sent_is_kept(level, overlap):
+    """At every exchange: mean of the ranks' parameters = new anchor - (new residual - old residual), on average."""
+    net = model()
+    optimizer = wrapped(net, every=3, compression=level, settings={"overlap_steps": overlap})
+    fragment = optimizer._fragments[0]
+    names = [name for name, _ in net.named_parameters()]
+    sent_before, compared = None, 0
+    for step in range(24):
+        residuals = kept(fragment, names)
+        take_step(net, optimizer, step)
+        now = None if fragment.sent is None else [value.clone() for value in fragment.sent]
+        if not overlap and step % 3 == 2:  # began and was completed within the step: drifts are by hand
+            continue
+        if sent_before is not None and now is None:
+            after = kept(fragment, names)
+            for i, name in enumerate(names):
+                wanted = hvd.allreduce(sent_before[i] - residuals[name], name=f"{step}{level}{name}")
+                got = fragment.anchors[i].detach() - hvd.allreduce(after[name], name=f"{step}{level}{name}kept")
+                assert torch.allclose(got, wanted, rtol=0, atol=3e-4 if "fp16" in level else 2e-5)
+                compared += 1
+        sent_before = now
+    assert compared or not overlap
+    if not overlap:
+        optimizer.average_now()
+        assert hvd.identical(net)
+
+
+def kept(fragment, names):
+    """Name -> this rank's residual; zeros where there is none."""
+    saved = fragment.outer.state_dict().get("hvdplus", {"residuals": {}})["residuals"]
+    return {
+        name: saved.get(i, torch.zeros_like(anchor)).reshape(anchor.shape)
+        for i, (name, anchor) in enumerate(zip(names, fragment.anchors, strict=True))
+    }
+
+
+@pytest.mark.parametrize("level", ["none", "lowrank:2+fp16", "auto"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"overlap_steps": 2}, {"fragments": 2, "overlap_steps": 1, "outer": "nesterov"}]
+)
+@pytest.mark.parametrize("steps", [9, 10, 11])
+def test_a_loaded_checkpoint_goes_on_as_if_never_stopped(level, settings, steps):
+    if level == "auto":
+        settings = {**settings, "ladder": ["none", "fp16"], "delay_price": 0}
+        pytest.skip("its decisions follow the clock")
+    whole = model()
+    optimizer = wrapped(whole, adam, every=4, compression=level, settings=settings)
+    train(whole, optimizer, steps)
+    saved = copy.deepcopy((whole.state_dict(), optimizer.state_dict()))
+    train(whole, optimizer, 10, first=steps)
+    again = model(seed=1)
+    other = wrapped(again, adam, every=4, compression=level, settings=settings)
+    again.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    train(again, other, 10, first=steps)
+    assert equal(whole, again)
+
+
+def test_a_checkpoint_of_lock_step_goes_on_in_local_steps():
+    net = model()
+    optimizer = wrapped(net)
+    train(net, optimizer, 5)
+    after, other = model(seed=2), None
+    other = wrapped(after, every=4)
+    after.load_state_dict(net.state_dict())
+    other.load_state_dict(optimizer.state_dict())
+    train(after, other, 4, first=5)
+    assert hvd.identical(after)
+    back = model(seed=3)
+    optimizer = wrapped(back)
+    back.load_state_dict(after.state_dict())
+    optimizer.load_state_dict(other.state_dict())
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)  # momentum was each rank's own
+    train(back, optimizer, 2, first=9)
+    assert hvd.identical(back)
+
+
+def test_lock_step_comes_first():
+    net, same = model(), model()
+    optimizer = wrapped(net, every=4, settings={"dense_steps": 5})
+    train(net, optimizer, 5)
+    train(same, wrapped(same), 5)
+    assert equal(net, same)
+    train(net, optimizer, 3, first=5)
+    assert hvd.identical(net) == (SIZE == 1)
+    train(net, optimizer, 1, first=8)
+    assert hvd.identical(net)
+
+
+def test_what_optimizers_remember_may_be_averaged():
+    for averages in (False, True):
+        net = model()
+        optimizer = wrapped(net, adam, every=4, settings={"average_state": averages})
+        train(net, optimizer, 8)
+        moments = [value for p in net.parameters() for value in optimizer.state[p].values()]
+        assert hvd.identical(moments) == (averages or SIZE == 1)
+
+
+def test_a_value_that_is_not_finite_reaches_all_ranks():
+    net = model()
+    optimizer = wrapped(net, every=2, compression="lowrank:2")
+    train(net, optimizer, 7)
+    if RANK == 0:
+        with torch.no_grad():
+            next(net.parameters())[0, 0] = float("nan")
+    take_step(net, optimizer, 7)
+    assert torch.isnan(next(net.parameters())).any()
+
+
+@pytest.mark.ranks(2, 4)
+def test_ranks_may_skip_steps_by_themselves():
+    net = model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = wrapped(net, every=4)
+    for step in range(8):
+        x, y = batch(step, RANK)
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(net(x), y)
+        scaler.scale(loss).backward()
+        if RANK == 1 and step == 2:
+            next(net.parameters()).grad.fill_(float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+    assert hvd.identical(net) and all(torch.isfinite(p).all() for p in net.parameters())
+
+
+def test_unscaled_gradients_are_the_same():
+    net, other = model(), model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = wrapped(net, every=4)
+    for step in range(8):
+        x, y = batch(step, RANK)
+        optimizer.zero_grad()
+        scaler.scale(torch.nn.functional.cross_entropy(net(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    train(other, wrapped(other, every=4), 8)
+    assert equal(net, other)
+
+
+def test_lists_and_closures():
+    net, other = model(), model()
+    optimizer = wrapped(net, every=2)
+    for step in range(6):
+        x, y = batch(step, RANK)
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(net(x), y)
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure) is not None
+    train(other, wrapped(other, every=2), 6)
+    assert equal(net, other)
+
+
+def test_schedulers_reach_the_steps():
+    net, same = model(), model()
+    optimizer, plain = wrapped(net, every=50), sgd(same.parameters())
+    for one, steps in ((optimizer, net), (plain, same)):
+        schedule = torch.optim.lr_scheduler.StepLR(one, 2, 0.5)
+        for step in range(6):
+            take_step(steps, one, step)
+            schedule.step()
+    assert equal(net, same)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"op": "Sum"}, "Local steps are averaged. Received: op=Sum"),
+        ({"settings": {"fragments": 9}}, "fragments has to be from 1 to the 8 local steps"),
+        ({"settings": {"fragments": 5}}, "fragments has to be at most the 4 parameters. Received: fragments=5"),
+        ({"settings": {"overlap_steps": 8}}, "overlap_steps has to be below the 8 local steps"),
+        ({"settings": {"outer": "adam"}}, "wants one of average, nesterov"),
+    ],
+)
+def test_what_cannot_be_is_an_error(keywords, message):
+    keywords = {name: hvd.Sum if value == "Sum" else value for name, value in keywords.items()}
+    net = model()
+    with pytest.raises(ValueError, match=message):
+        wrapped(net, every=8, **keywords)
+
+
+def test_wrapped_twice_or_lbfgs():
+    net = model()
+    optimizer = wrapped(net, every=8)
+    with pytest.raises(ValueError, match="wrapped twice"):
+        hvd.DistributedOptimizer(optimizer, every=8)
+    with pytest.raises(ValueError, match="wrapped twice"):
+        hvd.DistributedOptimizer(optimizer)
+    with pytest.raises(ValueError, match="LBFGS"):
+        hvd.DistributedOptimizer(torch.optim.LBFGS(net.parameters()), every=8)
+    with pytest.raises(ValueError, match="all parameters from the start"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+
+
+def test_broadcast_state_and_copies():
+    net = model(seed=RANK)
+    optimizer = wrapped(net, adam, every=4)
+    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    train(net, optimizer, 4)
+    assert hvd.identical(net)
+    train(net, optimizer, 2, first=4)
+    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert hvd.identical(net)
+    train(net, optimizer, 2, first=6)
+    assert hvd.identical(net), "two steps later is the exchange"
+    assert type(copy.deepcopy(optimizer)) is torch.optim.AdamW
+
+
+def test_the_log_has_a_line_an_exchange(tmp_path):
+    path = tmp_path / "run.jsonl"
+    net = model()
+    optimizer = wrapped(net, every=4, compression="fp16", settings={"run_log": str(path), "window_steps": 2})
+    for step in range(40):
+        optimizer.record(1.0)
+        take_step(net, optimizer, step)
+    figures = hvd.report(optimizer)
+    assert figures["steps"] == 10 and figures["level"] == "fp16"
+    assert len(list(tmp_path.glob("run.jsonl*"))) == (RANK == 0)

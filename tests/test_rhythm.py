@@ -1,0 +1,210 @@
+"""When ranks exchange."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdplus.agree import choose_rhythm
+from hvdplus.control.interval import MOST, START
+from hvdplus.control.meter import StepTimes
+from hvdplus.exchange.rhythm import Rhythm, split
+from hvdplus.settings import Settings
+
+
+def events(rhythm, steps):
+    """(step, what, fragment) of all that happens in so many steps, in order."""
+    seen = []
+    for _ in range(steps):
+        if rhythm.locked:
+            rhythm.step()
+            seen.append((rhythm.steps, "lock", None))
+            continue
+        rhythm.step()
+        seen += [(rhythm.steps, "complete", number) for number in rhythm.complete()]
+        seen += [(rhythm.steps, "begin", number) for number in rhythm.begin()]
+        if not rhythm.overlap:
+            seen += [(rhythm.steps, "complete", number) for number in rhythm.complete()]
+    return seen
+
+
+@st.composite
+def rhythms(draw):
+    every = draw(st.integers(1, 12))
+    return {
+        "every": every,
+        "fragments": draw(st.integers(1, every)),
+        "overlap": draw(st.integers(0, every - 1)),
+        "lock_steps": draw(st.integers(0, 5)),
+    }
+
+
+@given(rhythms(), st.integers(1, 60))
+def test_every_fragment_is_exchanged_once_in_so_many_steps(asked, steps):
+    seen = events(Rhythm(**asked), steps)
+    for number in range(asked["fragments"]):
+        begins = [at for at, what, which in seen if (what, which) == ("begin", number)]
+        completes = [at for at, what, which in seen if (what, which) == ("complete", number)]
+        assert all(b - a == asked["every"] for a, b in zip(begins, begins[1:], strict=False))
+        assert completes == [at + asked["overlap"] for at in begins if at + asked["overlap"] <= steps]
+        assert not begins or begins[0] <= asked["lock_steps"] + asked["every"]
+    assert sum(what == "lock" for _, what, _ in seen) == min(steps, asked["lock_steps"])
+    busiest = max((sum((at, what) == (step, "begin") for at, what, _ in seen) for step in range(steps + 1)), default=0)
+    assert busiest <= 1, "fragments take turns"
+
+
+@given(rhythms(), st.integers(0, 40), st.integers(1, 40))
+def test_a_loaded_rhythm_goes_on_as_if_never_stopped(asked, before, after):
+    whole = Rhythm(**asked)
+    events(whole, before)
+    loaded = Rhythm(**asked)
+    under_way = loaded.load(json.loads(json.dumps(whole.state())))
+    assert len(under_way) <= asked["fragments"]
+    assert events(loaded, after) == events(whole, after)
+
+
+@given(rhythms(), st.integers(6, 30))
+def test_all_can_be_exchanged_at_once(asked, steps):
+    rhythm = Rhythm(**asked)
+    events(rhythm, steps)
+    rhythm.complete(all_of_them=True)
+    assert rhythm.begin(all_of_them=True) == list(range(asked["fragments"]))
+    assert sorted(rhythm.complete(all_of_them=True)) == list(range(asked["fragments"]))
+    assert rhythm.complete(all_of_them=True) == []
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=20), st.data())
+def test_fragments_are_of_about_one_size(sizes, data):
+    count = data.draw(st.integers(1, len(sizes)))
+    parts = split(sizes, count)
+    assert len(parts) == count and all(parts) and sum(parts, []) == list(range(len(sizes)))
+    if count < len(sizes):
+        largest = max(sum(sizes[i] for i in part) for part in parts)
+        assert largest <= sum(sizes) / count + max(sizes) + sum(sizes) / count
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"every": 4, "fragments": 5}, "fragments has to be from 1 to the 4 local steps. Received: fragments=5"),
+        ({"every": 4, "overlap": 4}, "overlap_steps has to be below the 4 local steps"),
+    ],
+)
+def test_impossible_rhythms_are_errors(asked, message):
+    with pytest.raises(ValueError, match=message):
+        Rhythm(**asked)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": -1}, "its number of steps has to be a whole number of at least 0"),
+        ({"began": [None, None]}, "has 2 fragments, and this optimizer 1"),
+        ({"begins": [None]}, "begins has to be step numbers"),
+        ({"begins": "soon"}, "begins has to be step numbers"),
+    ],
+)
+def test_damaged_states_are_errors(change, message):
+    rhythm = Rhythm(4)
+    with pytest.raises(ValueError, match=message):
+        rhythm.load({**rhythm.state(), **change})
+
+
+@pytest.mark.parametrize(
+    ("compression", "every", "environ", "wanted"),
+    [
+        ("auto", None, {}, (1, False, "auto")),
+        ("int8", 1, {}, (1, False, "int8")),
+        ("int8", 8, {}, (8, True, "int8")),
+        ("int8", "auto", {}, (0, True, "int8")),
+        ("local:8", None, {}, (8, True, "none")),
+        ("local:8+lowrank:16+fp16", None, {}, (8, True, "lowrank:16+fp16")),
+        ("local:8+auto", None, {}, (8, True, "auto")),
+        ("local:auto+auto", None, {}, (0, True, "auto")),
+        ("local:auto+fp16", "auto", {}, (0, True, "fp16")),
+        ("local:1", None, {}, (1, True, "none")),
+        ("auto", None, {"HVDPLUS_COMPRESSION": "local:4+fp16"}, (4, True, "fp16")),
+        ("auto", None, {"HVDPLUS_EVERY": "16"}, (16, True, "auto")),
+        ("auto", None, {"HVDPLUS_EVERY": "auto"}, (0, True, "auto")),
+        ("auto", 2, {"HVDPLUS_EVERY": "16"}, (2, True, "auto")),
+        ("auto", None, {"HVDPLUS_COMPRESSION": "int8"}, (1, False, "auto")),
+    ],
+)
+def test_what_is_wanted(compression, every, environ, wanted):
+    assert choose_rhythm(compression, every, Settings.load({}, environ)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("compression", "every", "environ", "message"),
+    [
+        ("local", None, {}, "compression: local wants auto or a number of steps.*Received: 'local'"),
+        ("local:0+fp16", None, {}, "local wants auto or a number of steps"),
+        ("local:x", None, {}, "local wants auto or a number of steps"),
+        ("local:8", 4, {}, "compression='local:8' and every=4 ask for different numbers"),
+        ("auto", 4, {"HVDPLUS_COMPRESSION": "local:8"}, r"HVDPLUS_COMPRESSION \(environment\)='local:8' and every=4"),
+        ("auto", 0, {}, "every wants auto, or a number of local steps, at least 1. Received: every=0"),
+        ("auto", True, {}, "every wants auto, or a number"),
+        ("auto", "8", {}, "every wants auto, or a number"),
+    ],
+)
+def test_what_is_wanted_may_be_impossible(compression, every, environ, message):
+    with pytest.raises(ValueError, match=message):
+        choose_rhythm(compression, every, Settings.load({}, environ))
+
+
+# -- a number of steps that is measured
+
+
+def exchanges(seconds, waits, *, learning_rate=lambda step: 0.1, steps=400):
+    """(steps, every) after every exchange: ``seconds`` a step, ``waits`` an exchange."""
+    rhythm, told, periods, seen = Rhythm(0), [StepTimes(), StepTimes()], 0, []
+    last = 0
+    for _ in range(steps):
+        rhythm.step()
+        for _ in rhythm.begin():
+            rhythm.complete()
+            periods += 1
+            rhythm.hear(told.pop(0), learning_rate(rhythm.steps))
+            if periods > 1:  # what it took is told in the next exchange
+                local = rhythm.steps - last
+                told.append(StepTimes(step=local * seconds + waits, exposed_comm=waits))
+            last = rhythm.steps
+            seen.append((rhythm.steps, rhythm.every))
+    return seen
+
+
+def test_an_exchange_that_takes_little_is_made_in_every_step_and_one_that_takes_much_seldom():
+    assert exchanges(0.03, 0.0)[-1][1] == 1
+    few, more, most = (exchanges(0.03, waits)[-1][1] for waits in (0.01, 0.1, 1.0))
+    assert 1 < few < more < most <= MOST
+    assert exchanges(0.03, 1000.0, steps=2000)[-1][1] == MOST
+
+
+def test_steps_are_counted_for_the_exchange_that_followed_them():
+    """Else a change of H would look like a change of the machine, and H would swing."""
+    seen = [every for _, every in exchanges(0.03, 0.1, steps=1000)]
+    assert len(set(seen[len(seen) // 4 :])) == 1
+
+
+def test_as_the_learning_rate_falls_exchanges_become_rarer():
+    seen = exchanges(0.03, 0.05, learning_rate=lambda step: 0.1 if step < 400 else 0.02, steps=1200)
+    before = [every for step, every in seen if step < 400][-1]
+    assert seen[-1][1] > 2 * before
+
+
+def test_a_measured_number_of_steps_is_saved():
+    rhythm = Rhythm(0)
+    for waits in [0.2] * 6:
+        rhythm.interval.observe(StepTimes(step=0.3, exposed_comm=waits), 4, 0.1)
+    rhythm.step()
+    loaded = Rhythm(0)
+    loaded.load(json.loads(json.dumps(rhythm.state())))
+    assert loaded.interval == rhythm.interval and loaded.every == rhythm.interval.steps != START
+    with pytest.raises(ValueError, match="its number of local steps"):
+        loaded.load({**rhythm.state(), "interval": {**rhythm.interval.state(), "steps": 0}})
+
+
+def test_a_measured_number_of_steps_is_for_all_parameters_at_once():
+    with pytest.raises(ValueError, match="every=auto exchanges all parameters at once.*fragments=2"):
+        Rhythm(0, fragments=2)
