@@ -22,7 +22,6 @@ HOOKS = [
     ("a training loop of one's own", "optimizer.step", "hvdplus.tensorflow.DistributedGradientTape"),
     ("accumulate, then exchange once", "backward_passes_per_step=", "backward_passes_per_step="),
     ("exchange only after several local steps", "every=", "every="),
-    ("ranks that do not wait for each other", "staleness=", ""),
     ("sum instead of mean", "op=", "op="),
     ("exchange now, then clip", "optimizer.synchronize", "clipnorm, global_clipnorm, clipvalue"),
     ("loss scaling", "grad_scaler=", "keras.optimizers.LossScaleOptimizer"),
