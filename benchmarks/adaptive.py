@@ -569,9 +569,9 @@ def train(ranks: Ranks, who: str, steps: int, beside: Sequence[str] = ()) -> Tra
     return training
 
 
-def curve(began: float, steps: Sequence[float], losses: Sequence[float]) -> Curve:
-    """Loss over seconds; ``steps``: mean seconds of a step in each stretch."""
-    spent = accumulate((EVALUATE_STEPS * seconds for seconds in steps), initial=began)
+def curve(began: float, steps: Sequence[float], losses: Sequence[float], stretch: int = EVALUATE_STEPS) -> Curve:
+    """Loss over seconds; ``steps``: mean seconds of a step in each ``stretch``, which has so many."""
+    spent = accumulate((stretch * seconds for seconds in steps), initial=began)
     return list(zip(list(spent)[1:], losses, strict=True))
 
 

@@ -121,19 +121,14 @@ def race(ranks: Ranks, hosts: int, quick: bool) -> list[Run]:
             print(f"  {hosts} hosts, seed {seed}: {who} ended with {learned[who][2][-1]:.3f} bits", flush=True)
         for run in runs:
             for who in DECIDE:
-                run.curves[who].append(of(*train(ranks, who, run.rate)))
+                run.curves[who].append(curve(*train(ranks, who, run.rate), STRETCH))
             took = step_seconds(ranks, [*fixed, *granted], BLOCKS[quick])
             for who in (*fixed, *granted):
                 began, _, losses = learned.get(who, learned["horovod"])
-                run.curves[who].append(of(began, [took[who]] * len(losses), losses))
+                run.curves[who].append(curve(began, [took[who]] * len(losses), losses, STRETCH))
             for who, one in run.curves.items():
                 print(f"  {hosts} hosts, {run.rate}, seed {seed}: {describe(who, one[-1])}", flush=True)
     return runs
-
-
-def of(began: float, seconds: Sequence[float], losses: Sequence[float]) -> list[tuple[float, float]]:
-    """Loss over seconds."""
-    return curve(began, [each * STRETCH / 20 for each in seconds], losses)
 
 
 def describe(who: str, one: Sequence[tuple[float, float]]) -> str:

@@ -22,6 +22,7 @@ LOCAL = "local"
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 """Types of gradients that every framework exchanges."""
 
+TWICE = "This optimizer is a DistributedOptimizer already; wrapped twice it would average twice. Wrap the bare one."
 NO_JOIN = (
     "hvd.join() lets other ranks continue alone, but ranks compress and decide together in every step. Give all ranks "
     "the same number of steps (DistributedSampler and drop_last=True do), or run with compression='none' in PyTorch."
@@ -53,7 +54,7 @@ def choose_ladder(compression: Any, settings: Settings, world: World, ops: Ops[A
             CPUs and libraries, while ranks differ.
     """
     wanted, from_settings = _asked(compression, settings)
-    if isinstance(wanted, str) and wanted.partition("+")[0].partition(":")[0] == LOCAL:
+    if _is_local(wanted):
         raise ValueError(
             f"{wanted}: local steps are an optimizer's, and this is none. Wrap one in DistributedOptimizer."
         )
@@ -97,6 +98,11 @@ def _asked(compression: Any, settings: Settings) -> tuple[Any, bool]:
     return (settings.compression if from_settings else compression), from_settings
 
 
+def _is_local(compression: Any) -> bool:
+    """Whether it names local steps."""
+    return isinstance(compression, str) and compression.partition("+")[0].partition(":")[0] == LOCAL
+
+
 class Wanted(NamedTuple):
     """How often to exchange, and what."""
 
@@ -122,7 +128,7 @@ def choose_rhythm(compression: Any, every: int | str | None, settings: Settings)
     if asked != AUTO and (isinstance(asked, bool) or not isinstance(asked, int) or asked < 1):
         raise ValueError(f"every wants auto, or a number of local steps, at least 1. Received: every={asked!r}")
     level, from_settings = _asked(compression, settings)
-    if not isinstance(level, str) or level.partition("+")[0].partition(":")[0] != LOCAL:
+    if not _is_local(level):
         local = asked != 1 or settings.staleness != 0
         return Wanted(0 if asked == AUTO else int(asked), local, compression)
     where = settings.whence("compression") if from_settings else "compression"
@@ -155,6 +161,19 @@ def announce(ladder: Ladder, auto: bool, world: World) -> None:
     if world.transport.rank == 0:
         what = f"auto, ladder {' > '.join(ladder.names)}" if auto else ladder.names[-1]
         print(f"hvdplus: compression {what}", file=sys.stderr, flush=True)
+
+
+def announce_local(every: int, average: bool, world: World) -> None:
+    """Rank 0 prints how many local steps are between two exchanges. ``every``: 0: as many as measurements say.
+
+    Raises:
+        ValueError: a sum is asked for, not an ``average``.
+    """
+    if not average:
+        raise ValueError("Local steps are averaged. Received: op=Sum; use op=Average, or every=1.")
+    if world.transport.rank == 0:
+        how_many = every or "as many as it takes,"
+        print(f"hvdplus: {how_many} local steps between two exchanges", file=sys.stderr, flush=True)
 
 
 def join(

@@ -8,7 +8,6 @@ compiled step every fragment's exchange is a condition, which all ranks decide a
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,14 +17,15 @@ import numpy as np
 from hvdplus.adapters.keras import optimizer as lockstep
 from hvdplus.adapters.keras import private
 from hvdplus.adapters.keras.optimizer import backend
+from hvdplus.agree import announce_local
 from hvdplus.exchange import checkpoint
-from hvdplus.exchange.rhythm import Rhythm, split
+from hvdplus.exchange.rhythm import NESTEROV, Rhythm, split
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 
 OUTER: Mapping[str, Mapping[str, Any]] = {
     "average": {"learning_rate": 1.0},
-    "nesterov": {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True},  # DiLoCo's
+    "nesterov": {"learning_rate": NESTEROV[0], "momentum": NESTEROV[1], "nesterov": True},
 }
 """Setting ``outer`` -> arguments of ``keras.optimizers.SGD`` over the anchors."""
 
@@ -49,8 +49,6 @@ def wrap(
     scaler = optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else None
     optimizer = scaler.inner_optimizer if scaler else optimizer
     lockstep.check(optimizer, passes)
-    if not average:
-        raise ValueError("Local steps are averaged. Received: op=Sum; use op=Average, or every=1.")
     own = Settings.load(settings)
     if own.overlap_steps:
         raise ValueError(
@@ -63,15 +61,11 @@ def wrap(
     if scaler and (own.dense_steps or optimizer.gradient_accumulation_steps):
         what = "dense_steps" if own.dense_steps else "accumulated gradients"
         raise ValueError(f"Local steps with loss scaling do not work with {what}. Leave one of the two out.")
-    kind = type(optimizer.__class__.__name__, (LocalSteps, optimizer.__class__), {"__module__": optimizer.__module__})
-    wrapped: Any = kind.__new__(kind)  # type: ignore[call-overload]
-    wrapped.__dict__.update(optimizer.__dict__)
-    wrapped.__dict__["_hvdplus"] = _Local(world, own, dict(settings or {}), every, compression, state)
+    announce_local(every, average, world)
+    setup = _Local(world, own, dict(settings or {}), every, compression, state)
+    wrapped = lockstep.subclassed(optimizer, LocalSteps, setup)
     if optimizer.built:
         wrapped._hvdplus.connect(wrapped)
-    if world.transport.rank == 0:
-        how_many = every or "as many as it takes,"
-        print(f"hvdplus: {how_many} local steps between two exchanges", file=sys.stderr, flush=True)
     if scaler:
         scaler.inner_optimizer = wrapped
         return scaler
@@ -162,10 +156,7 @@ class _Local:
                     for variable, value in zip(outer.variables, of_state["variables"], strict=True):
                         variable.assign(value)
                 self.fragments.append(Fragment(mine, anchors, outer))
-            coordinator = self.fragments[0].outer.hvdplus
-            coordinator.listener = self.rhythm.hear
-            every = "auto" if self.rhythm.interval else self.rhythm.every
-            coordinator.log.write("local", every=every, fragments=self.rhythm.fragments, overlap_steps=0, staleness=0)
+            self.rhythm.follow(self.fragments[0].outer.hvdplus)
             if self.rhythm.locked:
                 self._lock(optimizer)
 
@@ -187,20 +178,20 @@ class _Local:
             self.locked._hvdplus.exchange.close()
         return [True]
 
-    def before_step(self) -> None:
-        """Drifts count from what the first step finds."""
+    def before_step(self) -> Sequence[Any]:
+        """Drifts count from what the first step finds; returns for every fragment whether it is due after the step."""
         # Variables may have been broadcast or loaded since the optimizer was made.
-        first = backend.ask(lambda: [not self.begun], 1)[0]
+        first, *due = backend.ask(self._count, 1 + len(self.fragments))
         backend.when(first, self.anchor)
+        return due
 
     def anchor(self) -> None:
         """Drifts count from the present variables on."""
         for fragment in self.fragments:
             fragment.anchor()
 
-    def after_step(self, optimizer: Any) -> None:
-        """The step is taken: exchange what is due."""
-        due = backend.ask(self._count, len(self.fragments))
+    def after_step(self, optimizer: Any, due: Sequence[Any]) -> None:
+        """The step is taken: exchange what is ``due``."""
         for number, fragment in enumerate(self.fragments):
 
             def exchange(number: int = number, fragment: Fragment = fragment) -> None:
@@ -211,12 +202,12 @@ class _Local:
             backend.when(due[number], exchange)
 
     def _count(self) -> list[bool]:
-        """On the host, once a step: which fragments are due."""
-        self.begun = True
+        """On the host, once a step: whether it is the first, and which fragments are due."""
+        first, self.begun = not self.begun, True
         self.rhythm.step()
         due = self.rhythm.begin()
         self.rhythm.complete()
-        return [number in due for number in range(len(self.fragments))]
+        return [first, *(number in due for number in range(len(self.fragments)))]
 
     def saved(self) -> dict[str, Any]:
         """For a checkpoint, of plain values and NumPy arrays."""
@@ -268,13 +259,13 @@ class LocalSteps:
             with keras.name_scope(scaler.name, caller=scaler):
                 scaler.build(variables)
             scaler.built = True
-        local.before_step()
+        due = local.before_step()
         local.holds = True
         try:
             apply(scaler, grads, variables)
         finally:
             local.holds = False
-        local.after_step(self)
+        local.after_step(self, due)
 
     def average_now(self) -> None:
         """Exchange at once, whatever step it is, so that all ranks have the same variables: before an evaluation, or at
@@ -315,11 +306,11 @@ class LocalSteps:
         backend.ask(self._hvdplus.count_locked, 1)
 
     def _backend_update_step(self, grads: list[Any], trainable_variables: list[Any], learning_rate: Any) -> None:
-        if not self._hvdplus.holds:
-            self._hvdplus.before_step()
+        local = self._hvdplus
+        due = () if local.holds else local.before_step()
         super()._backend_update_step(grads, trainable_variables, learning_rate)  # type: ignore[misc]
-        if not self._hvdplus.holds:
-            self._hvdplus.after_step(self)
+        if not local.holds:
+            local.after_step(self, due)
 
 
 def remembered(optimizer: Any) -> list[Any]:

@@ -18,7 +18,7 @@ from typing import Any
 import keras
 
 from hvdplus.adapters.keras import private
-from hvdplus.agree import check_types, choose_ladder, join, next_instance
+from hvdplus.agree import TWICE, check_types, choose_ladder, join, next_instance
 from hvdplus.exchange import checkpoint
 from hvdplus.settings import Settings
 from hvdplus.transport import World
@@ -60,12 +60,7 @@ def wrap(
     setup = _Setup(world, Settings.load(settings), compression, average, scale_local_gradients, state)
     setup.local_layers += local_layers
     setup.in_condition = in_condition
-    # The class keeps name and module of the user's, so that a saved model loads without hvdplus.
-    base = optimizer.__class__
-    kind = type(base.__name__, (Distributed, base), {"__module__": base.__module__})
-    wrapped: Any = kind.__new__(kind)  # type: ignore[call-overload]
-    wrapped.__dict__.update(optimizer.__dict__)
-    wrapped.__dict__["_hvdplus"] = setup
+    wrapped = subclassed(optimizer, Distributed, setup)
     _alive[setup.instance] = wrapped
     if optimizer.built:
         setup.connect(wrapped)
@@ -75,12 +70,22 @@ def wrap(
     return wrapped
 
 
+def subclassed(optimizer: keras.optimizers.Optimizer, ours: type, setup: Any) -> Any:
+    """``optimizer`` as an instance of a class that has ``ours`` before its own, sharing its variables. ``setup``: its
+    attributes of ours."""
+    # The class keeps name and module of the user's, so that a saved model loads without hvdplus.
+    base = optimizer.__class__
+    kind = type(base.__name__, (ours, base), {"__module__": base.__module__})
+    wrapped: Any = kind.__new__(kind)  # type: ignore[call-overload]
+    wrapped.__dict__.update(optimizer.__dict__)
+    wrapped.__dict__["_hvdplus"] = setup
+    return wrapped
+
+
 def check(optimizer: Any, passes: int) -> None:
     """Raise ValueError unless it can be wrapped; let it accumulate ``passes`` gradients."""
     if hasattr(optimizer, "_hvdplus"):
-        raise ValueError(
-            "This optimizer is a DistributedOptimizer already; wrapped twice it would average twice. Wrap the bare one."
-        )
+        raise ValueError(TWICE)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(f"DistributedOptimizer wraps a keras.optimizers.Optimizer. Received: {type(optimizer)}")
     if passes < 1:

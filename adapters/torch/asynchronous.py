@@ -54,6 +54,7 @@ class Asynchronous(Fragment):
         """Exchanges of others that came between this rank's reading and its adding, for each of its exchanges."""
         self.waited_seconds = 0.0
         self._open = False
+        atexit.register(_leave, weakref.ref(self))
 
     def anchor(self) -> None:
         """Share the present parameters. All ranks call it."""
@@ -62,7 +63,6 @@ class Asynchronous(Fragment):
             self.memory.close()
         self.memory, self._open = SharedVector(self._flat(self.anchors)), True
         self._read_at = 0
-        atexit.register(_leave, weakref.ref(self))
 
     def begin(self, early: bool, sent: Sequence[torch.Tensor] | None = None) -> None:
         """Nothing has to be done before ``complete``."""
@@ -109,11 +109,12 @@ class Asynchronous(Fragment):
         residual = None if self._residual is None else torch.from_numpy(self._residual.copy())
         return {**super().state(), "residual": residual}
 
-    def load(self, state: Mapping[str, Any], under_way: bool) -> None:
+    def load(self, state: Mapping[str, Any], under_way: bool) -> bool:
         """Continue from a ``state()``. The memory is made anew, of the parameters that the next step finds."""
         super().load(state, False)
         residual = state.get("residual")
         self._residual = None if residual is None else residual.numpy().copy()
+        return False
 
     def facts(self) -> dict[str, Any]:
         """For the report."""

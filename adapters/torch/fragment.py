@@ -65,8 +65,9 @@ class Fragment:
             "outer": self.outer.state_dict(),
         }
 
-    def load(self, state: Mapping[str, Any], under_way: bool) -> None:
-        """Continue from a ``state()``. ``under_way``: its exchange had begun."""
+    def load(self, state: Mapping[str, Any], under_way: bool) -> bool:
+        """Continue from a ``state()``; returns whether drifts count from its anchors, not from the parameters that the
+        next step finds. ``under_way``: its exchange had begun."""
         self.outer.load_state_dict(state["outer"])
         with torch.no_grad():
             for anchor, value in zip(self.anchors, state["anchors"], strict=True):
@@ -74,6 +75,7 @@ class Fragment:
         if under_way:
             pairs = zip(state["sent"], self.parameters, strict=True)
             self.begin(early=True, sent=[value.to(parameter.device) for value, parameter in pairs])
+        return True
 
     def facts(self) -> dict[str, Any]:
         """For the report."""

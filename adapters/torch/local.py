@@ -15,7 +15,6 @@ on (``overlap_steps``), the steps that they took meanwhile are kept: x becomes x
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,15 +24,16 @@ import torch
 from hvdplus.adapters.torch import asynchronous
 from hvdplus.adapters.torch import optimizer as lockstep
 from hvdplus.adapters.torch.fragment import Fragment
+from hvdplus.agree import TWICE, announce_local
 from hvdplus.exchange.checkpoint import say
-from hvdplus.exchange.rhythm import Rhythm, split
+from hvdplus.exchange.rhythm import NESTEROV, Rhythm, split
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 
 STATE_KEY = lockstep.STATE_KEY
 OUTER: Mapping[str, Mapping[str, Any]] = {
     "average": {"lr": 1.0},
-    "nesterov": {"lr": 0.7, "momentum": 0.9, "nesterov": True},  # DiLoCo's
+    "nesterov": {"lr": NESTEROV[0], "momentum": NESTEROV[1], "nesterov": True},
 }
 """Setting ``outer`` -> arguments of ``torch.optim.SGD`` over the anchors."""
 
@@ -54,37 +54,59 @@ def wrap(
     ``optimizer.wrap``.
     """
     if isinstance(optimizer, lockstep.Distributed | LocalSteps):
-        raise ValueError(lockstep.TWICE)
+        raise ValueError(TWICE)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"DistributedOptimizer wraps a torch.optim.Optimizer. Received: {type(optimizer).__name__}")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS evaluates its closure as often as it likes, and cannot take local steps.")
-    if not average:
-        raise ValueError("Local steps are averaged. Received: op=Sum; use op=Average, or every=1.")
     resolved = Settings.load(settings)
     names = lockstep.names_of(optimizer, named_parameters)
-    chosen = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     rhythm = Rhythm(
         every,
         fragments=resolved.fragments,
         overlap=resolved.overlap_steps,
         lock_steps=resolved.dense_steps if world.transport.size > 1 else 0,
     )
-    if world.transport.rank == 0:
-        how_many = every or "as many as it takes,"
-        print(f"hvdplus: {how_many} local steps between two exchanges", file=sys.stderr, flush=True)
-    # The inner dense steps come first in the script's own optimizer, the rest is the outer optimizers'.
+    announce_local(every, average, world)
+    # The dense steps come first in the script's own optimizer, the rest is the outer optimizers'.
     own = {**(settings or {}), "dense_steps": 0, "every": 1, "staleness": 0}
-    waits = not resolved.staleness or world.transport.size == 1
+    fragments = _fragments(optimizer, names, world, compression, resolved, own)
+    rhythm.follow(fragments[0].outer.hvdplus, resolved.staleness)
+    wrapped: Any = lockstep.subclassed(optimizer, LocalSteps)
+    wrapped._fragments, wrapped._rhythm, wrapped._begun = fragments, rhythm, False
+    wrapped._averages_state = resolved.average_state
+    wrapped._locked = None
+    for fragment in fragments:  # ranks agree on it, and the price of delay follows it
+        fragment.outer._learning_rate = functools.partial(_learning_rate, wrapped.param_groups)
+    if rhythm.lock_steps:
+        named = [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
+        quiet = {**own, "run_log": ""}
+        wrapped._locked = lockstep.wrap(
+            optimizer, named, world, compression="none", settings=quiet, passes=1, average=True, sparse_as_dense=False
+        )
+    return wrapped  # type: ignore[no-any-return]
+
+
+def _fragments(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    world: World,
+    compression: Any,
+    settings: Settings,
+    own: Mapping[str, Any],
+) -> list[Fragment]:
+    """All parameters, in fragments with an outer optimizer each. ``own``: the outer optimizers' settings."""
+    waits = not settings.staleness or world.transport.size == 1
     level = None if waits else asynchronous.chosen_level(compression)
     if not waits:
-        asynchronous.check(resolved)
+        asynchronous.check(settings)
+    chosen = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     fragments = []
-    for part in split([p.numel() for p in chosen], resolved.fragments):
+    for part in split([p.numel() for p in chosen], settings.fragments):
         parameters = [chosen[i] for i in part]
         anchors = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
         outer = lockstep.wrap(
-            torch.optim.SGD(anchors, **OUTER[resolved.outer]),
+            torch.optim.SGD(anchors, **OUTER[settings.outer]),
             [(names[id(p)], anchor) for p, anchor in zip(parameters, anchors, strict=True)],
             world,
             compression=compression if waits else "none",
@@ -96,29 +118,9 @@ def wrap(
         if level is None:
             fragments.append(Fragment(parameters, anchors, outer))
         else:
-            ahead = None if resolved.staleness == "any" else int(resolved.staleness)
+            ahead = None if settings.staleness == "any" else int(settings.staleness)
             fragments.append(asynchronous.Asynchronous(parameters, anchors, outer, ahead=ahead, level=level))
-    fragments[0].outer.hvdplus.log.write(
-        "local",
-        every=every or "auto",
-        fragments=resolved.fragments,
-        overlap_steps=resolved.overlap_steps,
-        staleness=resolved.staleness,
-    )
-    wrapped: Any = lockstep.subclassed(optimizer, LocalSteps)
-    wrapped._fragments, wrapped._rhythm, wrapped._begun = fragments, rhythm, False
-    wrapped._averages_state = resolved.average_state
-    wrapped._locked = None
-    fragments[0].outer.hvdplus.listener = rhythm.hear
-    for fragment in fragments:  # ranks agree on it, and the price of delay follows it
-        fragment.outer._learning_rate = functools.partial(_learning_rate, wrapped.param_groups)
-    if rhythm.lock_steps:
-        named = [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
-        quiet = {**own, "run_log": ""}
-        wrapped._locked = lockstep.wrap(
-            optimizer, named, world, compression="none", settings=quiet, passes=1, average=True, sparse_as_dense=False
-        )
-    return wrapped  # type: ignore[no-any-return]
+    return fragments
 
 
 class LocalSteps(torch.optim.Optimizer):
@@ -225,10 +227,9 @@ class LocalSteps(torch.optim.Optimizer):
         if "local" in ours:
             under_way = self._rhythm.load(ours["local"])
             saved = ours["fragments"] or []
-            for number, (fragment, state) in enumerate(zip(self._fragments, saved, strict=bool(saved))):
-                fragment.load(state, number in under_way)
-            # A memory that ranks share is made anew.
-            self._begun = bool(saved) and not any(hasattr(fragment, "memory") for fragment in self._fragments)
+            pairs = enumerate(zip(self._fragments, saved, strict=bool(saved)))
+            goes_on = [fragment.load(state, number in under_way) for number, (fragment, state) in pairs]
+            self._begun = bool(goes_on) and all(goes_on)
             self._end_lock_step()
         elif ours.get("residuals"):
             say(

@@ -19,7 +19,7 @@ from hvdplus.adapters.torch import amp, private
 from hvdplus.adapters.torch.backend import type_name
 from hvdplus.adapters.torch.hooks import HookedExchange
 from hvdplus.adapters.torch.ops import TorchOps
-from hvdplus.agree import FLOATS, check_same_model, check_types, choose_ladder, join, next_instance
+from hvdplus.agree import FLOATS, TWICE, check_same_model, check_types, choose_ladder, join, next_instance
 from hvdplus.exchange.checkpoint import KEEP_LOCAL
 from hvdplus.settings import Settings
 from hvdplus.transport import World
@@ -28,7 +28,6 @@ STATE_KEY = "hvdplus"
 """Key of ours in ``state_dict``."""
 TYPES = (*FLOATS, "complex64", "complex128")
 """Types of gradients that are exchanged here."""
-TWICE = "This optimizer is a DistributedOptimizer already; wrapped twice it would average twice. Wrap the bare one."
 
 _alive: weakref.WeakValueDictionary[int, Distributed] = weakref.WeakValueDictionary()
 """Number of an optimizer, which begins the names of its sums -> the optimizer."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -42,17 +43,19 @@ class SharedVector:
         self._mpi: Any = MPI
         self._comm = MPI.COMM_WORLD.Dup()
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
-        self._part = -(-len(values) // self.size)
-        self._ends = [min((rank + 1) * self._part, len(values)) for rank in range(self.size)]
+        length = -(-len(values) // self.size)
+        ends = [min(rank * length, len(values)) for rank in range(self.size + 1)]
+        self._parts = list(pairwise(ends))
+        """(First element, the one behind the last) of every rank's part."""
         try:
-            self._values = MPI.Win.Allocate(4 * max(1, self._part), 4, comm=self._comm)
+            self._values = MPI.Win.Allocate(4 * max(1, length), 4, comm=self._comm)
             self._counts = MPI.Win.Allocate(8 * self.size if self.rank == 0 else 8, 8, comm=self._comm)
         except MPI.Exception as error:
             raise TransportError(
                 f"This MPI has no one-sided operations between these ranks: {error}. With Open MPI over TCP, "
                 f"start the job with mpirun {UCX}"
             ) from None
-        mine = values[self._ends[self.rank] - self._length(self.rank) : self._ends[self.rank]]
+        mine = values[slice(*self._parts[self.rank])]
         np.frombuffer(self._values, np.float32)[: len(mine)] = mine
         np.frombuffer(self._counts, np.int64)[:] = 0
         self._comm.Barrier()
@@ -64,7 +67,7 @@ class SharedVector:
     def add(self, change: np.ndarray) -> None:
         """Add ``change`` (1-D float32) to the vector; returns when it is there."""
         for rank in self._in_turn():
-            part = np.ascontiguousarray(change[self._ends[rank] - self._length(rank) : self._ends[rank]])
+            part = np.ascontiguousarray(change[slice(*self._parts[rank])])
             if len(part):
                 self._values.Accumulate(part, rank, op=self._mpi.SUM)
                 self._values.Flush(rank)
@@ -74,7 +77,7 @@ class SharedVector:
         that were sent."""
         sent = 0
         for rank in self._in_turn():
-            first, end = self._ends[rank] - self._length(rank), self._ends[rank]
+            first, end = self._parts[rank]
             starts, ends = np.maximum(chosen * block, first), np.minimum((chosen + 1) * block, end)
             for start, stop in zip(*_joined(starts[starts < ends], ends[starts < ends]), strict=True):
                 part = np.ascontiguousarray(change[start:stop])
@@ -87,14 +90,14 @@ class SharedVector:
         """Overwrite ``out`` (1-D float32) with the vector as it is."""
         nothing = np.zeros(0, np.float32)
         for rank in self._in_turn():
-            first, count = self._ends[rank] - self._length(rank), self._length(rank)
-            if count:
-                part = np.empty(count, np.float32)
+            first, end = self._parts[rank]
+            if first < end:
+                part = np.empty(end - first, np.float32)
                 self._values.Get_accumulate(
-                    [nothing, 0, self._mpi.FLOAT], part, rank, (0, count, self._mpi.FLOAT), self._mpi.NO_OP
+                    [nothing, 0, self._mpi.FLOAT], part, rank, (0, len(part), self._mpi.FLOAT), self._mpi.NO_OP
                 )
                 self._values.Flush(rank)
-                out[first : first + count] = part
+                out[first:end] = part
 
     def count(self) -> np.ndarray:
         """Count an exchange of this rank; returns all ranks' counts, this one included."""
@@ -145,9 +148,6 @@ class SharedVector:
         self._ended.set()
         self._values.Unlock_all()
         self._counts.Unlock_all()
-
-    def _length(self, rank: int) -> int:
-        return int(self._ends[rank] - (self._ends[rank - 1] if rank else 0))
 
     def _in_turn(self) -> list[int]:
         """All ranks, this one first, so that not all turn to the same one."""

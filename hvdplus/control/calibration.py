@@ -26,8 +26,8 @@ ELEMENTS = 2 << 20
 """Most elements of a bucket that are measured."""
 RUNS = 3
 """Runs of a level. The first warms up; the fastest of the others counts."""
-DRAWN = 1 << 16
-"""Random numbers that fill a bucket, over and over: zeros would take short cuts."""
+DRAWN = 65521
+"""Random numbers that fill a bucket, over and over: zeros would take short cuts. A prime, so that no rows are equal."""
 SECONDS = 0.5
 """Time for a level's runs. Once it is spent, two runs are enough."""
 

@@ -3,8 +3,9 @@
     cost of H = (computation of a step + what an exchange takes / H) * (1 + price * (H - 1) * (rate / highest rate)²)
 
 What an exchange takes hardly depends on H, so one that was measured tells of all. Steps that ranks take apart bring
-them less far; the price of that is a fit (``benchmarks/rhythm.py``). It falls with the square of the learning rate, so
-that H grows as the rate falls, as in the quadratic synchronisation rule (arXiv 2310.14423).
+them less far; the price of that is a guess, until it is fitted to what ``benchmarks/rhythm.py`` measures. It falls with
+the square of the learning rate, so that H grows as the rate falls, as in the quadratic synchronisation rule (arXiv
+2310.14423).
 """
 
 from __future__ import annotations

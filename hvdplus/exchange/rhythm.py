@@ -12,11 +12,17 @@ A fragment's exchange *begins* after one step and is *complete* ``overlap`` step
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdplus.control.interval import START, Interval
 from hvdplus.control.meter import StepTimes
 from hvdplus.exchange.form import is_count, is_list, require, require_fields
+
+if TYPE_CHECKING:
+    from hvdplus.exchange.coordinator import Coordinator
+
+NESTEROV = (0.7, 0.9)
+"""Learning rate and momentum of an outer step (DiLoCo, arXiv 2311.08105)."""
 
 
 def split(sizes: Sequence[int], count: int) -> list[list[int]]:
@@ -107,6 +113,17 @@ class Rhythm:
                 self._last = self.steps
             self._begins[number] = self.steps + self.every
         return due
+
+    def follow(self, coordinator: Coordinator, staleness: int | str = 0) -> None:
+        """Hear of the exchanges that ``coordinator`` plans, and say in its log how often they come."""
+        coordinator.listener = self.hear
+        coordinator.log.write(
+            "local",
+            every="auto" if self.interval else self.every,
+            fragments=self.fragments,
+            overlap_steps=self.overlap,
+            staleness=staleness,
+        )
 
     def hear(self, times: StepTimes, learning_rate: float) -> None:
         """What the oldest exchange whose times were not known yet took, and the local steps before it."""

@@ -142,7 +142,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         average=average,
         local_layers=local_layers,
         scale_local_gradients=scale_local_gradients,
-        state=state,
+        state=None if state and "local" in state else state,  # of local steps: nothing in it is for lock-step
     )
 
 

@@ -158,6 +158,7 @@ def test_a_saved_model_goes_on_as_if_never_stopped(level, steps, tmp_path):
     again = hvd.load_model(path, compression=level, settings={"every": 4, "outer": "nesterov"})
     again.compile(again.optimizer, again.loss, jit_compile=False)
     assert same(train(again, 9, steps), whole)
+    hvd.load_model(path)  # in lock-step
 
 
 def test_a_broadcast_begins_anew():
