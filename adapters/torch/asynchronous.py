@@ -75,29 +75,28 @@ class Asynchronous(Fragment):
             RuntimeError: a parameter is not finite: it would be in the memory of all ranks.
         """
         memory = self.memory
-        change = self._flat(self.parameters) - self._flat(self.anchors)
-        if not np.isfinite(change).all():
-            raise RuntimeError(
-                f"Rank {memory.rank} has parameters that are not finite after {len(self.ages) + 1} exchanges; they "
-                "would reach all ranks, which wait for nobody. Lower the learning rate, or skip such steps."
-            )
-        age = _total(memory.counts()) - self._read_at
-        self.ages.append(age)
-        change *= step_share(age, memory.size)
-        self._add(change)
+        self._add(self._change())
         count = int(memory.count()[memory.rank] % GONE)
         if self._ahead is not None:
             self.waited_seconds += memory.wait_until(count - self._ahead)
         self._read()
 
     def meet(self) -> None:
-        """Wait for all ranks, and go on from the same parameters. All ranks call it."""
+        """Wait for all ranks, and go on from the same parameters and counts. All ranks call it, whatever number of
+        exchanges they have made; nobody waits for one that is here."""
+        memory, change = self.memory, self._change()
         if self._residual is not None:
-            self.memory.add(self._residual)
-            self._residual = None
-        self.memory.meet()
+            change, self._residual = change + self._residual, None
+        if change.any():
+            memory.add(change)
+        memory.leave(GONE)
+        memory.meet()
+        made = memory.counts() % GONE
+        memory.meet()
+        memory.leave(int(made.max() - made[memory.rank]) - GONE)
+        memory.meet()
         self._read()
-        self.memory.meet()
+        memory.meet()
 
     def leave(self) -> None:
         """This rank makes no more exchanges."""
@@ -124,6 +123,20 @@ class Asynchronous(Fragment):
             "largest_staleness": max(ages),
             "waited_seconds": round(self.waited_seconds, 3),
         }
+
+    def _change(self) -> np.ndarray:
+        """What this rank brings: its share of its drift."""
+        change = self._flat(self.parameters) - self._flat(self.anchors)
+        if not np.isfinite(change).all():
+            raise RuntimeError(
+                f"Rank {self.memory.rank} has parameters that are not finite after {len(self.ages) + 1} exchanges; "
+                "they would reach all ranks, which wait for nobody. Lower the learning rate, or skip such steps."
+            )
+        age = _total(self.memory.counts()) - self._read_at
+        if change.any():
+            self.ages.append(age)
+        change *= step_share(age, self.memory.size)
+        return change
 
     def _add(self, change: np.ndarray) -> None:
         if self._blocks is None:

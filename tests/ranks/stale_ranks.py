@@ -92,7 +92,8 @@ def test_exchanges_are_counted():
 
 @pytest.mark.parametrize("level", ["none", "topk:0.2:32"])
 @pytest.mark.parametrize("staleness", [1, 3, "any"])
-def test_nothing_is_lost(staleness, level, monkeypatch):
+@pytest.mark.parametrize("steps", [20, 21])
+def test_nothing_is_lost(steps, staleness, level, monkeypatch):
     """Parameters at the end: those of the beginning, and all that ranks have added or still hold."""
     added = []
     add, add_blocks = SharedVector.add, SharedVector.add_blocks
@@ -106,7 +107,7 @@ def test_nothing_is_lost(staleness, level, monkeypatch):
     monkeypatch.setattr(SharedVector, "add_blocks", blocks)
     net, start = model(), model()
     optimizer = wrapped(net, staleness, level, every=2)
-    train(net, optimizer, 20)
+    train(net, optimizer, steps)
     optimizer.average_now()
     assert hvd.identical(net)
     total = sum(hvd.allgather_object(np.sum(added, axis=0)))
@@ -137,6 +138,20 @@ def test_no_rank_is_further_ahead_than_allowed(staleness, monkeypatch):
     assert furthest == staleness, "those who are fast use what is allowed"
     if RANK:
         assert optimizer.facts()["waited_seconds"] > 0
+
+
+def test_ranks_with_fewer_steps_are_not_waited_for_at_a_meeting():
+    """Nor afterwards: all count anew."""
+    net = model()
+    optimizer = wrapped(net, 1)
+    train(net, optimizer, 3 + 5 * RANK)
+    optimizer.average_now()
+    assert hvd.identical(net)
+    train(net, optimizer, 2)
+    counts = hvd.allgather_object(int(optimizer._fragments[0].memory.counts()[RANK]))
+    optimizer.average_now()
+    assert counts == [3 + 5 * (SIZE - 1) + 2] * SIZE
+    assert hvd.identical(net)
 
 
 def test_nobody_waits_where_anything_is_allowed():
