@@ -146,8 +146,8 @@ or 12 to 14, from one job to the next. Here nobody gives memory back, which is b
 
 
 @contextmanager
-def running(hosts: int, rates: Iterable[str]) -> Iterator[Ranks]:
-    """A lab with a job of contestants: two hosts with a core each, more on all cores."""
+def running(hosts: int, rates: Iterable[str], one_sided: bool = False) -> Iterator[Ranks]:
+    """A lab with a job of contestants: two hosts with a core each, more on all cores. ``one_sided``: as of ``Lab``."""
     cores = {"h1": "0", "h2": "1"} if hosts == 2 else None
     with Lab(hosts, "1gbit", cores) as lab, tempfile.TemporaryDirectory() as folder:
         for rate in rates:
@@ -162,7 +162,8 @@ def running(hosts: int, rates: Iterable[str]) -> Iterator[Ranks]:
             "GLIBC_TUNABLES": KEEP_MEMORY,
         }
         command = [sys.executable, str(HERE / "contestants.py")]
-        with Listener(address) as listener, lab.start(command, env=environment, timeout_seconds=JOB_SECONDS) as job:
+        how = {"env": environment, "one_sided": one_sided, "timeout_seconds": JOB_SECONDS}
+        with Listener(address) as listener, lab.start(command, **how) as job:
             listener._listener._socket.settimeout(120)  # type: ignore[attr-defined]
             try:
                 connection = listener.accept()

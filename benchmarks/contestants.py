@@ -12,6 +12,8 @@ same conditions. Rank 0 takes commands over the socket that CONTESTANTS names, t
                                of rank R after S dense steps
     local H NAME [SETTING=VALUE ...]
                                hvdplus, H local steps between two exchanges at a level
+    stale S [SETTING=VALUE ...]
+                               hvdplus, nobody more than S exchanges ahead (any: no limit)
     postlocal H                PyTorch's own PostLocalSGDOptimizer, which averages parameters every H steps
     diloco H                   DiLoCo without compression: AdamW or whatever it is inside, Nesterov 0.7, 0.9 outside
     alone                      a rank with its share of the batch, and nobody to talk to
@@ -99,6 +101,10 @@ TASKS: dict[str, Callable[[], quality.Task]] = {
 }
 
 
+KINDS = {"local": "every", "stale": "staleness"}
+"""Kind of contestant -> the setting that its first word is."""
+
+
 class Contestant:
     """Somebody who trains a copy of the model."""
 
@@ -125,14 +131,15 @@ class Contestant:
             pass
         elif kind == "ddp":
             self._forward = _ddp(self.model, detail)
-        elif kind == "local":
-            every, level, *others = detail.split()
+        elif kind in ("local", "stale"):
+            first, *others = detail.split()
+            level = others.pop(0) if kind == "local" else "none"
             pairs = (other.partition("=") for other in others)
             self.optimizer = hvd.DistributedOptimizer(
                 self.optimizer,
                 named_parameters=named,
                 compression=level,
-                settings={"every": every, **{name: value for name, _, value in pairs}},
+                settings={KINDS[kind]: first, **{name: value for name, _, value in pairs}},
             )
         elif kind == "postlocal":
             self._forward, self.optimizer = _post_local(self.model, self.optimizer, int(detail))
@@ -277,6 +284,16 @@ class Job:
             levels.append(contestant.level)
             seconds.append(contestant.step())
         return {"seconds": seconds, "levels": levels, "began": began}
+
+    def seconds(self, who: str, seconds: float) -> int:
+        """Train for so long, each rank as many steps as it takes, and meet; returns this rank's steps."""
+        self.steps(who, 0)
+        contestant, count, end = self._people[who], 0, time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            contestant.step()
+            count += 1
+        contestant.optimizer.average_now()
+        return count
 
     def blocks(self, turns: list[tuple[str, int]], rest_seconds: float) -> list[float]:
         """Mean seconds a step of everybody's block of so many steps; a mean, as some have more to do in every fifth.

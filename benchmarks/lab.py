@@ -44,6 +44,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
+from hvdplus.adapters.transports.window import UCX
+
 UNSHAPED = "unshaped"
 PREFIX = "hvdlab"
 NAME = re.compile(rf"{PREFIX}-(?P<pid>\d+)-(?P<born>\d+)-\d+")
@@ -55,6 +57,8 @@ WIRE_BYTES_PER_PAYLOAD_BYTE = 1514 / 1448
 """Ethernet, IP and TCP headers at an MTU of 1500, as the token bucket counts them."""
 TOLERANCE = 0.07
 TRIES = 6
+OB1 = "--mca pml ob1 --mca btl self,vader,tcp --mca btl_tcp_if_include eth0"
+"""Ranks of one host share memory (vader); hosts have a /dev/shm each, so between them there is only TCP."""
 
 # What runs a command on a host, in place of ssh: for `mpirun`, for `horovodrun` and for us.
 SSH = """#!/bin/sh
@@ -384,6 +388,7 @@ class Lab:
         *,
         ranks_per_host: int = 1,
         launcher: str = "mpi",
+        one_sided: bool = False,
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
         timeout_seconds: float = 600.0,
@@ -393,6 +398,7 @@ class Lab:
         Args:
             command: what each rank runs. ``python`` is the one that runs the lab.
             launcher: ``mpi`` for mpirun, ``gloo`` for horovodrun, which puts the rank before every line.
+            one_sided: with mpirun: over UCX, whose one-sided operations work between hosts.
             env: variables for all ranks, on top of this process's own.
             timeout_seconds: from the start; then `Job` ends every process and raises TimeoutError.
         """
@@ -402,11 +408,10 @@ class Lab:
             raise LabError("One job at a time: the one before is still running.")
         where = f"-np {ranks_per_host * len(self.hosts)} -H " + ",".join(f"{h}:{ranks_per_host}" for h in self.hosts)
         if launcher == "mpi":
-            # Ranks of one host share memory (vader); hosts have a /dev/shm each, so between them there is only TCP.
             launch = (
                 f"mpirun {where} --map-by ppr:{ranks_per_host}:node --bind-to none --oversubscribe --mca plm rsh "
                 f"--mca plm_rsh_agent {self.folder}/bin/ssh --mca orte_tmpdir_base {tempfile.mkdtemp(dir=self.folder)} "
-                "--mca pml ob1 --mca btl self,vader,tcp --mca btl_tcp_if_include eth0 --mca oob_tcp_if_include eth0"
+                f"{UCX if one_sided else OB1} --mca oob_tcp_if_include eth0"
             )
         else:
             launch = f"horovodrun --gloo {where} --network-interfaces eth0 --disable-cache"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from hvdplus.compression import Compressor, HorovodCompressor, Ops, Spec, known, parse
+from hvdplus.control.interval import LADDER
 from hvdplus.exchange.plan import Ladder
 from hvdplus.log.runlog import RunLog
 from hvdplus.settings import SETTINGS, Settings
@@ -143,6 +144,12 @@ def choose_rhythm(compression: Any, every: int | str | None, settings: Settings)
     if asked not in (1, named):
         raise ValueError(f"{where}={level!r} and every={asked} ask for different numbers of local steps.")
     return Wanted(0 if named == AUTO else int(named), True, rest or "none")
+
+
+def settings_of_exchanges(given: Mapping[str, Any] | None, resolved: Settings) -> dict[str, Any]:
+    """What an optimizer that exchanges drifts is wrapped with, where the user has ``given`` these settings."""
+    own = {**(given or {}), "dense_steps": 0, "every": 1, "staleness": 0}
+    return own if "ladder" in resolved.origins else {**own, "ladder": LADDER}
 
 
 def _unfit(compressor: Compressor, world: World) -> str:

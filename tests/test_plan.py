@@ -476,7 +476,7 @@ def test_a_level_as_seen_adds_up() -> None:
 
 def test_local_steps_pay_where_exchanges_take_long() -> None:
     """And what they cost is worked out by hand: nothing hides an exchange."""
-    from hvdplus.control.interval import MOST, PRICE
+    from hvdplus.control.interval import LADDER, MOST, PRICE
 
     shown = what_the_run_showed(
         [about(), *(window(level) for level in ("none", "fp16", "lowrank:4") for _ in range(3))]
@@ -489,5 +489,6 @@ def test_local_steps_pay_where_exchanges_take_long() -> None:
     fixed = max(0.0, shown.link.alpha - 2e-5)
     cost = costs[slow.level]
     exchange = cost.codec + cost.messages * (fixed + 2e-5) + cost.payload_bytes * wire.beta
+    assert slow.level in LADDER, "low rank is for gradients"
     by_hand = (shown.compute + exchange / slow.every) * (1 + PRICE * (slow.every - 1)) * shown.prices.get(slow.level, 1)
     assert slow.cost == pytest.approx(by_hand, rel=1e-6)

@@ -156,55 +156,78 @@ def test_what_is_wanted_may_be_impossible(compression, every, environ, message):
 # -- a number of steps that is measured
 
 
-def exchanges(seconds, waits, *, learning_rate=lambda step: 0.1, steps=400):
-    """(steps, every) after every exchange: ``seconds`` a step, ``waits`` an exchange."""
-    rhythm, told, periods, seen = Rhythm(0), [StepTimes(), StepTimes()], 0, []
-    last = 0
+def exchanges(seconds, comm, *, learning_rate=lambda step: 0.1, steps=400, overlaps=False, codec=0.0):
+    """(steps, every, overlap) after every exchange: ``seconds`` a step, ``comm`` and ``codec`` an exchange."""
+    rhythm, told, periods, seen = Rhythm(0, overlaps=overlaps), [StepTimes(), StepTimes()], 0, []
+    last = began = 0
     for _ in range(steps):
         rhythm.step()
-        for _ in rhythm.begin():
-            rhythm.complete()
-            periods += 1
-            rhythm.hear(told.pop(0), learning_rate(rhythm.steps))
-            if periods > 1:  # what it took is told in the next exchange
-                local = rhythm.steps - last
-                told.append(StepTimes(step=local * seconds + waits, exposed_comm=waits))
-            last = rhythm.steps
-            seen.append((rhythm.steps, rhythm.every))
+        for step in range(2):  # as the optimizer: complete those of before, begin, complete what nothing hides
+            for _ in rhythm.complete():
+                periods += 1
+                rhythm.hear(told.pop(0), learning_rate(rhythm.steps))
+                if periods > 1:  # what it took is told in the next exchange
+                    hidden = min(comm, (rhythm.steps - began) * seconds)
+                    took = (rhythm.steps - last) * seconds + codec + comm - hidden
+                    told.append(StepTimes(took, codec, comm - hidden, 0.0, hidden))
+                last = rhythm.steps
+                seen.append((rhythm.steps, rhythm.every, rhythm.overlap))
+            if not step and rhythm.begin():
+                began = rhythm.steps
     return seen
 
 
 def test_an_exchange_that_takes_little_is_made_in_every_step_and_one_that_takes_much_seldom():
     assert exchanges(0.03, 0.0)[-1][1] == 1
-    few, more, most = (exchanges(0.03, waits)[-1][1] for waits in (0.01, 0.1, 1.0))
+    few, more, most = (exchanges(0.03, comm)[-1][1] for comm in (0.01, 0.1, 1.0))
     assert 1 < few < more < most <= MOST
     assert exchanges(0.03, 1000.0, steps=2000)[-1][1] == MOST
 
 
 def test_steps_are_counted_for_the_exchange_that_followed_them():
     """Else a change of H would look like a change of the machine, and H would swing."""
-    seen = [every for _, every in exchanges(0.03, 0.1, steps=1000)]
-    assert len(set(seen[len(seen) // 4 :])) == 1
+    for overlaps in (False, True):
+        for codec in (0.0, 0.01):
+            seen = [choice for _, *choice in exchanges(0.03, 0.1, steps=3000, overlaps=overlaps, codec=codec)]
+            assert len(set(map(tuple, seen[len(seen) // 4 :]))) == 1
 
 
 def test_as_the_learning_rate_falls_exchanges_become_rarer():
     seen = exchanges(0.03, 0.05, learning_rate=lambda step: 0.1 if step < 400 else 0.02, steps=1200)
-    before = [every for step, every in seen if step < 400][-1]
+    before = [every for step, every, _ in seen if step < 400][-1]
     assert seen[-1][1] > 2 * before
 
 
-def test_a_measured_number_of_steps_is_saved():
-    rhythm = Rhythm(0)
-    for waits in [0.2] * 6:
-        rhythm.interval.observe(StepTimes(step=0.3, exposed_comm=waits), 4, 0.1)
+def test_communication_is_hidden_where_ranks_can_go_on():
+    """Behind steps that take longer than it, and no more of them than that takes; then H need not be as large."""
+    steps, every, overlap = exchanges(0.03, 0.1, overlaps=True)[-1]
+    assert 0.1 < overlap * 0.03 < 0.1 + 2 * 0.03 and overlap < every < exchanges(0.03, 0.1)[-1][1]
+    assert exchanges(0.03, 0.0, overlaps=True)[-1][1:] == (1, 0)
+    assert exchanges(0.03, 1000.0, overlaps=True, steps=3000)[-1][1:] == (MOST, 0), (
+        "late means cost more than they hide"
+    )
+    assert exchanges(0.03, 0.1)[-1][2] == 0
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_measured_number_of_steps_is_saved(overlaps):
+    rhythm = Rhythm(0, overlaps=overlaps)
+    for waits in [1.0] * 6:
+        rhythm.hear(StepTimes(), 0.1)
+        rhythm._lengths.append(4)
+        rhythm.hear(StepTimes(step=1.1, exposed_comm=waits), 0.1)
     rhythm.step()
-    loaded = Rhythm(0)
+    loaded = Rhythm(0, overlaps=overlaps)
     loaded.load(json.loads(json.dumps(rhythm.state())))
-    assert loaded.interval == rhythm.interval and loaded.every == rhythm.interval.steps != START
+    assert loaded.interval == rhythm.interval and (loaded.every, loaded.overlap) == rhythm.interval.choice
+    assert loaded.every != START and (loaded.overlap > 0) == overlaps
+    without = Rhythm(0)
+    without.load(rhythm.state())
+    assert without.every == rhythm.every and without.overlap == 0
     with pytest.raises(ValueError, match="its number of local steps"):
         loaded.load({**rhythm.state(), "interval": {**rhythm.interval.state(), "steps": 0}})
 
 
 def test_a_measured_number_of_steps_is_for_all_parameters_at_once():
-    with pytest.raises(ValueError, match="every=auto exchanges all parameters at once.*fragments=2"):
+    with pytest.raises(ValueError, match="all parameters at once, and chooses overlap_steps itself.*fragments=2"):
         Rhythm(0, fragments=2)

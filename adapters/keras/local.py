@@ -17,7 +17,7 @@ import numpy as np
 from hvdplus.adapters.keras import optimizer as lockstep
 from hvdplus.adapters.keras import private
 from hvdplus.adapters.keras.optimizer import backend
-from hvdplus.agree import announce_local
+from hvdplus.agree import announce_local, settings_of_exchanges
 from hvdplus.exchange import checkpoint
 from hvdplus.exchange.rhythm import NESTEROV, Rhythm, split
 from hvdplus.settings import Settings
@@ -128,7 +128,7 @@ class _Local:
     def connect(self, optimizer: Any) -> None:
         """Make fragments for the variables of an optimizer that is built."""
         variables = private.trainable_variables(optimizer)
-        own = {**self.given, "dense_steps": 0, "every": 1}
+        own = settings_of_exchanges(self.given, self.settings)
         saved = self.state["fragments"] if self.state else [None] * self.rhythm.fragments
         if self.state:
             self.rhythm.load(self.state["local"])
@@ -166,7 +166,7 @@ class _Local:
         base = ancestors[ancestors.index(LocalSteps) + 1]
         bare = base.__new__(base)
         bare.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name != "_hvdplus"})
-        quiet = {**self.given, "dense_steps": 0, "every": 1, "run_log": ""}
+        quiet = {**settings_of_exchanges(self.given, self.settings), "run_log": ""}
         self.locked = lockstep.wrap(
             bare, self.world, compression="none", settings=quiet, passes=1, average=True, in_condition=True
         )

@@ -35,6 +35,11 @@ class Fragment:
         if early:
             self.outer._exchange.send_all()
 
+    def look(self) -> None:
+        """Notice how far sums under way have come."""
+        if self.sent is not None:
+            self.outer._exchange.meter.look()
+
     @torch.no_grad()
     def complete(self) -> None:
         """Take the outer step, and let the parameters follow it."""

@@ -24,7 +24,7 @@ import torch
 from hvdplus.adapters.torch import asynchronous
 from hvdplus.adapters.torch import optimizer as lockstep
 from hvdplus.adapters.torch.fragment import Fragment
-from hvdplus.agree import TWICE, announce_local
+from hvdplus.agree import TWICE, announce_local, settings_of_exchanges
 from hvdplus.exchange.checkpoint import say
 from hvdplus.exchange.rhythm import NESTEROV, Rhythm, split
 from hvdplus.settings import Settings
@@ -66,10 +66,11 @@ def wrap(
         fragments=resolved.fragments,
         overlap=resolved.overlap_steps,
         lock_steps=resolved.dense_steps if world.transport.size > 1 else 0,
+        overlaps=not resolved.staleness,
     )
     announce_local(every, average, world)
     # The dense steps come first in the script's own optimizer, the rest is the outer optimizers'.
-    own = {**(settings or {}), "dense_steps": 0, "every": 1, "staleness": 0}
+    own = settings_of_exchanges(settings, resolved)
     fragments = _fragments(optimizer, names, world, compression, resolved, own)
     rhythm.follow(fragments[0].outer.hvdplus, resolved.staleness)
     wrapped: Any = lockstep.subclassed(optimizer, LocalSteps)
@@ -147,6 +148,8 @@ class LocalSteps(torch.optim.Optimizer):
                 fragment.anchor()
             self._begun = True
         result = self._own_step(closure)
+        for fragment in self._fragments:
+            fragment.look()
         self._rhythm.step()
         self._complete(self._rhythm.complete())
         for number in self._rhythm.begin():

@@ -1,82 +1,124 @@
-"""How many local steps between two exchanges: the fewest that make a step cheap.
+"""How many local steps between two exchanges, and how many of them run beside an exchange: as few as make a step cheap.
 
-    cost of H = (computation of a step + what an exchange takes / H) * (1 + price * (H - 1) * (rate / highest rate)²)
+    cost = (computation of a step + (codec + what nothing hides of the communication) / H)
+           * (1 + (price * (H - 1) + price of late means * overlap) * (rate / highest rate)²)
 
 What an exchange takes hardly depends on H, so one that was measured tells of all. Steps that ranks take apart bring
-them less far; the price of that is a guess, until it is fitted to what ``benchmarks/rhythm.py`` measures. It falls with
-the square of the learning rate, so that H grows as the rate falls, as in the quadratic synchronisation rule (arXiv
-2310.14423).
+them less far, and so does a mean that arrives late; both prices are fitted by ``benchmarks/rhythm.py --only prices``.
+They fall with the square of the learning rate, so that H grows as the rate falls, as in the quadratic synchronisation
+rule (arXiv 2310.14423).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdplus.control.memory import restore, to_plain
 from hvdplus.control.meter import StepTimes
 
-LEAST, MOST, START = 1, 64, 4
-"""Local steps; at the start as in PyTorch's own local SGD."""
-PRICE = 0.004
-"""Of every step beyond the first, as a share of all steps."""
+
+class Choice(NamedTuple):
+    """How often ranks exchange."""
+
+    steps: int
+    """H: local steps between two exchanges."""
+    overlap: int = 0
+    """Steps that ranks go on for until an exchange is complete."""
+
+
+class Seconds(NamedTuple):
+    """What was measured."""
+
+    compute: float
+    """Computation and input of one local step."""
+    codec: float
+    comm: float
+    """Communication of one exchange, hidden or not."""
+
+
+LADDER = ("none", "fp16", "int8", "int4")
+"""Levels that ``auto`` chooses from for what local steps came to. An adaptive optimizer makes entries of like size, in
+directions that change from one exchange to the next: integers lose little of that, low-rank levels a lot."""
+LEAST, MOST, START = 1, 64, 16
+"""Local steps. The start is where compression hardly matters any more, so that the level is not chosen for its sake."""
+PRICE, LATE_PRICE = 0.0035, 0.004
+"""Of every step beyond the first between two exchanges, and of every step by which the mean comes later, as shares of
+all steps."""
+SPARE = 1.2
+"""What hides communication is longer than it by this factor."""
 MARGIN = 0.02
 """Share of the cost that more steps have to save; fewer have to save half of it."""
 KEPT, SETTLED = 8, 3
-"""Exchanges that count, the latest ones; after a change of H, so many are waited for before the next change."""
+"""Exchanges that count, the latest ones; after a change, so many are waited for before the next one."""
 
 
-def cost(steps: int, compute: float, exchange: float, rate: float = 1.0) -> float:
-    """Seconds of a step times the price of ``steps`` that ranks take apart.
-
-    Args:
-        compute, exchange: seconds of a step's computation, and of an exchange.
-        rate: learning rate over the highest one.
-    """
-    return (compute + exchange / steps) * (1 + PRICE * (steps - 1) * rate**2)
+def cost(choice: Choice, seconds: Seconds, learning_rate: float = 1.0) -> float:
+    """Seconds of a step times the price of steps apart and of late means. ``learning_rate``: over the highest one."""
+    waits = max(0.0, seconds.comm - choice.overlap * seconds.compute)
+    price = PRICE * (choice.steps - 1) + LATE_PRICE * choice.overlap
+    return (seconds.compute + (seconds.codec + waits) / choice.steps) * (1 + price * learning_rate**2)
 
 
-def fewest(compute: float, exchange: float, rate: float = 1.0) -> int:
-    """The number of steps of least cost; arguments as of ``cost``."""
-    return min(range(LEAST, MOST + 1), key=lambda steps: (cost(steps, compute, exchange, rate), steps))
+def cheapest(seconds: Seconds, learning_rate: float = 1.0, *, overlaps: bool = False) -> Choice:
+    """The choice of least cost. ``overlaps``: whether ranks can go on while they exchange."""
+    return min(_choices(seconds, overlaps), key=lambda choice: (cost(choice, seconds, learning_rate), choice))
+
+
+def _choices(seconds: Seconds, overlaps: bool) -> Iterator[Choice]:
+    """All that may be the cheapest."""
+    hides = math.ceil(SPARE * seconds.comm / seconds.compute) if overlaps and seconds.compute else 0
+    for steps in range(LEAST, MOST + 1):
+        yield Choice(steps)
+        if hides and steps > 1:
+            yield Choice(steps, min(hides, steps - 1))
 
 
 @dataclass
 class Interval:
-    """Chooses H. Equal on every rank, as it hears what all ranks share."""
+    """Chooses both. Equal on every rank, as it hears what all ranks share."""
 
+    overlaps: bool = False
+    """Whether ranks can go on while they exchange."""
     steps: int = START
-    """H."""
+    overlap: int = 0
+    """The present choice."""
     highest_rate: float = 0.0
     since: int = 0
-    """Exchanges since H changed."""
+    """Exchanges since it changed."""
     compute: list[float] = field(default_factory=list)
-    """Seconds of computation and input of one local step, in the latest periods."""
-    exchange: list[float] = field(default_factory=list)
-    """Seconds of the latest exchanges that ranks waited for."""
+    codec: list[float] = field(default_factory=list)
+    comm: list[float] = field(default_factory=list)
+    """``Seconds``, in the latest periods."""
 
-    def observe(self, times: StepTimes, steps: int, learning_rate: float) -> int:
-        """Take in a period of so many local ``steps``; return H. ``learning_rate``: 0: unknown."""
+    @property
+    def choice(self) -> Choice:
+        """The present choice."""
+        return Choice(self.steps, self.overlap)
+
+    def observe(self, times: StepTimes, steps: int, learning_rate: float) -> Choice:
+        """Take in a period of so many local ``steps``; return the choice. ``learning_rate``: 0: unknown."""
         self.highest_rate = max(self.highest_rate, learning_rate)
         if not times.step or steps < 1:
-            return self.steps
-        waited = times.exposed_comm + times.codec
-        self.compute = [*self.compute, max(0.0, times.step - times.probe - waited) / steps][-KEPT:]
-        self.exchange = [*self.exchange, waited][-KEPT:]
+            return self.choice
+        self.compute = [*self.compute, (times.compute + times.input_wait) / steps][-KEPT:]
+        self.codec, self.comm = [*self.codec, times.codec][-KEPT:], [*self.comm, times.comm][-KEPT:]
         self.since += 1
         if self.since >= SETTLED:
             share = learning_rate / self.highest_rate if self.highest_rate and learning_rate else 1.0
-            known = median(self.compute), median(self.exchange), share
-            best = fewest(*known)
-            margin = MARGIN if best > self.steps else MARGIN / 2
-            if cost(best, *known) < (1 - margin) * cost(self.steps, *known):
-                self.steps, self.since = best, 0
-        return self.steps
+            seconds = Seconds(median(self.compute), median(self.codec), median(self.comm))
+            best = cheapest(seconds, share, overlaps=self.overlaps)
+            margin = MARGIN if best > self.choice else MARGIN / 2
+            if cost(best, seconds, share) < (1 - margin) * cost(self.choice, seconds, share):
+                (self.steps, self.overlap), self.since = best, 0
+        return self.choice
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: plain values."""
-        return to_plain(self)  # type: ignore[no-any-return]
+        return to_plain(self, without=("overlaps",))  # type: ignore[no-any-return]
 
     def load(self, state: Any) -> None:
         """Go on from a ``state`` that ``state()`` returned.
@@ -84,9 +126,14 @@ class Interval:
         Raises:
             ValueError: it is damaged.
         """
-        known = Interval()
-        restore(known, state)
-        seconds = [*known.compute, *known.exchange, known.highest_rate]
-        if not LEAST <= known.steps <= MOST or min(seconds) < 0:
-            raise ValueError(f"it has {known.steps} local steps, or steps that took less than no time")
+        known = Interval(self.overlaps)
+        restore(known, state, without=("overlaps",))
+        seconds = [*known.compute, *known.codec, *known.comm, known.highest_rate]
+        if not LEAST <= known.steps <= MOST or not 0 <= known.overlap < max(1, known.steps) or min(seconds) < 0:
+            raise ValueError(
+                f"it has {known.steps} local steps, {known.overlap} of them beside an exchange, or steps that took "
+                "less than no time"
+            )
+        if not self.overlaps:
+            known.overlap = 0
         self.__dict__.update(known.__dict__)

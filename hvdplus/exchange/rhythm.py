@@ -49,14 +49,19 @@ class Rhythm:
     All ranks take the same steps, so it is equal on all of them without a word.
     """
 
-    def __init__(self, every: int, *, fragments: int = 1, overlap: int = 0, lock_steps: int = 0) -> None:
-        """``every``: 0: from measurements, see ``interval.py``.
+    def __init__(
+        self, every: int, *, fragments: int = 1, overlap: int = 0, lock_steps: int = 0, overlaps: bool = False
+    ) -> None:
+        """
+        Args:
+            every: 0: from measurements, see ``interval.py``.
+            overlaps: whether measurements may choose ``overlap``, too.
 
         Raises:
             ValueError: more fragments than steps, or an exchange that would not be complete before its next one.
         """
-        self.interval = None if every else Interval()
-        """Chooses ``every``."""
+        self.interval = None if every else Interval(overlaps)
+        """Chooses ``every`` and ``overlap``."""
         self._lengths: list[int]
         """Local steps before each of the first fragment's exchanges whose times are not known yet."""
         self._last: int
@@ -65,7 +70,7 @@ class Rhythm:
         """Whether times were heard of since then; the first ones are of before."""
         if self.interval and (fragments > 1 or overlap):
             raise ValueError(
-                "every=auto exchanges all parameters at once and waits for it. "
+                "every=auto exchanges all parameters at once, and chooses overlap_steps itself. "
                 f"Received: fragments={fragments}, overlap_steps={overlap}"
             )
         every = every or START
@@ -128,7 +133,7 @@ class Rhythm:
     def hear(self, times: StepTimes, learning_rate: float) -> None:
         """What the oldest exchange whose times were not known yet took, and the local steps before it."""
         if self.interval and self._heard and self._lengths:
-            self.every = self.interval.observe(times, self._lengths.pop(0), learning_rate)
+            self.every, self.overlap = self.interval.observe(times, self._lengths.pop(0), learning_rate)
             self._begins[0] = max(self.steps, self._last + self.every)
         self._heard = True
 
@@ -171,7 +176,7 @@ class Rhythm:
                 self.interval.load(state["interval"])
             except ValueError as error:
                 raise ValueError(f"The state of hvdplus is damaged: its number of local steps: {error}") from None
-            self.every = self.interval.steps
+            self.every, self.overlap = self.interval.choice
         self.steps = steps
         self.restart()
         # With other settings, exchanges may be due earlier.

@@ -315,16 +315,17 @@ def best_local(
     collectives: Mapping[str, Collective] = ALL_REDUCES,
 ) -> Local:
     """The level and the number of local steps of least cost; nothing hides an exchange. ``costs``: of the levels that
-    serve so many ranks."""
+    serve so many ranks; those of low rank and few values are for gradients, not for what local steps come to."""
     _, fixed = ring_wire(shown.link, shown.ranks, wire.alpha)
     found = []
-    for name, level in costs.items():
+    for name in [name for name in costs if name in interval.LADDER]:
+        level = costs[name]
         for collective in collectives.values():
-            exchange = level.codec + job_link(collective, ranks, wire, fixed).seconds(level)
-            every = interval.fewest(shown.compute, exchange)
-            found.append(
-                Local(every, name, shown.prices.get(name, 1.0) * interval.cost(every, shown.compute, exchange))
-            )
+            comm = job_link(collective, ranks, wire, fixed).seconds(level)
+            seconds = interval.Seconds(shown.compute, level.codec, comm)
+            choice = interval.cheapest(seconds)
+            cost = shown.prices.get(name, 1.0) * interval.cost(choice, seconds)
+            found.append(Local(choice.steps, name, cost))
     return min(found, key=lambda local: local.cost)
 
 
