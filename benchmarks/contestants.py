@@ -283,7 +283,12 @@ class Job:
         for _ in range(count):
             levels.append(contestant.level)
             seconds.append(contestant.step())
-        return {"seconds": seconds, "levels": levels, "began": began}
+        return {"seconds": seconds, "levels": levels, "began": began, "level": contestant.level}
+
+    def rhythm(self, who: str) -> tuple[int, int]:
+        """Local steps between two exchanges, and those beside one."""
+        rhythm = self._people[who].optimizer._rhythm
+        return rhythm.every, rhythm.overlap
 
     def seconds(self, who: str, seconds: float) -> int:
         """Train for so long, each rank as many steps as it takes, and meet; returns this rank's steps."""

@@ -421,6 +421,8 @@ class Lab:
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         }
+        if one_sided:  # else UCX would find that the hosts are one machine, and use its memory
+            environment |= {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0"}
         # Unbuffered, `print` writes a line in pieces, and those of several ranks mix. To the ranks mpirun looks like a
         # terminal, so that their lines come at once anyway.
         environment.pop("PYTHONUNBUFFERED", None)

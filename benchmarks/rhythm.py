@@ -1,30 +1,43 @@
 """How often should ranks exchange? Local steps, lock-step and PyTorch's own race to losses on slow links.
 
-    python benchmarks/rhythm.py --quick    two hosts, two rates, one seed: 20 minutes
-    python benchmarks/rhythm.py            two and four hosts, 10 Mb/s to 1 Gb/s, 3 seeds; writes results/rhythm.*
+    python benchmarks/rhythm.py --quick             two hosts, two rates, one seed: 20 minutes
+    python benchmarks/rhythm.py                     two and four hosts, 10 Mb/s to 1 Gb/s; writes results/rhythm*
+    python benchmarks/rhythm.py --only stragglers   a part: races, stragglers, or prices
 
 Nothing else may run on the machine meanwhile. Needs root (network namespaces; see ``lab.py``).
 
-A byte-level transformer of 3.3 M parameters trains with AdamW on real text. As in ``adaptive.py``'s races, what a fixed
-choice learns in a step does not depend on the link: its curve is that of a training without limits, at the step time
-that it has at each rate; who decides for itself trains at each rate. A local step's time is that of a whole period, its
-exchange included. Losses are those of the ranks' mean, between two exchanges, too.
+races       A byte-level transformer of 3.3 M parameters trains with AdamW on real text. As in ``adaptive.py``'s races,
+            what a fixed choice learns in a step does not depend on the link: its curve is that of a training without
+            limits, at the step time that it has at each rate. Who decides for itself trains at each rate. A local
+            step's time is that of a whole period, its exchange included. Losses are those of the ranks' mean, between
+            two exchanges, too.
+stragglers  The same training on links without limits, of two hosts whose speed differs: one has half the time of its
+            core, or both change theirs every second. Everybody trains for the same seconds.
+prices      What local steps and late means cost in steps: trainings of the same number of steps, with more and more
+            steps between exchanges. ``hvdplus/control/interval.py`` has the two numbers that are fitted to them.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
+import random
 import statistics
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from adaptive import POWERSGD, UNSHAPED, Ranks, Verdict, curve, machine, running
+import numpy as np
+from adaptive import UNSHAPED, Ranks, Verdict, curve, machine, running
+from lab import Lab
 from matplotlib.figure import Figure
+
+from hvdplus.control.interval import LATE_PRICE, PRICE
 
 HERE = Path(__file__).parent
 MODEL, STEPS, STRETCH = "bytes", 768, 64
@@ -33,22 +46,33 @@ TARGETS = (3.4, 3.2, 3.0)
 """Bits a byte on the validation text."""
 RATES = {True: ("100mbit", "1gbit"), False: ("10mbit", "20mbit", "100mbit", "1gbit")}
 SEEDS = {True: 1, False: 3}
-LEVELS = {True: ("fp16",), False: ("none", "fp16", "lowrank:16+fp16")}
-EVERY = {True: (4, 16), False: (4, 16, 64)}
-LOCK_STEP = {True: ("horovod", "alone", "ddp powersgd:4:2", "ddp powersgd:8:2"), False: ("horovod", "alone", *POWERSGD)}
+LOCAL = {
+    True: ("local 4 fp16", "local 16 fp16", "local 16 int4", "local 8 int4 overlap_steps=4"),
+    False: (
+        *(f"local {every} {level}" for every in (4, 16, 64) for level in ("fp16", "int4")),
+        "local 8 int4 overlap_steps=4",
+        "local 16 fp16 overlap_steps=4",
+        "local 16 lowrank:16+fp16",
+    ),
+}
+LOCK_STEP = {
+    True: ("horovod", "alone", "ddp powersgd:4:2", "ddp powersgd:8:2"),
+    False: ("horovod", "alone", "ddp powersgd:4:2", "ddp powersgd:8:2", "ddp powersgd:16:2"),
+}
 PEERS = {
     True: ("postlocal 4", "postlocal 16", "diloco 16"),
-    False: tuple(f"{who} {h}" for who in ("postlocal", "diloco") for h in (4, 16, 64)),
+    False: ("postlocal 4", "postlocal 16", "postlocal 64", "diloco 16", "diloco 64"),
 }
 DECIDE = ("auto", "local auto auto")
 """Who trains at each rate."""
 BLOCK_SECONDS, BLOCKS = 0.3, {True: 3, False: 5}
 """A block of steps, of whole periods, takes at least so long; so many blocks of everybody, in turns."""
-SOONER, SLOW_SOONER = 1.5, 2.0
+SOONER, SLOW_SOONER, STALE_SOONER = 1.5, 2.0, 1.3
+PARTS = ("races", "stragglers", "prices")
 
 
 class Run(NamedTuple):
-    """Everybody's way at one rate."""
+    """Everybody's way at one rate, or under one condition."""
 
     hosts: int
     rate: str
@@ -78,9 +102,7 @@ def reached(one: Sequence[tuple[float, float]], target: float) -> float:
 
 def people(quick: bool) -> list[str]:
     """All fixed choices that train."""
-    local = [f"local {every} {level}" for every in EVERY[quick] for level in LEVELS[quick]]
-    local += [f"local 16 {level} overlap_steps=4" for level in LEVELS[quick]]
-    return [*LOCK_STEP[quick], *PEERS[quick], *local]
+    return [*LOCK_STEP[quick], *PEERS[quick], *LOCAL[quick]]
 
 
 def period(who: str) -> int:
@@ -96,7 +118,7 @@ def overlap(who: str) -> int:
 
 
 def train(ranks: Ranks, who: str, rate: str) -> tuple[float, list[float], list[float]]:
-    """(Seconds of preparations, mean seconds of a step in each stretch, loss after each)."""
+    """(Seconds of preparations, mean seconds of a step in each stretch, loss after each stretch)."""
     ranks.forget(who=who)
     ranks.lab.shape(rate)
     began = ranks.steps(who=who, count=0)["began"]
@@ -125,13 +147,14 @@ def step_seconds(ranks: Ranks, names: Sequence[str], blocks: int) -> dict[str, f
     return {who: statistics.mean(each) for who, each in found.items()}
 
 
-def race(ranks: Ranks, hosts: int, quick: bool) -> list[Run]:
-    """All seeds at all rates."""
+def race(ranks: Ranks, hosts: int, quick: bool, seeds: int) -> list[Run]:
+    """All seeds at all rates. What a step takes does not depend on the seed, and is measured once."""
     fixed = people(quick)
     granted = ["horovod fp16", "ddp", "ddp fp16"]
     """Choices that only round: they are granted the losses of fp32."""
     runs = [Run(hosts, rate, {who: [] for who in (*DECIDE, *fixed, *granted)}) for rate in RATES[quick]]
-    for seed in range(SEEDS[quick]):
+    took: dict[str, dict[str, float]] = {}
+    for seed in range(seeds):
         ranks.model(name=MODEL, seed=seed)
         learned = {}
         for who in fixed:
@@ -140,10 +163,14 @@ def race(ranks: Ranks, hosts: int, quick: bool) -> list[Run]:
         for run in runs:
             for who in DECIDE:
                 run.curves[who].append(curve(*train(ranks, who, run.rate), STRETCH))
-            took = step_seconds(ranks, [*fixed, *granted], BLOCKS[quick])
+                if who != "auto":
+                    print(f"  {who} at {run.rate}: {chosen(ranks, who)}", flush=True)
+            ranks.lab.shape(run.rate)
+            if run.rate not in took:
+                took[run.rate] = step_seconds(ranks, [*fixed, *granted], BLOCKS[quick])
             for who in (*fixed, *granted):
                 began, _, losses = learned.get(who, learned["horovod"])
-                run.curves[who].append(curve(began, [took[who]] * len(losses), losses, STRETCH))
+                run.curves[who].append(curve(began, [took[run.rate][who]] * len(losses), losses, STRETCH))
             for who, one in run.curves.items():
                 print(f"  {hosts} hosts, {run.rate}, seed {seed}: {describe(who, one[-1])}", flush=True)
     return runs
@@ -194,34 +221,203 @@ def judge(run: Run) -> list[Verdict]:
     return verdicts
 
 
+# -- hosts of different speeds
+
+
+STRAGGLER_SECONDS, MEETINGS = {True: 30.0, False: 60.0}, 6
+"""What everybody trains for, and how often the loss is taken meanwhile."""
+WANDER_SECONDS, SPEEDS = 1.0, (0.3, 0.5, 0.7, 0.95)
+STALE = ("stale 3 every=4", "stale any every=4", "stale any")
+BULK = ("auto", "horovod", "local 8 fp16")
+"""Who exchanges all together."""
+
+
+class Wander(threading.Thread):
+    """Gives hosts other speeds every second."""
+
+    def __init__(self, lab: Lab) -> None:
+        super().__init__(daemon=True)
+        self._lab, self._over, self._dice = lab, threading.Event(), random.Random(0)
+
+    def run(self) -> None:
+        while not self._over.is_set():
+            with contextlib.ExitStack() as slow:
+                for host in self._lab.hosts:
+                    slow.enter_context(self._lab.slow(host, self._dice.choice(SPEEDS)))
+                self._over.wait(WANDER_SECONDS)
+
+    def __enter__(self) -> Wander:
+        self.start()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._over.set()
+        self.join()
+
+
+SPEEDS_OF_HOSTS: dict[str, Callable[[Lab], contextlib.AbstractContextManager[object]]] = {
+    "one rank at half speed": lambda lab: lab.slow("h2", 0.5),
+    "speeds that wander": Wander,
+}
+
+
+def straggle(ranks: Ranks, quick: bool, seeds: int) -> list[Run]:
+    """Everybody under every condition, for the same seconds."""
+    runs = [Run(2, condition, {who: [] for who in (*BULK, *STALE)}) for condition in list(SPEEDS_OF_HOSTS)]
+    ranks.lab.shape(UNSHAPED)
+    for seed in range(seeds):
+        ranks.model(name=MODEL, seed=seed)
+        for run in runs[: 1 if quick else None]:
+            for who, curves in run.curves.items():
+                curves.append(against_the_clock(ranks, who, SPEEDS_OF_HOSTS[run.rate], STRAGGLER_SECONDS[quick]))
+                print(f"  {run.rate}, seed {seed}: {describe(who, curves[-1])}", flush=True)
+    return runs[: 1 if quick else None]
+
+
+def against_the_clock(
+    ranks: Ranks, who: str, speeds: Callable[[Lab], contextlib.AbstractContextManager[object]], seconds: float
+) -> list[tuple[float, float]]:
+    """A curve over so many seconds of training, hosts' speeds being what they are."""
+    ranks.forget(who=who)
+    ranks.steps(who=who, count=0)
+    part, spent, found = seconds / MEETINGS, 0.0, []
+    every = 8 if who.startswith("local") else 1
+    while spent < seconds:
+        with speeds(ranks.lab):
+            began = time.monotonic()
+            if who in STALE:
+                ranks.seconds(who=who, seconds=part)
+            else:
+                while time.monotonic() < began + part:
+                    ranks.steps(who=who, count=every)
+            spent += time.monotonic() - began
+        found.append((spent, ranks.evaluate(who=who, average=True)))
+    return found
+
+
+def judge_stragglers(run: Run) -> list[Verdict]:
+    """Whether it pays to wait for nobody."""
+    loss = max(statistics.median(run.final("auto")), statistics.median(run.final("horovod")))
+    bulk = {who: run.seconds(who, loss) for who in ("auto", "horovod")}
+    stale = {who: run.seconds(who, loss) for who in STALE}
+    soonest, best = min(bulk, key=lambda who: bulk[who]), min(stale, key=lambda who: stale[who])
+    return [
+        Verdict(
+            f"{run.rate}: stale or asynchronous at least {STALE_SOONER} x sooner than the best of lock-step",
+            bulk[soonest] / stale[best] >= STALE_SOONER,
+            f"{bulk[soonest] / stale[best]:.2f} x at {loss:.3f} bits: {best} {stale[best]:.1f} s, {soonest} "
+            f"{bulk[soonest]:.1f} s",
+        )
+    ]
+
+
+# -- what it costs in steps
+
+
+APART = (2, 4, 8, 16, 32, 64)
+LATE = ((16, 4), (16, 12), (32, 16))
+"""(Steps between exchanges, steps by which the mean is late)."""
+
+
+class Price(NamedTuple):
+    """Steps of a training over those of lock-step to the same loss."""
+
+    model: str
+    every: int
+    late: int
+    ratio: float
+
+
+def prices(ranks: Ranks, seeds: int) -> list[Price]:
+    """Trainings on both models of text, in lock-step and not."""
+    found = []
+    ranks.lab.shape(UNSHAPED)
+    for model in ("text", MODEL):
+        for seed in range(seeds):
+            ranks.model(name=model, seed=seed)
+            dense = train(ranks, "horovod", UNSHAPED)[2]
+            for every, late in (*((every, 0) for every in APART), *LATE):
+                who = f"local {every} fp16" + f" overlap_steps={late}" * bool(late)
+                losses = train(ranks, who, UNSHAPED)[2]
+                found.append(Price(model, every, late, steps_ratio(losses, dense)))
+                print(f"  {model}, seed {seed}: {who} needs {found[-1].ratio:.3f} times the steps", flush=True)
+    return found
+
+
+def steps_ratio(losses: Sequence[float], dense: Sequence[float]) -> float:
+    """Steps that a training takes over those of dense, to the last loss that both come to."""
+
+    def steps(one: Sequence[float], loss: float) -> float:
+        return reached([(float(place + 1), each) for place, each in enumerate(one)], loss)
+
+    last = max(min(losses), min(dense))
+    return steps(losses, last) / steps(dense, last)
+
+
+def fit(found: Sequence[Price]) -> tuple[float, float]:
+    """(Price of a step apart, price of a step late), by least squares. What local steps gain or lose at all, before
+    they drift apart, is another number for each model."""
+    models = sorted({each.model for each in found})
+    rows = [[each.every - 1, each.late, *(each.model == model for model in models)] for each in found]
+    apart, late, *_ = np.linalg.lstsq(np.array(rows, float), np.array([each.ratio for each in found]), rcond=None)[0]
+    return float(apart), float(late)
+
+
+# -- the report
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, judge; a full run leaves table and picture in results/."""
+    """Measure, print, judge; a full run leaves tables and pictures in results/."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="two hosts, two rates, one seed")
-    parser.add_argument("--hosts", type=int, choices=(2, 4), help="only so many hosts")
+    parser.add_argument("--quick", action="store_true", help="two hosts, two rates, one condition, one seed; no prices")
+    parser.add_argument("--only", choices=PARTS, help="a part of it")
+    parser.add_argument("--hosts", type=int, choices=(2, 4), help="races on so many hosts only")
+    parser.add_argument("--seeds", type=int, help="so many (quick: 1, else 3)")
     options = parser.parse_args(arguments)
-    began, runs = time.monotonic(), []
+    parts = (options.only,) if options.only else PARTS[:2] if options.quick else PARTS
+    seeds = options.seeds or SEEDS[options.quick]
+    began = time.monotonic()
     print(machine(), flush=True)
-    for hosts in (options.hosts,) if options.hosts else (2,) if options.quick else (2, 4):
-        with running(hosts, RATES[options.quick]) as ranks:
-            runs += race(ranks, hosts, options.quick)
-    for verdict in (verdict for run in runs for verdict in judge(run)):
-        print(f"{'ok  ' if verdict.passed else 'FAIL'}  {verdict.line}\n        {verdict.figures}")
+    if "races" in parts:
+        for hosts in (options.hosts,) if options.hosts else (2,) if options.quick else (2, 4):
+            with running(hosts, RATES[options.quick]) as ranks:
+                runs = race(ranks, hosts, options.quick, seeds)
+            conclude(runs, [verdict for run in runs for verdict in judge(run)], options.quick, f"rhythm-{hosts}-hosts")
+    if "stragglers" in parts:
+        with running(2, [], one_sided=True) as ranks:
+            runs = straggle(ranks, options.quick, seeds)
+        verdicts = [verdict for run in runs for verdict in judge_stragglers(run)]
+        conclude(runs, verdicts, options.quick, "rhythm-stragglers")
+    if "prices" in parts:
+        with running(2, []) as ranks:
+            found = prices(ranks, seeds)
+        apart, late = fit(found)
+        lines = [machine(), *(f"{each.model} {each.every} {each.late} {each.ratio:.3f}" for each in found)]
+        lines.append(f"price of a step apart {apart:.4f}, of a step late {late:.4f}; in use: {PRICE}, {LATE_PRICE}")
+        print(lines[-1])
+        if not options.quick:
+            (HERE / "results" / "rhythm-prices.txt").write_text("\n".join(lines) + "\n")
     print(f"{time.monotonic() - began:.0f} s")
-    if not options.quick:
-        keep(runs, "rhythm" + f"-{options.hosts}-hosts" * bool(options.hosts))
     return 0
 
 
-def keep(runs: Sequence[Run], name: str) -> None:
-    """Write figures, verdicts and the picture into results/."""
-    folder = HERE / "results"
-    lines = [machine()]
+def chosen(ranks: Ranks, who: str) -> str:
+    """What who decides for itself has come to."""
+    every, late = ranks.rhythm(who=who)
+    return f"{every} local steps, {late} of them beside an exchange, {ranks.steps(who=who, count=0)['level']}"
+
+
+def conclude(runs: Sequence[Run], verdicts: Sequence[Verdict], quick: bool, name: str) -> None:
+    """Print verdicts; of a full run, write figures, verdicts and the picture into results/."""
+    judged = [f"{'ok  ' if each.passed else 'FAIL'}  {each.line}\n        {each.figures}" for each in verdicts]
+    print("\n".join(judged), flush=True)
+    if quick:
+        return
+    folder, lines = HERE / "results", [machine()]
     for run in runs:
-        lines += [f"{run.hosts} hosts, {run.rate}", *(f"  {describe(who, one[0])}" for who, one in run.curves.items())]
-    for verdict in (verdict for run in runs for verdict in judge(run)):
-        lines.append(f"{'ok  ' if verdict.passed else 'FAIL'}  {verdict.line}\n        {verdict.figures}")
-    (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
+        lines.append(f"{run.hosts} hosts, {run.rate}")
+        lines += [f"  seed {n}: {describe(who, one)}" for who, each in run.curves.items() for n, one in enumerate(each)]
+    (folder / f"{name}.txt").write_text("\n".join([*lines, *judged]) + "\n")
     (folder / f"{name}.json").write_text(json.dumps([run._asdict() for run in runs], indent=1) + "\n")
     figure = Figure(figsize=(6 * len(runs), 6), layout="constrained")
     for axis, run in zip(figure.subplots(1, len(runs), squeeze=False)[0], runs, strict=True):

@@ -53,6 +53,30 @@ while True:
         print("seconds", time.perf_counter() - began, flush=True)
 """
 
+STALE = """
+import os, signal, sys, time
+import torch
+import hvdplus.torch as hvd
+hvd.init()
+net = torch.nn.Linear(300, 200)
+hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+own = torch.optim.SGD(net.parameters(), 10.0)
+named = net.named_parameters()
+optimizer = hvd.DistributedOptimizer(own, named_parameters=named, compression="none", staleness="any")
+before = net.weight.detach().square().mean().item()
+for step in range(30):
+    if sys.argv[1] == "killed" and hvd.rank() == 1 and step == 10:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.02 * hvd.rank())
+    optimizer.zero_grad()
+    net(torch.randn(16, 300)).square().mean().backward()
+    optimizer.step()
+if sys.argv[1] == "met":
+    optimizer.average_now()
+    assert hvd.identical(net)
+print(f"{hvd.rank()} took {net.weight.detach().square().mean().item() / before:.3f}")
+"""
+
 SPIN = """
 import time
 while True:
@@ -202,6 +226,23 @@ def test_bytes_on_the_wire_are_a_rings_over_gloo(lab):
         assert f"[{rank}]<stdout>:{rank} of 2 on h{rank + 1}, 0 of 1" in result.output
     for count in result.bytes_sent.values():
         assert 0.99 * 12_000_000 <= count <= MOST_SENT_AGAIN * 12_000_000
+
+
+@pytest.mark.parametrize("end", ["met", "not met"])
+def test_ranks_of_two_hosts_that_wait_for_nobody(lab, end):
+    """They share a memory over the network, and the job ends, even if one rank is through long before the other."""
+    result = lab().run(python(STALE, end), one_sided=True, env={"OMP_NUM_THREADS": "1"}, timeout_seconds=90)
+    assert result.exit_code == 0, result.output
+    shrunk = [float(line.split()[2]) for line in result.output.splitlines() if " took " in line]
+    assert len(shrunk) == 2 and max(shrunk) < 0.99
+    assert min(result.bytes_sent.values()) > 30 * 4 * 300 * 200 / 4
+
+
+def test_a_killed_rank_ends_a_job_that_waits_for_nobody(lab):
+    lab = lab()
+    result = lab.run(python(STALE, "killed"), one_sided=True, env={"OMP_NUM_THREADS": "1"}, timeout_seconds=90)
+    assert result.exit_code != 0
+    assert not running(lab.name)
 
 
 def test_a_failing_command_gives_its_exit_code(lab):

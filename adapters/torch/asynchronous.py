@@ -8,9 +8,7 @@ than the others adds what it computed from parameters that are old by then, and 
 
 from __future__ import annotations
 
-import atexit
 import math
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,12 +16,9 @@ import numpy as np
 import torch
 
 from hvdplus.adapters.torch.fragment import Fragment
-from hvdplus.adapters.transports.window import SharedVector
+from hvdplus.adapters.transports.window import GONE, SharedVector
 from hvdplus.compression import Compressor, NoCompression, parse
 from hvdplus.compression.blocks import BlockSelection
-
-GONE = 1 << 40
-"""Exchanges that a rank which has ended counts as, besides its own, so that nobody waits for it."""
 
 
 class Asynchronous(Fragment):
@@ -54,7 +49,6 @@ class Asynchronous(Fragment):
         """Exchanges of others that came between this rank's reading and its adding, for each of its exchanges."""
         self.waited_seconds = 0.0
         self._open = False
-        atexit.register(_leave, weakref.ref(self))
 
     def anchor(self) -> None:
         """Share the present parameters. All ranks call it."""
@@ -89,19 +83,14 @@ class Asynchronous(Fragment):
             change, self._residual = change + self._residual, None
         if change.any():
             memory.add(change)
-        memory.leave(GONE)
+        memory.skip(GONE)
         memory.meet()
         made = memory.counts() % GONE
         memory.meet()
-        memory.leave(int(made.max() - made[memory.rank]) - GONE)
+        memory.skip(int(made.max() - made[memory.rank]) - GONE)
         memory.meet()
         self._read()
         memory.meet()
-
-    def leave(self) -> None:
-        """This rank makes no more exchanges."""
-        if self._open:
-            self.memory.leave(GONE)
 
     def state(self) -> dict[str, Any]:
         """As any fragment's, with what was not added yet."""
@@ -126,7 +115,7 @@ class Asynchronous(Fragment):
 
     def _change(self) -> np.ndarray:
         """What this rank brings: its share of its drift."""
-        change = self._flat(self.parameters) - self._flat(self.anchors)
+        change: np.ndarray = self._flat(self.parameters) - self._flat(self.anchors)
         if not np.isfinite(change).all():
             raise RuntimeError(
                 f"Rank {self.memory.rank} has parameters that are not finite after {len(self.ages) + 1} exchanges; "
@@ -171,12 +160,6 @@ class Asynchronous(Fragment):
     def _flat(self, tensors: Sequence[torch.Tensor]) -> np.ndarray:
         whole: np.ndarray = torch.cat([t.detach().float().reshape(-1).cpu() for t in tensors]).numpy()
         return whole
-
-
-def _leave(fragment: weakref.ref[Asynchronous]) -> None:
-    """At the end of the program, whatever ended it."""
-    if (mine := fragment()) is not None:
-        mine.leave()
 
 
 def _total(counts: np.ndarray) -> int:

@@ -12,6 +12,7 @@ millisecond. Open MPI over TCP has one-sided operations for programs of several 
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from itertools import pairwise
@@ -26,6 +27,10 @@ HELP_SECONDS = 0.001
 LOOK_SECONDS = 0.002
 """Between two looks of a rank that waits for others."""
 WARN_SECONDS = 60.0
+GONE = 1 << 40
+"""Exchanges that a rank which nobody has to wait for counts as, besides its own."""
+_open: list[SharedVector] = []
+"""In the order in which they were made, which is the same on all ranks."""
 UCX = "--mca pml ucx --mca osc ucx --mca pml_ucx_tls any --mca pml_ucx_devices any"
 """What Open MPI's mpirun needs for one-sided operations between hosts over TCP."""
 
@@ -62,7 +67,11 @@ class SharedVector:
         self._values.Lock_all()
         self._counts.Lock_all()
         self._ended = threading.Event()
-        threading.Thread(target=self._help, name="hvdplus-window", daemon=True).start()
+        self._helper = threading.Thread(target=self._help, name="hvdplus-window", daemon=True)
+        self._helper.start()
+        _open.append(self)
+        atexit.unregister(end_all)  # it has to come before MPI's own end, and so be the last to be registered
+        atexit.register(end_all)
 
     def add(self, change: np.ndarray) -> None:
         """Add ``change`` (1-D float32) to the vector; returns when it is there."""
@@ -129,10 +138,8 @@ class SharedVector:
                 )
         return time.monotonic() - began
 
-    def leave(self, exchanges: int) -> None:
-        """Count so many exchanges at once, as this rank makes no more: nobody has to wait for it."""
-        if self._mpi.Is_finalized() or self._ended.is_set():
-            return
+    def skip(self, exchanges: int) -> None:
+        """Count so many exchanges at once."""
         self._counts.Accumulate(np.array([exchanges], np.int64), 0, target=(self.rank, 1), op=self._mpi.SUM)
         self._counts.Flush(0)
 
@@ -145,9 +152,20 @@ class SharedVector:
     def close(self) -> None:
         """End it; all ranks call it."""
         self.meet()
+        self._end()
+
+    def leave(self) -> None:
+        """This rank makes no more exchanges: nobody has to wait for it. It helps the others until they leave, too."""
+        if not (self._ended.is_set() or self._mpi.Is_finalized()):
+            self.skip(GONE)
+            self.close()
+
+    def _end(self) -> None:
+        _open.remove(self)
         self._ended.set()
-        self._values.Unlock_all()
-        self._counts.Unlock_all()
+        self._helper.join()
+        for memory in (self._values, self._counts):  # else MPI, or Horovod for it, never ends over UCX
+            memory.Unlock_all()
 
     def _in_turn(self) -> list[int]:
         """All ranks, this one first, so that not all turn to the same one."""
@@ -156,6 +174,12 @@ class SharedVector:
     def _help(self) -> None:
         while not self._ended.wait(HELP_SECONDS) and not self._mpi.Is_finalized():
             self._comm.Iprobe()
+
+
+def end_all() -> None:
+    """At the end of the job, whatever ends it, and before MPI's own end: this rank leaves all vectors."""
+    for vector in list(_open):
+        vector.leave()
 
 
 def _joined(starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -21,6 +21,7 @@ from hvdplus.adapters.torch import collectives as _functions
 from hvdplus.adapters.torch import cpu, local, private
 from hvdplus.adapters.torch.collectives import Collectives
 from hvdplus.adapters.torch.optimizer import check_groups, refuses_join, wrap
+from hvdplus.adapters.transports import window
 from hvdplus.adapters.transports.connect import INSTALL_HOROVOD, Cpu, connect, wants_horovod
 from hvdplus.agree import NO_JOIN, choose_rhythm
 from hvdplus.agree import Compression as WithoutHorovods
@@ -56,6 +57,7 @@ def shutdown() -> None:
     """End the transport."""
     global _world, _collectives
     if _world is not None:
+        window.end_all()
         _world.transport.shutdown()
     _world = _collectives = None
 

@@ -205,7 +205,7 @@ def test_accumulated_gradients_count_as_one_step():
 
 def test_a_measured_number_of_steps():
     net = wrapped(every="auto", compression="fp16")
-    train(net, 60)
+    train(net, 100)
     net.optimizer.average_now()
     assert hvd.identical(net)
     interval = net.optimizer._hvdplus.rhythm.interval
