@@ -246,6 +246,10 @@ def _ddp(model: nn.Module, hook: str) -> nn.Module:
     return wrapped
 
 
+WARM_STEPS = 2
+"""Before a block."""
+
+
 class Job:
     """What rank 0 is told, all ranks do."""
 
@@ -300,14 +304,16 @@ class Job:
         contestant.optimizer.average_now()
         return count
 
-    def blocks(self, turns: list[tuple[str, int]], rest_seconds: float) -> list[float]:
+    def blocks(self, turns: list[tuple[str, int]], rest_seconds: float, warm_steps: int = WARM_STEPS) -> list[float]:
         """Mean seconds a step of everybody's block of so many steps; a mean, as some have more to do in every fifth.
 
-        Links rest for ``rest_seconds`` before each, so that nobody pays for the bytes of whoever was before.
+        Links rest for ``rest_seconds`` before each, so that nobody pays for the bytes of whoever was before. Nor for
+        what they left in the processor's caches: a step or two come first that do not count, if a block has several.
         """
         seconds = []
         for who, count in turns:
             time.sleep(rest_seconds)
+            self.steps(who, min(warm_steps, count - 1))
             seconds.append(statistics.mean(self.steps(who, count)["seconds"]))
         return seconds
 

@@ -141,7 +141,8 @@ def step_seconds(ranks: Ranks, names: Sequence[str], blocks: int) -> dict[str, f
         typical = statistics.mean(ranks.steps(who=who, count=every)["seconds"])
         lengths[who] = every * max(1, round(BLOCK_SECONDS / (every * typical)))
     for _ in range(blocks):
-        took = ranks.blocks(turns=[(who, lengths[who]) for who in names], rest_seconds=ranks.lab.burst_seconds)
+        turns = [(who, lengths[who]) for who in names]
+        took = ranks.blocks(turns=turns, rest_seconds=ranks.lab.burst_seconds, warm_steps=0)
         for who, seconds in zip(names, took, strict=True):
             found[who].append(seconds)
     return {who: statistics.mean(each) for who, each in found.items()}
@@ -227,7 +228,7 @@ def judge(run: Run) -> list[Verdict]:
 STRAGGLER_SECONDS, MEETINGS = {True: 30.0, False: 60.0}, 6
 """What everybody trains for, and how often the loss is taken meanwhile."""
 WANDER_SECONDS, SPEEDS = 1.0, (0.3, 0.5, 0.7, 0.95)
-STALE = ("stale 3 every=4", "stale any every=4", "stale any")
+STALE = ("stale 3 every=4", "stale any every=4", "stale any every=8")
 BULK = ("auto", "horovod", "local 8 fp16")
 """Who exchanges all together."""
 
