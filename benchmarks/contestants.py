@@ -113,6 +113,7 @@ class Contestant:
         self.model = copy.deepcopy(initial)
         self._task = task
         self._draw = torch.Generator().manual_seed(1000 * seed + hvd.rank())
+        self._paused_at = time.perf_counter()
         self._forward: nn.Module = self.model
         self.optimizer = task.optimizer(self.model)
         named = [(f"{number}.{name}", parameter) for name, parameter in self.model.named_parameters()]
@@ -158,13 +159,20 @@ class Contestant:
         self.optimizer.step()
         return time.perf_counter() - began
 
+    def pause(self) -> None:
+        """Others train now."""
+        self._paused_at = time.perf_counter()
+
     def resume(self) -> None:
         """Others have trained: no step of this contestant's lasted so long."""
+        away = time.perf_counter() - self._paused_at
         fragments = getattr(self.optimizer, "_fragments", ())
         for optimizer in (self.optimizer, *(fragment.outer for fragment in fragments)):
             exchange = getattr(optimizer, "_exchange", None)
             if exchange is not None and exchange.meter._began is not None:
-                exchange.meter._began = time.perf_counter()
+                meter = exchange.meter
+                meter._began += away
+                meter._under_way = {key: (began + away, done) for key, (began, done) in meter._under_way.items()}
 
     @property
     def level(self) -> str:
@@ -287,6 +295,7 @@ class Job:
         for _ in range(count):
             levels.append(contestant.level)
             seconds.append(contestant.step())
+        contestant.pause()
         return {"seconds": seconds, "levels": levels, "began": began, "level": contestant.level}
 
     def rhythm(self, who: str) -> tuple[int, int]:
@@ -301,6 +310,7 @@ class Job:
         while time.perf_counter() < end:
             contestant.step()
             count += 1
+        contestant.pause()
         contestant.optimizer.average_now()
         return count
 

@@ -149,7 +149,11 @@ def choose_rhythm(compression: Any, every: int | str | None, settings: Settings)
 def settings_of_exchanges(given: Mapping[str, Any] | None, resolved: Settings) -> dict[str, Any]:
     """What an optimizer that exchanges drifts is wrapped with, where the user has ``given`` these settings."""
     own = {**(given or {}), "dense_steps": 0, "every": 1, "staleness": 0}
-    return own if "ladder" in resolved.origins else {**own, "ladder": LADDER}
+    # What a level of integers learns beforehand is the size of the values, and one drift, of several steps, shows it.
+    for name, value in (("ladder", LADDER), ("warm_steps", 1)):
+        if name not in resolved.origins:
+            own[name] = value
+    return own
 
 
 def _unfit(compressor: Compressor, world: World) -> str:
