@@ -62,7 +62,7 @@ def test_a_new_level_begins_with_the_next_plan() -> None:
 
 
 @pytest.mark.parametrize("level", ["int8", "qsgd:8", "topk:0.2:16", "lowrank:4+int8"])
-@pytest.mark.parametrize("warm_steps", [1, 2, 5])
+@pytest.mark.parametrize("warm_steps", [0, 1, 2, 5])
 def test_a_level_that_learns_is_led_up_to_by_dense_steps(level: str, warm_steps: int) -> None:
     """As many as the settings say, before the run's first step at it and whenever it is come back to."""
     coordinator = make("none", level, warm_steps=warm_steps, drain_steps=1)

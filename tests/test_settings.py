@@ -120,7 +120,7 @@ NAMES = "a list of names, or names with commas between them"
         ("ladder", "none,,fp16", NAMES),
         ("drain_steps", "0", WHOLE_FROM_1),
         ("drain_steps", "ten", WHOLE_FROM_1),
-        ("warm_steps", "0", WHOLE_FROM_1),
+        ("warm_steps", "-1", "a whole number of at least 0"),
         ("drain_steps", "", WHOLE_FROM_1),
         ("drain_steps", "2.5", WHOLE_FROM_1),
         ("error_budget", "0", "a number above 0"),

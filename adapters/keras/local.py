@@ -110,7 +110,9 @@ class _Local:
         compression: Any,
         state: Mapping[str, Any] | None,
     ) -> None:
-        self.world, self.settings, self.given, self.compression = world, settings, given, compression
+        self.world, self.settings, self.compression = world, settings, compression
+        self.own = settings_of_exchanges(given, settings, every)
+        """Settings of the outer optimizers."""
         self.rhythm = Rhythm(
             every,
             fragments=settings.fragments,
@@ -128,7 +130,6 @@ class _Local:
     def connect(self, optimizer: Any) -> None:
         """Make fragments for the variables of an optimizer that is built."""
         variables = private.trainable_variables(optimizer)
-        own = settings_of_exchanges(self.given, self.settings)
         saved = self.state["fragments"] if self.state else [None] * self.rhythm.fragments
         if self.state:
             self.rhythm.load(self.state["local"])
@@ -145,7 +146,7 @@ class _Local:
                     keras.optimizers.SGD(**OUTER[self.settings.outer]),
                     self.world,
                     compression=self.compression,
-                    settings=own,
+                    settings=self.own,
                     passes=1,
                     average=True,
                     in_condition=True,
@@ -166,7 +167,7 @@ class _Local:
         base = ancestors[ancestors.index(LocalSteps) + 1]
         bare = base.__new__(base)
         bare.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name != "_hvdplus"})
-        quiet = {**settings_of_exchanges(self.given, self.settings), "run_log": ""}
+        quiet = {**self.own, "run_log": ""}
         self.locked = lockstep.wrap(
             bare, self.world, compression="none", settings=quiet, passes=1, average=True, in_condition=True
         )

@@ -45,6 +45,8 @@ LADDER = ("none", "fp16", "int8", "int4")
 directions that change from one exchange to the next: integers lose little of that, low-rank levels a lot."""
 LEAST, MOST, START = 1, 64, 16
 """Local steps. The start is where compression hardly matters any more, so that the level is not chosen for its sake."""
+FIRST = 4
+"""Local steps before the first exchange, in which levels learn how large values are."""
 PRICE, LATE_PRICE = 0.0035, 0.009
 """Of every step beyond the first between two exchanges, and of every step by which the mean comes later, as shares of
 all steps."""

@@ -149,10 +149,12 @@ def test_fragments_take_turns():
 
 @pytest.mark.parametrize("level", ["lowrank:2", "int4", "topk:0.2:32", "lowrank:2+fp16"])
 @pytest.mark.parametrize("overlap", [0, 2])
-def test_what_is_not_sent_is_kept(level, overlap):
+@pytest.mark.parametrize("warm_steps", [0, 1])
+def test_what_is_not_sent_is_kept(warm_steps, level, overlap):
     """At every exchange: mean of the ranks' parameters = new anchor - (new residual - old residual), on average."""
     net = model()
-    optimizer = wrapped(net, every=3, compression=level, settings={"overlap_steps": overlap})
+    settings = {"overlap_steps": overlap, "warm_steps": warm_steps}
+    optimizer = wrapped(net, every=3, compression=level, settings=settings)
     fragment = optimizer._fragments[0]
     names = [name for name, _ in net.named_parameters()]
     sent_before, compared = None, 0
@@ -210,7 +212,7 @@ def test_what_measurements_choose_runs_beside_an_exchange():
     optimizer = wrapped(net, adam, every="auto")
     rhythm = optimizer._rhythm
     chosen = {**rhythm.interval.state(), "steps": 6, "overlap": 3}
-    rhythm.load({**rhythm.state(), "interval": chosen})
+    rhythm.load({**rhythm.state(), "interval": chosen, "begins": [6]})
     train(net, optimizer, 8)
     assert optimizer._fragments[0].sent is not None, "under way"
     train(net, optimizer, 9, first=8)
