@@ -11,7 +11,15 @@ pytestmark = pytest.mark.jobs
 
 @pytest.mark.parametrize(
     ("script", "level"),
-    [("elastic", "none"), ("elastic", "lowrank:2"), ("elastic", "auto"), ("keras_elastic", "lowrank:2")],
+    [
+        ("elastic", "none"),
+        ("elastic", "lowrank:2"),
+        ("elastic", "auto"),
+        ("elastic", "local:3+lowrank:2"),
+        ("elastic", "local:auto+fp16"),
+        ("keras_elastic", "lowrank:2"),
+        ("keras_elastic", "local:3+lowrank:2"),
+    ],
 )
 def test_ranks_come_and_go(tmp_path, script, level):
     hosts, discover = tmp_path / "hosts", tmp_path / "discover.sh"
@@ -39,7 +47,7 @@ def test_ranks_come_and_go(tmp_path, script, level):
         sizes = [line["ranks"] for line in lines]
         assert [size for size, before in zip(sizes, [0, *sizes], strict=False) if size != before] == [3, 2, 3]
         assert lines[-1]["step"] == 60
-        if level == "lowrank:2":
+        if level.endswith("lowrank:2"):
             at = sizes.index(2)
             assert lines[at]["held_back"] > 0.3 * lines[at - 1]["held_back"] > 0, "nothing is lost on the way"
     assert newcomers[-1]["step"] == 60 and {line["ranks"] for line in newcomers} == {3}

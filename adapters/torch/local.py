@@ -131,6 +131,8 @@ class LocalSteps(torch.optim.Optimizer):
     _rhythm: Rhythm
     _locked: Any
     """The same optimizer in lock-step, for the first steps; None: they are over."""
+    _past: Any = None
+    """It, once they are. It stays, as newcomers of an elastic job have one, and ranks join with all that they have."""
     _begun: bool
     """Whether anchors are the parameters of the last exchange, or of the beginning."""
     _averages_state: bool
@@ -212,10 +214,14 @@ class LocalSteps(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As in PyTorch, with one key more: ``hvdplus`` holds the anchors and what their exchange needs."""
-        state = super().state_dict()
-        fragments = [fragment.state() for fragment in self._fragments] if self._begun else None
-        state[STATE_KEY] = {"local": self._rhythm.state(), "fragments": fragments}
+        state = self.own_state_dict()
+        if self._begun:
+            state[STATE_KEY]["fragments"] = [fragment.state() for fragment in self._fragments]
         return state
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """The same without anchors: once loaded, drifts count from the parameters that the next step finds."""
+        return {**super().state_dict(), STATE_KEY: {"local": self._rhythm.state(), "fragments": None}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in PyTorch. Every rank has to load, or call ``hvd.broadcast_optimizer_state``.
@@ -267,8 +273,8 @@ class LocalSteps(torch.optim.Optimizer):
     def _end_lock_step(self) -> None:
         """If it is over."""
         if self._locked is not None and not self._rhythm.locked:
-            self._locked._exchange.close()
-            self._locked = None
+            self._past, self._locked = self._locked, None
+            self._past.rest()
 
     def _own_step(self, closure: Callable[[], Any] | None) -> Any:
         """The user's optimizer's, unless a ``GradScaler`` has found infinities on this rank."""

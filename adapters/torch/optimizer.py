@@ -159,6 +159,8 @@ class Distributed(torch.optim.Optimizer):
     _synchronized: bool
     _should_synchronize: bool
     _input_hook: Any = None
+    _rests: bool = False
+    """Whether it takes no steps any more, and only joins where others do."""
     # Makes GradScaler leave gradients alone and set its findings as attributes (see scaler_says_skip): otherwise it
     # would unscale this rank's gradients in flight.
     _step_supports_amp_scaling = True
@@ -291,6 +293,13 @@ class Distributed(torch.optim.Optimizer):
         self._abandon()
         if not before.idle:
             self._exchange.load({**before.state(), "rank": KEEP_LOCAL})
+        if self._rests:
+            self._exchange.close()
+
+    def rest(self) -> None:
+        """Take no steps any more; gradients are another's."""
+        self._rests = True
+        self._exchange.close()
 
     def consolidate_state_dict(self) -> None:
         """Make any one rank's ``state_dict`` valid for all ranks, until the next step; every rank has to call it.

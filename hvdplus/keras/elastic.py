@@ -91,9 +91,10 @@ class KerasState(ObjectState):
         for variable, value in zip(self._variables(), self._values, strict=True):
             variable.assign(value)
         self._follow()
-        if self._exchange is not None and self._exchanged is not None:
-            self._exchange.abandon()
-            self._exchange.load(self._exchanged)
+        for exchange, saved in zip(self._exchanges, self._exchanged, strict=True):
+            if saved is not None:
+                exchange.abandon()
+                exchange.load(saved)
         super().restore()
 
     def reset(self) -> None:
@@ -104,35 +105,48 @@ class KerasState(ObjectState):
         """Take over rank 0's state, except residuals."""
         collectives.broadcast_variables(self._variables(), 0)
         self._follow()
-        exchange = self._exchange
-        if exchange is not None and not exchange.idle:
-            mine = exchange.state()
-            exchange.load({**self._from_rank_0(mine), "residuals": mine["residuals"], "rank": KEEP_LOCAL})
+        if local := self._local:
+            local.rhythm.load(self._from_rank_0(local.rhythm.state()))
+        for exchange in self._exchanges:
+            if not exchange.idle:
+                mine = exchange.state()
+                exchange.load({**self._from_rank_0(mine), "residuals": mine["residuals"], "rank": KEEP_LOCAL})
         self._save()
         super().sync()
 
     def _follow(self) -> None:
         """Local steps count from these variables on."""
-        optimizer = getattr(self.optimizer, "inner_optimizer", self.optimizer)
-        if isinstance(optimizer, LocalSteps):
-            optimizer.follow_variables()
+        if self._local:
+            self._own.follow_variables()
 
     @property
-    def _exchange(self) -> Any:
-        optimizer = getattr(self.optimizer, "inner_optimizer", self.optimizer)
-        return optimizer._hvdplus.exchange if isinstance(optimizer, Distributed) else None
+    def _own(self) -> Any:
+        """The wrapped optimizer, without loss scaling."""
+        return getattr(self.optimizer, "inner_optimizer", self.optimizer)
+
+    @property
+    def _local(self) -> Any:
+        """Of an optimizer that takes local steps: its fragments and rhythm."""
+        return self._own._hvdplus if isinstance(self._own, LocalSteps) else None
+
+    @property
+    def _exchanges(self) -> list[Any]:
+        if self._local:
+            return [fragment.outer._hvdplus.exchange for fragment in self._local.fragments]
+        return [self._own._hvdplus.exchange] if isinstance(self._own, Distributed) else []
 
     def _variables(self) -> list[Any]:
         known = {id(v) for v in self.model.variables}
+        outer = [v for fragment in self._local.fragments for v in fragment.outer.variables] if self._local else []
         return [
             *collectives.shared_variables(self.model),
             *(v for v in self.optimizer.variables if id(v) not in known),
+            *outer,
         ]
 
     def _save(self) -> None:
         self._values = [np.array(variable) for variable in self._variables()]
-        exchange = self._exchange
-        self._exchanged = None if exchange is None or exchange.idle else {**exchange.state(), "rank": KEEP_LOCAL}
+        self._exchanged = [None if x.idle else {**x.state(), "rank": KEEP_LOCAL} for x in self._exchanges]
 
     @staticmethod
     def _from_rank_0(value: Any) -> Any:

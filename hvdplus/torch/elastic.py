@@ -19,7 +19,7 @@ from hvdplus.adapters.torch.optimizer import STATE_KEY, Distributed, rejoin
 from hvdplus.adapters.transports import horovod_private
 from hvdplus.adapters.transports.connect import INSTALL_HOROVOD
 from hvdplus.exchange.checkpoint import KEEP_LOCAL
-from hvdplus.transport import NeedsHorovod
+from hvdplus.transport import NeedsHorovod, broadcast_object
 
 if not front._with_horovod():
     raise NeedsHorovod(f"Elastic jobs need Horovod, and this one runs without it. {INSTALL_HOROVOD}.")
@@ -54,30 +54,45 @@ class _OptimizerState(_states.OptimizerStateHandler):  # type: ignore[misc]
         self.value.load_state_dict(self._saved_optimizer_state)
 
     def sync(self) -> None:
-        mine = self.value.state_dict().get(STATE_KEY, {"residuals": {}})["residuals"]
-        state = Collectives(front._require_world()).broadcast_state(self.value.state_dict(), root_rank=0)
-        if STATE_KEY in state:
-            everybodys = state[STATE_KEY]
-            everybodys["residuals"] = {i: mine.get(i) for i in everybodys["residuals"]}
-        self.value.load_state_dict(_own(state))
+        _take_over(self.value)
         self.save()
 
 
 class _LocalState(_states.OptimizerStateHandler):  # type: ignore[misc]
-    """Rank 0's optimizer state on all ranks. Drifts count from rank 0's parameters; residuals stay on their rank."""
+    """Rank 0's optimizer state and rhythm on all ranks. Drifts count from rank 0's parameters; of what an exchange held
+    back, each rank keeps its own."""
 
     def save(self) -> None:
-        self._saved_optimizer_state = copy.deepcopy(_without_ours(self.value.state_dict()))
+        local: LocalSteps = self.value
+        outers = [_own(fragment.outer.state_dict()) for fragment in local._fragments]
+        self._saved_optimizer_state = copy.deepcopy((local.own_state_dict(), outers))
 
     def restore(self) -> None:
-        self.value.restart()
-        self.value.load_state_dict(self._saved_optimizer_state)
+        state, outers = self._saved_optimizer_state
+        self.value.load_state_dict(state)
+        for fragment, outer in zip(self.value._fragments, outers, strict=True):
+            fragment.outer.load_state_dict(outer)
 
     def sync(self) -> None:
-        self.value.restart()
-        mine = _without_ours(self.value.state_dict())
-        self.value.load_state_dict(Collectives(front._require_world()).broadcast_state(mine, root_rank=0))
+        local: LocalSteps = self.value
+        local.restart()
+        state = local.own_state_dict()
+        ours = broadcast_object(front._require_world().transport, state.pop(STATE_KEY), 0, "the rhythm of local steps")
+        shared = Collectives(front._require_world()).broadcast_state(state, root_rank=0)
+        local.load_state_dict({**shared, STATE_KEY: ours})
+        for fragment in local._fragments:
+            _take_over(fragment.outer)
         self.save()
+
+
+def _take_over(optimizer: Distributed) -> None:
+    """Rank 0's state, but for this rank's residuals."""
+    mine = optimizer.state_dict().get(STATE_KEY, {"residuals": {}})["residuals"]
+    state = Collectives(front._require_world()).broadcast_state(optimizer.state_dict(), root_rank=0)
+    if STATE_KEY in state:
+        everybodys = state[STATE_KEY]
+        everybodys["residuals"] = {i: mine.get(i) for i in everybodys["residuals"]}
+    optimizer.load_state_dict(_own(state))
 
 
 class _ModelState(_states.ModelStateHandler):  # type: ignore[misc]
@@ -85,11 +100,6 @@ class _ModelState(_states.ModelStateHandler):  # type: ignore[misc]
 
     def sync(self) -> None:
         front.broadcast_parameters(self.value.state_dict(), root_rank=0)
-
-
-def _without_ours(state: dict[str, Any]) -> dict[str, Any]:
-    """The user's optimizer's part of a state."""
-    return {key: value for key, value in state.items() if key != STATE_KEY}
 
 
 def _own(state: dict[str, Any]) -> dict[str, Any]:

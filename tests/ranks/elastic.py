@@ -41,13 +41,15 @@ def train(state):
         optimizer.step()
         state.step += 1
         coordinator = optimizer.hvdplus
-        states = optimizer._exchange.states
+        local = getattr(optimizer, "_fragments", ())
+        exchanges = [fragment.outer._exchange for fragment in local] or [optimizer._exchange]
+        states = [state for exchange in exchanges for state in exchange.states]
         seen.append(
             {
                 "step": state.step,
                 "ranks": hvd.size(),
                 "rank": hvd.rank(),
-                "identical": hvd.identical(model),
+                "identical": hvd.identical([anchor for each in local for anchor in each.anchors] if local else model),
                 "level": coordinator.ladder.names[coordinator.plan.level],
                 "held_back": sum(float(state.residual.norm()) for state in states if state.residual is not None),
             }

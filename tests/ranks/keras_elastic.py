@@ -32,14 +32,18 @@ class Watch(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         state.step += 1
         coordinator = optimizer.hvdplus
-        residuals = optimizer._hvdplus.exchange.state()["residuals"]
+        local = getattr(optimizer._hvdplus, "fragments", ())  # whose ranks are alike after an exchange only
+        exchanges = [fragment.outer._hvdplus.exchange for fragment in local] or [optimizer._hvdplus.exchange]
+        residuals = {(k, i): r for k, x in enumerate(exchanges) for i, r in x.state()["residuals"].items()}
+        if local and optimizer._hvdplus.rhythm._last != optimizer._hvdplus.rhythm.steps:
+            coordinator = None
         seen.append(
             {
                 "step": state.step,
                 "ranks": hvd.size(),
                 "rank": hvd.rank(),
-                "identical": hvd.identical(model),
-                "level": coordinator.ladder.names[coordinator.plan.level],
+                "identical": hvd.identical(model) or coordinator is None,
+                "level": coordinator.ladder.names[coordinator.plan.level] if coordinator else "",
                 "held_back": sum(float(np.linalg.norm(residual)) for residual in residuals.values()),
             }
         )
