@@ -56,9 +56,9 @@ class AverageLocalStepsCallback(keras.callbacks.Callback):
 
     def _average(self) -> None:
         optimizer = getattr(self.model, "optimizer", None)
-        optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-        if hasattr(optimizer, "average_now"):
-            optimizer.average_now()
+        inner: Any = getattr(optimizer, "inner_optimizer", optimizer)
+        if hasattr(inner, "average_now"):
+            inner.average_now()
 
 
 class MetricAverageCallback(keras.callbacks.Callback):

@@ -87,7 +87,7 @@ def broadcast_model(model: keras.Model, root_rank: int, local_variables: Sequenc
     if optimizer is not None:
         variables += [v for v in optimizer.variables if id(v) not in known]
     broadcast_variables(variables, root_rank)
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner: Any = getattr(optimizer, "inner_optimizer", optimizer)
     if hasattr(inner, "follow_variables"):  # local steps
         inner.follow_variables()
 

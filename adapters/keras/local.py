@@ -69,7 +69,7 @@ def wrap(
     if scaler:
         scaler.inner_optimizer = wrapped
         return scaler
-    return wrapped  # type: ignore[no-any-return]
+    return wrapped
 
 
 class Fragment:
@@ -164,7 +164,7 @@ class _Local:
     def _lock(self, optimizer: Any) -> None:
         """Begin in lock-step, with an optimizer that shares all variables."""
         ancestors = type(optimizer).__mro__
-        base = ancestors[ancestors.index(LocalSteps) + 1]
+        base: Any = ancestors[ancestors.index(LocalSteps) + 1]
         bare = base.__new__(base)
         bare.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name != "_hvdplus"})
         quiet = {**self.own, "run_log": ""}
