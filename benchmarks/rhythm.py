@@ -1,10 +1,11 @@
 """How often should ranks exchange? Local steps, lock-step and PyTorch's own race to losses on slow links.
 
     python benchmarks/rhythm.py --quick             two hosts, two rates, one seed: 20 minutes
-    python benchmarks/rhythm.py                     two and four hosts, 10 Mb/s to 1 Gb/s; writes results/rhythm*
+    python benchmarks/rhythm.py                     two and four hosts, 10 Mb/s to 1 Gb/s, for hours
     python benchmarks/rhythm.py --only stragglers   a part: races, stragglers, or prices
 
-Nothing else may run on the machine meanwhile. Needs root (network namespaces; see ``lab.py``).
+Tables and pictures are left in results/. Nothing else may run on the machine meanwhile. Needs root (network namespaces;
+see ``lab.py``).
 
 races       A byte-level transformer of 3.3 M parameters trains with AdamW on real text. As in ``adaptive.py``'s races,
             what a fixed choice learns in a step does not depend on the link: its curve is that of a training without
@@ -393,11 +394,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with running(2, []) as ranks:
             found = prices(ranks, seeds)
         apart, late = fit(found)
-        lines = [machine(), *(f"{each.model} {each.every} {each.late} {each.ratio:.3f}" for each in found)]
+        lines = [machine(), "model, steps between exchanges, steps late, times the steps of lock-step"]
+        lines += [f"{each.model} {each.every} {each.late} {each.ratio:.3f}" for each in found]
         lines.append(f"price of a step apart {apart:.4f}, of a step late {late:.4f}; in use: {PRICE}, {LATE_PRICE}")
         print(lines[-1])
-        if not options.quick:
-            (HERE / "results" / "rhythm-prices.txt").write_text("\n".join(lines) + "\n")
+        (HERE / "results" / "rhythm-prices.txt").write_text("\n".join(lines) + "\n")
     print(f"{time.monotonic() - began:.0f} s")
     return 0
 
@@ -409,12 +410,10 @@ def chosen(ranks: Ranks, who: str) -> str:
 
 
 def conclude(runs: Sequence[Run], verdicts: Sequence[Verdict], quick: bool, name: str) -> None:
-    """Print verdicts; of a full run, write figures, verdicts and the picture into results/."""
+    """Print verdicts; write figures, verdicts and the picture into results/."""
     judged = [f"{'ok  ' if each.passed else 'FAIL'}  {each.line}\n        {each.figures}" for each in verdicts]
     print("\n".join(judged), flush=True)
-    if quick:
-        return
-    folder, lines = HERE / "results", [machine()]
+    folder, lines, name = HERE / "results", [machine()], name + "-quick" * quick
     for run in runs:
         lines.append(f"{run.hosts} hosts, {run.rate}")
         lines += [f"  seed {n}: {describe(who, one)}" for who, each in run.curves.items() for n, one in enumerate(each)]

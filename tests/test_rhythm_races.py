@@ -1,0 +1,65 @@
+"""What ``benchmarks/rhythm.py`` makes of its figures."""
+
+import math
+
+import pytest
+from rhythm import Price, Run, fit, judge, judge_stragglers, overlap, period, reached, steps_ratio
+
+LOSSES = (4.0, 3.3, 3.1, 2.9)
+
+
+def training(seconds: float, losses: tuple[float, ...] = LOSSES) -> list[tuple[float, float]]:
+    """A curve with a point every so many ``seconds``."""
+    return [((place + 1) * seconds, loss) for place, loss in enumerate(losses)]
+
+
+def test_a_loss_is_reached_on_a_straight_line_between_two_points() -> None:
+    assert reached(training(10.0), 4.0) == 10.0
+    assert reached(training(10.0), 3.2) == pytest.approx(25.0)
+    assert reached(training(10.0), 2.0) == math.inf
+
+
+def test_names_say_how_often_and_how_late() -> None:
+    assert [period(who) for who in ("auto", "horovod", "local 16 int4", "postlocal 4", "local auto auto")] == [
+        1, 1, 16, 4, 1,
+    ]  # fmt: skip
+    assert overlap("local 8 int4 overlap_steps=4") == 4 and overlap("local 8 int4") == 0
+
+
+def test_prices_are_found_again() -> None:
+    """For models that gain and lose something by local steps, whatever their number."""
+    found = [
+        Price(model, every, late, base + 0.003 * (every - 1) + 0.01 * late)
+        for model, base in (("text", 0.9), ("bytes", 1.1))
+        for every, late in ((4, 0), (16, 0), (16, 8), (64, 0))
+    ]
+    assert fit(found) == pytest.approx((0.003, 0.01))
+
+
+def test_steps_count_to_the_last_loss_that_both_reach() -> None:
+    assert steps_ratio(LOSSES, LOSSES) == 1.0
+    assert steps_ratio((4.5, 4.0, 3.3, 3.1), LOSSES) == pytest.approx(4 / 3)
+    assert steps_ratio((3.3, 3.1, 2.9, 2.8), LOSSES) == pytest.approx(3 / 4)
+
+
+@pytest.mark.parametrize("mine", [5.0, 9.0])
+def test_a_race_is_judged_at_every_loss_that_the_other_reaches(mine: float) -> None:
+    others = ("auto", "horovod", "ddp powersgd:4:2", "postlocal 16", "local 16 int4")
+    run = Run(2, "100mbit", {who: [training(10.0)] for who in others} | {"local auto auto": [training(mine)]})
+    verdicts = {each.line.partition(": ")[2]: each for each in judge(run)}
+    sooner = verdicts["every=auto at least 1.5 x sooner than auto and PowerSGD"]
+    assert sooner.passed == (mine == 5.0) and sooner.figures.startswith(f"{10 / mine:.2f} x")
+    assert verdicts["every=auto ends as dense does"].passed
+    worse = run.curves | {"local auto auto": [training(mine, (4.0, 3.3, 3.1, 2.95))]}
+    assert not {each.line: each for each in judge(run._replace(curves=worse))}[
+        "2 hosts, 100mbit: every=auto ends as dense does"
+    ].passed
+
+
+def test_stragglers_are_judged_where_lock_step_ends() -> None:
+    slow, fast = training(10.0), training(7.0)
+    names = ("stale 3 every=4", "stale any every=4", "stale any every=8")
+    curves = {"auto": [slow], "horovod": [slow], "local 8 fp16": [fast]} | {who: [slow] for who in names}
+    assert not judge_stragglers(Run(2, "half speed", curves))[0].passed
+    (verdict,) = judge_stragglers(Run(2, "half speed", curves | {names[1]: [fast]}))
+    assert verdict.passed and names[1] in verdict.figures
