@@ -233,6 +233,42 @@ def test_auto_goes_on_whatever_is_measured():
     assert own.hvdplus.ladder.names == ("none", "fp16", "lowrank:2")
 
 
+def test_several_optimizers_have_each_their_own_rhythm():
+    """One of them in lock-step; with accumulated gradients, which are the script's own affair."""
+    nets, same = [model(), model(), model()], [model() for _ in range(SIZE)]
+    optimizers = [
+        wrapped(nets[0], every=2),
+        wrapped(nets[1], adam, every=3, settings={"overlap_steps": 1}),
+        wrapped(nets[2]),
+    ]
+    for step in range(12):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            take_step(net, optimizer, step)
+    assert close(nets[0], by_hand(12, 2)) and close(nets[1], by_hand(12, 3, adam, overlap=1))
+    assert hvd.identical(nets[2])
+    net = model()
+    optimizer, references = wrapped(net, every=2), [sgd(each.parameters()) for each in same]
+    for step in range(0, 8, 2):
+        optimizer.zero_grad()
+        for part in (step, step + 1):
+            x, y = batch(part, RANK)
+            torch.nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+        for rank, (theirs, reference) in enumerate(zip(same, references, strict=True)):
+            reference.zero_grad()
+            for part in (step, step + 1):
+                x, y = batch(part, rank)
+                torch.nn.functional.cross_entropy(theirs(x), y).backward()
+            reference.step()
+        if step % 4 == 2:
+            with torch.no_grad():
+                for each in zip(*(theirs.parameters() for theirs in same), strict=True):
+                    mean = sum(each) / SIZE
+                    for p in each:
+                        p.copy_(mean)
+    assert close(net, same[RANK])
+
+
 def test_a_checkpoint_of_lock_step_goes_on_in_local_steps():
     net = model()
     optimizer = wrapped(net)
