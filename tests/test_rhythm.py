@@ -192,6 +192,31 @@ def test_steps_are_counted_for_the_exchange_that_followed_them():
             assert len(set(map(tuple, seen[len(seen) // 4 :]))) == 1
 
 
+@pytest.mark.parametrize("every_other", [False, True])
+def test_meetings_in_between_do_not_change_what_a_step_takes(every_other):
+    rhythm, last, told = Rhythm(0, overlaps=True), 0, []
+    rhythm.overlap = 3
+
+    def complete(**how):
+        nonlocal last
+        for _ in rhythm.complete(**how):
+            rhythm.hear(told.pop(0) if told else StepTimes(), 0.1)
+            if last:
+                told.append(StepTimes(0.03 * (rhythm.steps - last) + 1e-9))
+            last = rhythm.steps
+
+    for step in range(1, 150):
+        rhythm.step()
+        complete()
+        rhythm.begin()
+        if every_other and step % 24 == 0:
+            complete(all_of_them=True)
+            rhythm.begin(all_of_them=True)
+            complete(all_of_them=True)
+    assert len(rhythm.interval.compute) > 3
+    assert all(seconds == pytest.approx(0.03, rel=1e-3) for seconds in rhythm.interval.compute)
+
+
 def test_as_the_learning_rate_falls_exchanges_become_rarer():
     seen = exchanges(0.03, 0.05, learning_rate=lambda step: 0.1 if step < 400 else 0.02, steps=1200)
     before = [every for step, every, _ in seen if step < 400][-1]

@@ -86,10 +86,13 @@ def broadcast_model(model: keras.Model, root_rank: int, local_variables: Sequenc
     known = {id(v) for v in model.variables}
     if optimizer is not None:
         variables += [v for v in optimizer.variables if id(v) not in known]
-    broadcast_variables(variables, root_rank)
     inner: Any = getattr(optimizer, "inner_optimizer", optimizer)
-    if hasattr(inner, "follow_variables"):  # local steps
-        inner.follow_variables()
+    takes_local_steps = hasattr(inner, "follow_variables")
+    if takes_local_steps:
+        variables += inner.outer_variables
+    broadcast_variables(variables, root_rank)
+    if takes_local_steps:
+        inner.follow_variables(lambda rhythm: broadcast_object(current().transport, rhythm, root_rank, "a rhythm"))
 
 
 def identical(values: Sequence[Any], world: World) -> bool:

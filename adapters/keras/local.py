@@ -116,7 +116,7 @@ class _Local:
         self.rhythm = Rhythm(
             every,
             fragments=settings.fragments,
-            lock_steps=settings.dense_steps if world.transport.size > 1 else 0,
+            lock_steps=settings.dense_steps,
         )
         self.fragments: list[Fragment] = []
         self.state = state if state and "local" in state else None
@@ -285,10 +285,21 @@ class LocalSteps:
         for fragment in self._hvdplus.fragments:
             fragment.outer.consolidate_state_dict()
 
-    def follow_variables(self) -> None:
-        """Variables were overwritten, on all ranks alike: drifts count from what the next step finds."""
-        self._hvdplus.begun = False
-        self._hvdplus.rhythm.restart()
+    @property
+    def outer_variables(self) -> list[Any]:
+        """What outer optimizers remember; equal on all ranks."""
+        return [variable for fragment in self._hvdplus.fragments for variable in fragment.outer.variables]
+
+    def follow_variables(self, shared: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """Variables were overwritten, on all ranks alike: drifts count from what the next step finds.
+
+        ``shared``: gives every rank one rank's rhythm.
+        """
+        local = self._hvdplus
+        local.begun = False
+        local.rhythm.restart()
+        local.rhythm.load(shared(local.rhythm.state()))
+        local.rhythm.complete(all_of_them=True)
 
     def save_assets(self, folder: str | os.PathLike[str]) -> None:
         """Write anchors and what their exchange needs; Keras calls it when it saves a ``.keras`` model."""

@@ -154,6 +154,7 @@ class _Setup:
             before.close()
             self.times_joined += 1
             self.connect(optimizer)
+            self.exchange.coordinator.listener = before.coordinator.listener
 
     def connect(self, optimizer: Any) -> None:
         """Make the exchange for the variables of an optimizer that is built.

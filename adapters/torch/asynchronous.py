@@ -8,6 +8,7 @@ than the others adds what it computed from parameters that are old by then, and 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -51,10 +52,24 @@ class Asynchronous(Fragment):
         self._open = False
 
     def anchor(self) -> None:
-        """Share the present parameters. All ranks call it."""
+        """Share the present parameters. All ranks call it.
+
+        Raises:
+            RuntimeError: they are not the same on all ranks; on every rank.
+        """
         super().anchor()
-        if self._open:
+        if self._open:  # first, as others may be waiting for this rank's exchanges
             self.memory.close()
+            self._open = False
+        digest = hashlib.sha256(self._flat(self.anchors).tobytes()).hexdigest()
+        told = self.outer._exchange.transport.gather_objects(digest, "parameters to share")
+        if len(set(told)) > 1:
+            raise RuntimeError(
+                "Ranks that do not wait for each other have to begin with the same parameters. Received: other ones on "
+                f"rank {next(rank for rank, each in enumerate(told) if each != told[0])} than on rank 0. Call "
+                "hvd.broadcast_parameters(model.state_dict(), root_rank=0), also after loading checkpoints that ranks "
+                "have saved each for itself; or save after optimizer.average_now()."
+            )
         self.memory, self._open = SharedVector(self._flat(self.anchors)), True
         self._read_at = 0
 
@@ -96,6 +111,9 @@ class Asynchronous(Fragment):
         """As any fragment's, with what was not added yet."""
         residual = None if self._residual is None else torch.from_numpy(self._residual.copy())
         return {**super().state(), "residual": residual}
+
+    def settle(self) -> None:
+        """Nothing is under way between two steps."""
 
     def load(self, state: Mapping[str, Any], under_way: bool) -> bool:
         """Continue from a ``state()``. The memory is made anew, of the parameters that the next step finds."""
@@ -190,9 +208,10 @@ def chosen_level(compression: Any) -> Compressor:
     return level
 
 
-def check(settings: Any) -> None:
-    """Raise ValueError where settings ask for what such exchanges cannot do."""
+def check(settings: Any, every: int) -> None:
+    """Raise ValueError where settings, or ``every``, ask for what such exchanges cannot do."""
     wrong: Mapping[str, bool] = {
+        "every=auto": not every,
         f"outer={settings.outer}": settings.outer != "average",
         f"overlap_steps={settings.overlap_steps}": settings.overlap_steps > 0,
         f"fragments={settings.fragments}": settings.fragments > 1,
@@ -200,4 +219,7 @@ def check(settings: Any) -> None:
     }
     if any(wrong.values()):
         received = ", ".join(name for name, is_so in wrong.items() if is_so)
-        raise ValueError(f"With staleness, parameters are added up all at once as they are. Received: {received}")
+        raise ValueError(
+            "With staleness, parameters are added up all at once as they are, after a fixed number of steps. "
+            f"Received: {received}"
+        )

@@ -40,6 +40,12 @@ class Fragment:
         if self.sent is not None:
             self.outer._exchange.meter.look()
 
+    def settle(self) -> None:
+        """Wait for sums under way, and forget them."""
+        if self.sent is not None:
+            self.outer._exchange.settle()
+            self.sent = None
+
     @torch.no_grad()
     def complete(self) -> None:
         """Take the outer step, and let the parameters follow it."""

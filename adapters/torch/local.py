@@ -65,13 +65,13 @@ def wrap(
         every,
         fragments=resolved.fragments,
         overlap=resolved.overlap_steps,
-        lock_steps=resolved.dense_steps if world.transport.size > 1 else 0,
-        overlaps=not resolved.staleness,
+        lock_steps=resolved.dense_steps,
+        overlaps=True,
     )
     announce_local(every, average, world)
     # The dense steps come first in the script's own optimizer, the rest is the outer optimizers'.
     own = settings_of_exchanges(settings, resolved, every)
-    fragments = _fragments(optimizer, names, world, compression, resolved, own)
+    fragments = _fragments(optimizer, names, world, every, compression, resolved, own)
     rhythm.follow(fragments[0].outer.hvdplus, resolved.staleness)
     wrapped: Any = lockstep.subclassed(optimizer, LocalSteps)
     wrapped._fragments, wrapped._rhythm, wrapped._begun = fragments, rhythm, False
@@ -92,6 +92,7 @@ def _fragments(
     optimizer: torch.optim.Optimizer,
     names: Mapping[int, str],
     world: World,
+    every: int,
     compression: Any,
     settings: Settings,
     own: Mapping[str, Any],
@@ -100,7 +101,7 @@ def _fragments(
     waits = not settings.staleness or world.transport.size == 1
     level = None if waits else asynchronous.chosen_level(compression)
     if not waits:
-        asynchronous.check(settings)
+        asynchronous.check(settings, every)
     chosen = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     fragments = []
     for part in split([p.numel() for p in chosen], settings.fragments):
@@ -232,6 +233,8 @@ class LocalSteps(torch.optim.Optimizer):
             ValueError: the state is of another model, or of other fragments.
         """
         ours = state_dict.get(STATE_KEY, {})
+        for fragment in self._fragments:
+            fragment.settle()
         self.restart()
         if "local" in ours:
             under_way = self._rhythm.load(ours["local"])
@@ -239,6 +242,11 @@ class LocalSteps(torch.optim.Optimizer):
             pairs = enumerate(zip(self._fragments, saved, strict=bool(saved)))
             goes_on = [fragment.load(state, number in under_way) for number, (fragment, state) in pairs]
             self._begun = bool(goes_on) and all(goes_on)
+            if not self._begun:
+                self._rhythm.complete(all_of_them=True)
+            if self._rhythm.locked and self._past is not None:
+                self._past, self._locked = None, self._past
+                self._locked.wake()
             self._end_lock_step()
         elif ours.get("residuals"):
             say(

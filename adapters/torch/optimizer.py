@@ -290,6 +290,7 @@ class Distributed(torch.optim.Optimizer):
         self._times_joined += 1
         self._exchange, self._world = self._join(world, before.parameters, self._times_joined), world
         self._exchange.passes = before.passes
+        self._exchange.coordinator.listener = before.coordinator.listener
         self._abandon()
         if not before.idle:
             self._exchange.load({**before.state(), "rank": KEEP_LOCAL})
@@ -300,6 +301,11 @@ class Distributed(torch.optim.Optimizer):
         """Take no steps any more; gradients are another's."""
         self._rests = True
         self._exchange.close()
+
+    def wake(self) -> None:
+        """Take steps again."""
+        self._rests = False
+        self._exchange.open()
 
     def consolidate_state_dict(self) -> None:
         """Make any one rank's ``state_dict`` valid for all ranks, until the next step; every rank has to call it.

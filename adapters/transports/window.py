@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -125,17 +126,22 @@ class SharedVector:
 
     def wait_until(self, least: int) -> float:
         """Wait until every rank has made ``least`` exchanges; returns the seconds."""
+
+        def slowest() -> str:
+            counts = self.counts()
+            return f"rank {int(counts.argmin())}, which has made {counts.min()} exchanges of {least}"
+
+        return self._wait(lambda: self.counts().min() >= least, slowest)
+
+    def _wait(self, over: Callable[[], bool], for_whom: Callable[[], str]) -> float:
+        """Wait, and say so if that takes long; returns the seconds."""
         began, warned = time.monotonic(), 0
-        while (counts := self.counts()).min() < least:
+        while not over():
             time.sleep(LOOK_SECONDS)
             seconds = time.monotonic() - began
             if seconds > WARN_SECONDS * (warned + 1):
                 warned += 1
-                print(
-                    f"hvdplus: rank {self.rank} has waited {seconds:.0f} seconds for rank {int(counts.argmin())}, "
-                    f"which has made {counts.min()} exchanges of {least}",
-                    flush=True,
-                )
+                print(f"hvdplus: rank {self.rank} has waited {seconds:.0f} seconds for {for_whom()}", flush=True)
         return time.monotonic() - began
 
     def skip(self, exchanges: int) -> None:
@@ -145,22 +151,13 @@ class SharedVector:
 
     def meet(self) -> None:
         """Wait for all ranks: what was added before is in the vector afterwards."""
-        request = self._comm.Ibarrier()
-        while not request.Test():
-            time.sleep(LOOK_SECONDS)
+        self._wait(self._comm.Ibarrier().Test, lambda: "other ranks to meet; each has to call the same")
 
     def close(self) -> None:
-        """End it; all ranks call it."""
+        """End it; all ranks call it. Nobody waits any more for the exchanges of one that does, and it helps the others
+        until they do, too."""
+        self.skip(GONE)
         self.meet()
-        self._end()
-
-    def leave(self) -> None:
-        """This rank makes no more exchanges: nobody has to wait for it. It helps the others until they leave, too."""
-        if not (self._ended.is_set() or self._mpi.Is_finalized()):
-            self.skip(GONE)
-            self.close()
-
-    def _end(self) -> None:
         _open.remove(self)
         self._ended.set()
         self._helper.join()
@@ -178,8 +175,8 @@ class SharedVector:
 
 def end_all() -> None:
     """At the end of the job, whatever ends it, and before MPI's own end: this rank leaves all vectors."""
-    for vector in list(_open):
-        vector.leave()
+    for vector in [vector for vector in _open if not vector._mpi.Is_finalized()]:
+        vector.close()
 
 
 def _joined(starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -46,7 +46,7 @@ def split(sizes: Sequence[int], count: int) -> list[list[int]]:
 class Rhythm:
     """Counts this rank's steps, and says after which of them a fragment's exchange begins or is complete.
 
-    All ranks take the same steps, so it is equal on all of them without a word.
+    Where ranks wait for each other they take the same steps, so it is equal on all of them without a word.
     """
 
     def __init__(
@@ -66,6 +66,8 @@ class Rhythm:
         """Local steps before each of the first fragment's exchanges whose times are not known yet."""
         self._last: int
         """Step after which the first fragment's last exchange began."""
+        self._done: int
+        """Step after which it was complete."""
         self._heard: bool
         """Whether times were heard of since then; the first ones are of before."""
         if self.interval and (fragments > 1 or overlap):
@@ -106,6 +108,9 @@ class Rhythm:
         due = [number for at, number in sorted(began) if all_of_them or self.steps >= at + self.overlap]
         for number in due:
             self._began[number] = None
+        if self.interval and 0 in due:
+            self._lengths.append(self.steps - self._done)
+            self._done = self.steps
         return due
 
     def begin(self, *, all_of_them: bool = False) -> list[int]:
@@ -114,7 +119,6 @@ class Rhythm:
         for number in due:
             self._began[number] = self.steps
             if not number:
-                self._lengths.append(self.steps - self._last)
                 self._last = self.steps
             self._begins[number] = self.steps + self.every
         return due
@@ -140,7 +144,7 @@ class Rhythm:
     def restart(self) -> None:
         """Forget exchanges under way, and begin the next ones as if lock-step had just ended."""
         self._began = [None] * self.fragments
-        self._last = start = max(self.steps, self.lock_steps)
+        self._last = self._done = start = max(self.steps, self.lock_steps)
         self._lengths, self._heard = [], False
         self._begins = [start + (number + 1) * self.every // self.fragments for number in range(self.fragments)]
         if self.interval:
@@ -184,4 +188,7 @@ class Rhythm:
         # With other settings, exchanges may be due earlier.
         self._begins = [min(at, max(steps, self.lock_steps) + self.every) for at in begins]
         self._began = list(began)
+        for number, at in enumerate(began):
+            if at is not None:  # and not before the one under way is complete
+                self._begins[number] = max(self._begins[number], at + self.overlap)
         return [number for number, at in enumerate(began) if at is not None]

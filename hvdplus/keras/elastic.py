@@ -90,7 +90,7 @@ class KerasState(ObjectState):
         """Go back to the last ``save``."""
         for variable, value in zip(self._variables(), self._values, strict=True):
             variable.assign(value)
-        self._follow()
+        self._follow(lambda rhythm: self._rhythm)
         for exchange, saved in zip(self._exchanges, self._exchanged, strict=True):
             if saved is not None:
                 exchange.abandon()
@@ -104,9 +104,7 @@ class KerasState(ObjectState):
     def sync(self) -> None:
         """Take over rank 0's state, except residuals."""
         collectives.broadcast_variables(self._variables(), 0)
-        self._follow()
-        if local := self._local:
-            local.rhythm.load(self._from_rank_0(local.rhythm.state()))
+        self._follow(self._from_rank_0)
         for exchange in self._exchanges:
             if not exchange.idle:
                 mine = exchange.state()
@@ -114,10 +112,10 @@ class KerasState(ObjectState):
         self._save()
         super().sync()
 
-    def _follow(self) -> None:
-        """Local steps count from these variables on."""
+    def _follow(self, shared: Callable[[Any], Any]) -> None:
+        """Local steps count from these variables on. ``shared``: see ``LocalSteps.follow_variables``."""
         if self._local:
-            self._own.follow_variables()
+            self._own.follow_variables(shared)
 
     @property
     def _own(self) -> Any:
@@ -137,7 +135,7 @@ class KerasState(ObjectState):
 
     def _variables(self) -> list[Any]:
         known = {id(v) for v in self.model.variables}
-        outer = [v for fragment in self._local.fragments for v in fragment.outer.variables] if self._local else []
+        outer = self._own.outer_variables if self._local else []
         return [
             *collectives.shared_variables(self.model),
             *(v for v in self.optimizer.variables if id(v) not in known),
@@ -146,6 +144,7 @@ class KerasState(ObjectState):
 
     def _save(self) -> None:
         self._values = [np.array(variable) for variable in self._variables()]
+        self._rhythm = self._local.rhythm.state() if self._local else None
         self._exchanged = [None if x.idle else {**x.state(), "rank": KEEP_LOCAL} for x in self._exchanges]
 
     @staticmethod

@@ -69,6 +69,7 @@ class _LocalState(_states.OptimizerStateHandler):  # type: ignore[misc]
 
     def restore(self) -> None:
         state, outers = self._saved_optimizer_state
+        self.value.restart()
         self.value.load_state_dict(state)
         for fragment, outer in zip(self.value._fragments, outers, strict=True):
             fragment.outer.load_state_dict(outer)

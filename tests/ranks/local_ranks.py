@@ -288,6 +288,50 @@ def test_a_checkpoint_of_lock_step_goes_on_in_local_steps():
     assert hvd.identical(back)
 
 
+def test_a_checkpoint_of_the_lock_step_before_goes_back_to_it():
+    net, same = model(), model()
+    optimizer, straight = wrapped(net, every=4, settings={"dense_steps": 5}), wrapped(same)
+    train(net, optimizer, 2)
+    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    train(net, optimizer, 5, first=2)
+    net.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    train(net, optimizer, 3, first=2)
+    train(same, straight, 5)
+    assert equal(net, same)
+    train(net, optimizer, 4, first=5)
+    assert hvd.identical(net)
+
+
+def test_a_checkpoint_is_loaded_while_an_exchange_is_under_way():
+    net, same = model(), model()
+    optimizer = wrapped(net, adam, every=4, compression="fp16", settings={"overlap_steps": 2})
+    train(net, optimizer, 5)
+    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    for _ in range(3):
+        net.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        assert optimizer._fragments[0].sent is not None, "under way again"
+    train(net, optimizer, 9, first=5)
+    other = wrapped(same, adam, every=4, compression="fp16", settings={"overlap_steps": 2})
+    train(same, other, 14)
+    assert equal(net, same)
+
+
+def test_a_checkpoint_goes_on_with_rarer_and_later_exchanges():
+    """Whose overlap reaches beyond the next exchange that the checkpoint had in mind."""
+    net = model()
+    optimizer = wrapped(net, every=4, settings={"overlap_steps": 3})
+    train(net, optimizer, 17)
+    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    other = wrapped(net, every=16, settings={"overlap_steps": 12})
+    net.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    train(net, other, 40, first=17)
+    other.average_now()
+    assert hvd.identical(net)
+
+
 def test_lock_step_comes_first():
     net, same = model(), model()
     optimizer = wrapped(net, every=4, settings={"dense_steps": 5})
