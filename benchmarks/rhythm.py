@@ -357,10 +357,10 @@ def steps_ratio(losses: Sequence[float], dense: Sequence[float]) -> float:
 
 
 def fit(found: Sequence[Price]) -> tuple[float, float]:
-    """(Price of a step apart, price of a step late), by least squares. What local steps gain or lose at all, before
-    they drift apart, is another number for each model."""
+    """(Price of a step apart, price of means late by a whole period), by least squares. What local steps gain or lose
+    at all, before they drift apart, is another number for each model."""
     models = sorted({each.model for each in found})
-    rows = [[each.every - 1, each.late, *(each.model == model for model in models)] for each in found]
+    rows = [[each.every - 1, each.late / each.every, *(each.model == model for model in models)] for each in found]
     apart, late, *_ = np.linalg.lstsq(np.array(rows, float), np.array([each.ratio for each in found]), rcond=None)[0]
     return float(apart), float(late)
 
@@ -396,7 +396,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         apart, late = fit(found)
         lines = [machine(), "model, steps between exchanges, steps late, times the steps of lock-step"]
         lines += [f"{each.model} {each.every} {each.late} {each.ratio:.3f}" for each in found]
-        lines.append(f"price of a step apart {apart:.4f}, of a step late {late:.4f}; in use: {PRICE}, {LATE_PRICE}")
+        lines.append(
+            f"price of a step apart {apart:.4f}, of means late by a period {late:.4f}; in use: {PRICE}, {LATE_PRICE}"
+        )
         print(lines[-1])
         (HERE / "results" / "rhythm-prices.txt").write_text("\n".join(lines) + "\n")
     print(f"{time.monotonic() - began:.0f} s")

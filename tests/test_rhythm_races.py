@@ -29,11 +29,11 @@ def test_names_say_how_often_and_how_late() -> None:
 def test_prices_are_found_again() -> None:
     """For models that gain and lose something by local steps, whatever their number."""
     found = [
-        Price(model, every, late, base + 0.003 * (every - 1) + 0.01 * late)
+        Price(model, every, late, base + 0.003 * (every - 1) + 0.1 * late / every)
         for model, base in (("text", 0.9), ("bytes", 1.1))
         for every, late in ((4, 0), (16, 0), (16, 8), (64, 0))
     ]
-    assert fit(found) == pytest.approx((0.003, 0.01))
+    assert fit(found) == pytest.approx((0.003, 0.1))
 
 
 def test_steps_count_to_the_last_loss_that_both_reach() -> None:

@@ -1,7 +1,7 @@
 """How many local steps between two exchanges, and how many of them run beside an exchange: as few as make a step cheap.
 
     cost = (computation of a step + (codec + what nothing hides of the communication) / H)
-           * (1 + (price * (H - 1) + price of late means * overlap) * (rate / highest rate)²)
+           * (1 + (price * (H - 1) + price of late means * overlap / H) * (rate / highest rate)²)
 
 What an exchange takes hardly depends on H, so one that was measured tells of all. Steps that ranks take apart bring
 them less far, and so does a mean that arrives late; both prices are fitted by ``benchmarks/rhythm.py --only prices``.
@@ -47,9 +47,9 @@ LEAST, MOST, START = 1, 64, 16
 """Local steps. The start is where compression hardly matters any more, so that the level is not chosen for its sake."""
 FIRST = 4
 """Local steps before the first exchange, in which levels learn how large values are."""
-PRICE, LATE_PRICE = 0.0035, 0.009
-"""Of every step beyond the first between two exchanges, and of every step by which the mean comes later, as shares of
-all steps."""
+PRICE, LATE_PRICE = 0.0035, 0.15
+"""Of every step beyond the first between two exchanges, and of means that are late by a whole period, as shares of all
+steps."""
 SPARE = 1.2
 """What hides communication is longer than it by this factor."""
 MARGIN = 0.02
@@ -61,7 +61,7 @@ KEPT, SETTLED = 8, 3
 def cost(choice: Choice, seconds: Seconds, learning_rate: float = 1.0) -> float:
     """Seconds of a step times the price of steps apart and of late means. ``learning_rate``: over the highest one."""
     waits = max(0.0, seconds.comm - choice.overlap * seconds.compute)
-    price = PRICE * (choice.steps - 1) + LATE_PRICE * choice.overlap
+    price = PRICE * (choice.steps - 1) + LATE_PRICE * choice.overlap / choice.steps
     return (seconds.compute + (seconds.codec + waits) / choice.steps) * (1 + price * learning_rate**2)
 
 
