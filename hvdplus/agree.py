@@ -146,12 +146,11 @@ def choose_rhythm(compression: Any, every: int | str | None, settings: Settings)
     return Wanted(0 if named == AUTO else int(named), True, rest or "none")
 
 
-def settings_of_exchanges(given: Mapping[str, Any] | None, resolved: Settings, every: int) -> dict[str, Any]:
+def settings_of_exchanges(given: Mapping[str, Any] | None, resolved: Settings) -> dict[str, Any]:
     """What an optimizer that exchanges drifts is wrapped with, where the user has ``given`` these settings."""
     own = {**(given or {}), "dense_steps": 0, "every": 1, "staleness": 0}
-    # What a level of integers learns beforehand is the size of values, and one drift shows it. If the first exchange
-    # comes early, its own first drift may, which is all that it then holds back: dense, that takes many times as long.
-    for name, value in (("ladder", LADDER), ("warm_steps", 1 if every else 0)):
+    # What a level of integers learns beforehand is the size of values, and one drift shows it.
+    for name, value in (("ladder", LADDER), ("warm_steps", 1)):
         if name not in resolved.origins:
             own[name] = value
     return own

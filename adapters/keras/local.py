@@ -111,7 +111,7 @@ class _Local:
         state: Mapping[str, Any] | None,
     ) -> None:
         self.world, self.settings, self.compression = world, settings, compression
-        self.own = settings_of_exchanges(given, settings, every)
+        self.own = settings_of_exchanges(given, settings)
         """Settings of the outer optimizers."""
         self.rhythm = Rhythm(
             every,

@@ -70,7 +70,7 @@ def wrap(
     )
     announce_local(every, average, world)
     # The dense steps come first in the script's own optimizer, the rest is the outer optimizers'.
-    own = settings_of_exchanges(settings, resolved, every)
+    own = settings_of_exchanges(settings, resolved)
     fragments = _fragments(optimizer, names, world, every, compression, resolved, own)
     rhythm.follow(fragments[0].outer.hvdplus, resolved.staleness)
     wrapped: Any = lockstep.subclassed(optimizer, LocalSteps)

@@ -45,8 +45,6 @@ LADDER = ("none", "fp16", "int8", "int4")
 directions that change from one exchange to the next: integers lose little of that, low-rank levels a lot."""
 LEAST, MOST, START = 1, 64, 16
 """Local steps. The start is where compression hardly matters any more, so that the level is not chosen for its sake."""
-FIRST = 4
-"""Local steps before the first exchange, in which levels learn how large values are."""
 PRICE, LATE_PRICE = 0.0045, 0.18
 """Of every step beyond the first between two exchanges, and of means that are late by a whole period, as shares of all
 steps."""

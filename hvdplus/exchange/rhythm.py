@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hvdplus.control.interval import FIRST, START, Interval
+from hvdplus.control.interval import START, Interval
 from hvdplus.control.meter import StepTimes
 from hvdplus.exchange.form import is_count, is_list, require, require_fields
 
@@ -147,8 +147,6 @@ class Rhythm:
         self._last = self._done = start = max(self.steps, self.lock_steps)
         self._lengths, self._heard = [], False
         self._begins = [start + (number + 1) * self.every // self.fragments for number in range(self.fragments)]
-        if self.interval:
-            self._begins = [min(at, start + FIRST) for at in self._begins]
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: plain values."""
