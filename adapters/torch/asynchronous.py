@@ -61,7 +61,8 @@ class Asynchronous(Fragment):
         if self._open:  # first, as others may be waiting for this rank's exchanges
             self.memory.close()
             self._open = False
-        digest = hashlib.sha256(self._flat(self.anchors).tobytes()).hexdigest()
+        values = self._flat(self.anchors)
+        digest = hashlib.sha256(values.tobytes()).hexdigest()
         told = self.outer._exchange.transport.gather_objects(digest, "parameters to share")
         if len(set(told)) > 1:
             raise RuntimeError(
@@ -70,7 +71,7 @@ class Asynchronous(Fragment):
                 "hvd.broadcast_parameters(model.state_dict(), root_rank=0), also after loading checkpoints that ranks "
                 "have saved each for itself; or save after optimizer.average_now()."
             )
-        self.memory, self._open = SharedVector(self._flat(self.anchors)), True
+        self.memory, self._open = SharedVector(values), True
         self._read_at = 0
 
     def begin(self, early: bool, sent: Sequence[torch.Tensor] | None = None) -> None:
@@ -111,9 +112,6 @@ class Asynchronous(Fragment):
         """As any fragment's, with what was not added yet."""
         residual = None if self._residual is None else torch.from_numpy(self._residual.copy())
         return {**super().state(), "residual": residual}
-
-    def settle(self) -> None:
-        """Nothing is under way between two steps."""
 
     def load(self, state: Mapping[str, Any], under_way: bool) -> bool:
         """Continue from a ``state()``. The memory is made anew, of the parameters that the next step finds."""
