@@ -4,8 +4,8 @@
            * (1 + (price * (H - 1) + price of late means * overlap / H) * (rate / highest rate)²)
 
 What an exchange takes hardly depends on H, so one that was measured tells of all. Steps that ranks take apart bring
-them less far, and so does a mean that arrives late; both prices are fitted by ``benchmarks/rhythm.py --only prices``.
-They fall with the square of the learning rate, so that H grows as the rate falls, as in the quadratic synchronisation
+them less far, and so does a mean that arrives late. Both prices are read from a few trainings of one transformer;
+``benchmarks/rhythm.py --only prices`` fits them to more. They fall with the square of the learning rate, so that H grows as the rate falls, as in the quadratic synchronisation
 rule (arXiv 2310.14423).
 """
 
