@@ -443,7 +443,8 @@ class Lab:
         """Give a host's processes, running or yet to come, only a share of the processor time due to it.
 
         Due to it is every core it may use, divided by the number of hosts that may: pinned to a core of its own, a host
-        then computes as if that core ran at ``share`` of its speed, in slices of 10 ms.
+        then computes about as if that core ran at ``share`` of its speed, in slices of 2 ms: longer ones would stop
+        its sums, too, as no slow processor does.
 
         Raises:
             LabError: there are no control groups for processor time here.
@@ -462,7 +463,7 @@ class Lab:
 
     def _limit(self, host: str, cores: float | None) -> None:
         assert self._groups is not None
-        group, period_us, quota_us = self._groups / self._namespace(host), 10_000, None
+        group, period_us, quota_us = self._groups / self._namespace(host), 2_000, None
         if cores is not None:
             period_us = max(period_us, round(1000 / cores))  # the least quota is 1 ms
             quota_us = round(cores * period_us)
