@@ -40,6 +40,7 @@ from torch.nn import functional
 
 import hvdplus.torch as hvd
 from hvdplus.compression import parse
+from hvdplus.control.meter import StepTimes
 from hvdplus.settings import Settings
 
 
@@ -149,15 +150,18 @@ class Contestant:
         else:
             raise ValueError(f"Nobody is called {who!r}")
 
-    def step(self) -> float:
-        """Train one step; returns its seconds."""
+    def step(self, *, unseen: bool = False) -> float:
+        """Train one step; returns its seconds. ``unseen``: hvdplus does not learn how long it took."""
         began = time.perf_counter()
         batch = self._task.batch(hvd.rank(), hvd.size(), self._draw)
         self.optimizer.zero_grad()
         logits = self._forward(batch.inputs)
         functional.cross_entropy(logits.flatten(0, -2), batch.labels.flatten()).backward()
         self.optimizer.step()
-        return time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        for exchange in self._exchanges() if unseen else ():
+            exchange.meter.last = StepTimes()
+        return seconds
 
     def pause(self) -> None:
         """Others train now."""
@@ -166,13 +170,16 @@ class Contestant:
     def resume(self) -> None:
         """Others have trained: no step of this contestant's lasted so long."""
         away = time.perf_counter() - self._paused_at
-        fragments = getattr(self.optimizer, "_fragments", ())
-        for optimizer in (self.optimizer, *(fragment.outer for fragment in fragments)):
-            exchange = getattr(optimizer, "_exchange", None)
-            if exchange is not None and exchange.meter._began is not None:
-                meter = exchange.meter
+        for meter in (exchange.meter for exchange in self._exchanges()):
+            if meter._began is not None:
                 meter._began += away
                 meter._under_way = {key: (began + away, done) for key, (began, done) in meter._under_way.items()}
+
+    def _exchanges(self) -> list[Any]:
+        """Of hvdplus; none in others."""
+        fragments = getattr(self.optimizer, "_fragments", ())
+        optimizers = (self.optimizer, *(fragment.outer for fragment in fragments))
+        return [exchange for each in optimizers if (exchange := getattr(each, "_exchange", None)) is not None]
 
     @property
     def level(self) -> str:
@@ -281,8 +288,9 @@ class Job:
         """The next steps of ``who`` begin from the initial weights."""
         self._people.pop(who, None)
 
-    def steps(self, who: str, count: int) -> dict[str, Any]:
-        """Train ``count`` steps: seconds and levels of each, and the seconds that preparing for the first took."""
+    def steps(self, who: str, count: int, unseen: bool = False) -> dict[str, Any]:
+        """Train ``count`` steps: seconds and levels of each, and the seconds that preparing for the first took.
+        ``unseen``: as of ``Contestant.step``."""
         began = time.perf_counter()
         if who not in self._people:
             self._number += 1
@@ -294,7 +302,7 @@ class Job:
         contestant.resume()
         for _ in range(count):
             levels.append(contestant.level)
-            seconds.append(contestant.step())
+            seconds.append(contestant.step(unseen=unseen))
         contestant.pause()
         return {"seconds": seconds, "levels": levels, "began": began, "level": contestant.level}
 
@@ -318,12 +326,13 @@ class Job:
         """Mean seconds a step of everybody's block of so many steps; a mean, as some have more to do in every fifth.
 
         Links rest for ``rest_seconds`` before each, so that nobody pays for the bytes of whoever was before. Nor for
-        what they left in the processor's caches: a step or two come first that do not count, if a block has several.
+        what they left in the processor's caches: a step or two come first that do not count, if a block has several,
+        and that hvdplus does not learn from, as no training by itself has such steps.
         """
         seconds = []
         for who, count in turns:
             time.sleep(rest_seconds)
-            self.steps(who, min(warm_steps, count - 1))
+            self.steps(who, min(warm_steps, count - 1), unseen=True)
             seconds.append(statistics.mean(self.steps(who, count)["seconds"]))
         return seconds
 
