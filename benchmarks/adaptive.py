@@ -7,7 +7,7 @@
 
 Nothing else may run on the machine meanwhile: what is measured is mostly its processor.
 
-Needs root (network namespaces; see ``lab.py``). Two hosts with a core each, or four on two cores; three models of
+Needs root (network namespaces; see ``hvdplus.lab``). Two hosts with a core each, or four on two cores; three models of
 different ratio of computation to gradient on real data (``contestants.py``). In every cell ``auto`` trains from its
 start; after 40 steps, blocks of its steps are measured in turns with blocks of others:
 
@@ -49,12 +49,12 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lab import UNSHAPED, Job, Lab, LabError
 from matplotlib.figure import Figure
 from scipy.special import stdtrit
 
 from hvdplus.compression import parse
 from hvdplus.control.knowledge import price_of_delay
+from hvdplus.lab import UNSHAPED, Job, Lab, LabError
 from hvdplus.log.words import BOTTLENECK
 from hvdplus.settings import Settings
 

@@ -2,7 +2,7 @@
 
     python benchmarks/scaling.py [--hosts 3,4,8] [--rates 100mbit,200mbit] [--levels none,fp16,lowrank:4] [--repeats 3]
 
-Jobs of the laboratory (``lab.py``: network namespaces, one rank each, Open MPI's ring) train an MLP that hardly
+Jobs of the laboratory (``hvdplus.lab``: network namespaces, one rank each, Open MPI's ring) train an MLP that hardly
 computes, so that eight hosts on two cores measure their links and not the cores. The run logs of the two hosts at the
 first rate make the forecasts, with the functions that ``hvdplus plan`` uses: the link is what was fitted there, at
 another rate scaled by the nominal ones. They are held against the same levels on more hosts, and at the other rates.
@@ -23,10 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from lab import Lab, LabError, bits_per_second
-
 from hvdplus.cli.text import columns
 from hvdplus.control.link import ring_all_reduce, ring_wire
+from hvdplus.lab import Lab, LabError, bits_per_second
 from hvdplus.log.facts import Record
 from hvdplus.log.forecast import Seen, Shown, Step, costs_on, predict, what_the_run_showed
 from hvdplus.log.runlog import read

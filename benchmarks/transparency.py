@@ -6,7 +6,7 @@
 Under Keras 3 stock Horovod's optimizer exchanges nothing: there it is a train step whose gradients pass through
 ``hvd.allreduce``, written by hand, and the comparison is made on this host alone.
 
-Needs root for the part on four hosts (see ``lab.py``), and a machine with nothing else to do. Both train the same model
+Needs root for the part on four hosts (see ``hvdplus.lab``), and a machine with nothing else to do. Both train one model
 from the same weights on the same data. Where they share a job they take turns, step by step; stock Horovod as it
 comes, without the ring that hvdplus sets up, needs jobs of its own, which take turns with the others. A ratio is the
 geometric mean over the pairs (of steps, or of jobs), with 95 % bounds from their spread; below 1 hvdplus is faster.
@@ -30,7 +30,8 @@ from typing import Any
 import numpy as np
 import torch
 from adaptive import Ratio, Verdict, ratio
-from lab import Lab, unavailable
+
+from hvdplus.lab import Lab, unavailable
 
 TRAINED = 20
 """Steps after which weights are compared."""

@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def lab():
     """``lab(hosts=2, rate="1gbit", …)`` gives a running `Lab`, removed after the test."""
-    from lab import Lab, unavailable
+    from hvdplus.lab import Lab, unavailable
 
     why = unavailable()
     if why:

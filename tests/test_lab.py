@@ -3,16 +3,20 @@
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
-from lab import Lab, LabError, bits_per_second, unavailable
 
-LAB = Path(__file__).parents[1] / "benchmarks" / "lab.py"
+from hvdplus.cli.lab import shares
+from hvdplus.lab import Lab, LabError, bits_per_second, unavailable
+
+COMMAND = [sys.executable, "-P", "-m", "hvdplus.cli", "lab"]
 
 ALLREDUCE = """
 import socket, sys
@@ -131,7 +135,7 @@ def wait_for(condition, seconds=60):
 def command(*arguments, **how):
     process = subprocess.Popen(
         # Tests that run in the background of a shell have inherited that SIGINT is ignored.
-        ["/usr/bin/env", "--default-signal=INT", sys.executable, "-P", str(LAB), *arguments],
+        ["/usr/bin/env", "--default-signal=INT", *COMMAND, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -383,9 +387,47 @@ def test_command_without_what_it_needs():
     with command("--", "true", env={"PATH": "/nonexistent"}) as process:
         output = process.communicate(timeout=20)[0]
     assert process.returncode == 2
-    assert output.startswith("lab.py: The lab ") and output.count("\n") == 1
+    assert output.startswith("hvdplus lab: The lab ") and output.count("\n") == 1
     if os.geteuid() == 0 and not unavailable():
-        nobody = ["unshare", "--user", sys.executable, "-P", str(LAB), "--", "true"]
-        done = subprocess.run(nobody, capture_output=True, text=True)
+        nobody = ["unshare", "--user", *COMMAND, "--", "true"]
+        refused = {**os.environ, "HVDPLUS_LAB_INSIDE": "1"}  # as if there were no namespaces for users
+        done = subprocess.run(nobody, capture_output=True, text=True, env=refused)
         assert done.returncode == 2
-        assert done.stderr == "lab.py: The lab sets up network namespaces, which needs root.\n"
+        assert done.stderr == "hvdplus lab: The lab sets up network namespaces, which needs root.\n"
+
+
+def as_nobody(*command, **how):
+    """Run as a user without rights, who owns nothing but a folder in /tmp."""
+    drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all"]
+    return subprocess.run([*drop, *command], capture_output=True, text=True, timeout=120, **how)
+
+
+def test_a_user_without_rights_has_labs_where_the_kernel_allows(tmp_path):
+    if os.geteuid() != 0 or unavailable():
+        pytest.skip("this test gives up root's rights, and has none")
+    if as_nobody("unshare", "--user", "--map-root-user", "--net", "--mount", "true").returncode:
+        pytest.skip("this kernel lets only root make networks")
+    home = Path(tempfile.mkdtemp(dir="/tmp"))
+    home.chmod(0o777)
+    try:
+        environment = {**os.environ, "HOME": str(home), "TMPDIR": str(home), "PYTHONDONTWRITEBYTECODE": "1"}
+        script = home / "allreduce.py"
+        script.write_text(ALLREDUCE)
+        if as_nobody(sys.executable, "-c", "import hvdplus", env=environment).returncode:
+            pytest.skip("this Python is out of reach for others")
+        done = as_nobody(*COMMAND, "--rate", "200mbit", "--", "python", str(script), "400000", env=environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "0 of 2 on h1, 0 of 1" in done.stdout and "1 of 2 on h2, 0 of 1" in done.stdout
+        assert re.search(r"^h1 sent 0\.[4-9]\d MB$", done.stdout, re.MULTILINE)
+    finally:
+        shutil.rmtree(home)
+
+
+@pytest.mark.parametrize(("given", "found"), [((), {}), (("h2=0.5", "h1=0.25"), {"h2": 0.5, "h1": 0.25})])
+def test_shares_of_slow_hosts(given, found):
+    assert shares(given) == found
+
+
+def test_a_share_that_is_none_is_named():
+    with pytest.raises(ValueError, match="--slow wants a host and .* Received: h2"):
+        shares(["h2"])

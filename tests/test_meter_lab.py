@@ -4,8 +4,10 @@ import sys
 import time
 
 import pytest
-from lab import WIRE_BYTES_PER_PAYLOAD_BYTE, Lab, bits_per_second, unavailable
 from launching import TESTS
+
+from hvdplus.lab import Lab, bits_per_second, unavailable
+from hvdplus.lab.network import WIRE_BYTES_PER_PAYLOAD_BYTE
 
 RATE = "100mbit"
 TRIES = 5

@@ -20,6 +20,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "install-horovod": ("horovod", "build and install Horovod for the PyTorch, TensorFlow and MPI found here"),
     "compressors": ("compressors", "list the compressors: what each of them sends, keeps and learns"),
     "plan": ("plan", "say what compression would cost and save: for a model, or on more ranks from a run log"),
+    "lab": ("lab", "run a script on several hosts with a slow network, all on this machine"),
+    "try": ("attempt", "say what hvdplus would bring to a script, on networks of several speeds"),
     "report": ("report", "show what a run did: times, levels, decisions"),
     "replay": ("replay", "decide once more from a run log's figures, with other limits if you like"),
 }

@@ -1,7 +1,5 @@
 """Several hosts on one machine: network namespaces on a switch, joined by links of a given rate.
 
-    python benchmarks/lab.py --hosts 4 --rate 1gbit [--ranks-per-host 1] [--gloo] [--check] -- python train.py
-
     with Lab(hosts=2, rate="1gbit") as lab:
         lab.check()                                            # bytes over rate come out right, or LabError
         with lab.start(["python", "train.py"], timeout_seconds=600) as job:
@@ -15,19 +13,17 @@ the switch, a bridge in one more namespace. Both ends of a link are shaped by a 
 holds in each direction. There is bandwidth but no latency: what a message costs apart from its bytes is what it costs
 on this machine. All hosts share its processor cores, unless ``cores`` pins them.
 
-Needs Linux, root, and ``ip`` and ``tc`` (Debian: iproute2). Nothing is left behind: a lab that is killed outright is
-removed by the next one.
+Needs Linux, root (or ``hvdplus.lab.rootless``), and ``ip`` and ``tc`` (Debian: iproute2). Nothing is left behind: a lab
+that is killed outright is removed by the next one.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import itertools
 import json
 import os
-import queue
 import re
 import shlex
 import shutil
@@ -42,9 +38,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 from hvdplus.adapters.transports.window import UCX
+from hvdplus.lab.jobs import Job, Result
 
 UNSHAPED = "unshaped"
 PREFIX = "hvdlab"
@@ -83,16 +80,6 @@ class LabError(RuntimeError):
     """The lab cannot be set up here, or is not what it says."""
 
 
-class Result(NamedTuple):
-    """How a job ended."""
-
-    exit_code: int
-    output: str
-    """Standard output and standard error of all ranks."""
-    bytes_sent: dict[str, int]
-    """What each host put on its link while the job ran."""
-
-
 def bits_per_second(rate: str) -> float:
     """``50mbit``, ``1gbit``, ``2.5gbit`` as a number; ``unshaped`` is infinite.
 
@@ -125,93 +112,6 @@ def unavailable() -> str | None:
     if tried.returncode:
         return f"The lab is not permitted or not supported by this kernel: {tried.stderr.strip()}"
     return None
-
-
-class Job:
-    """A running job: iterate over it for its output, line by line; ``wait`` for its end. It ends with its ``with``."""
-
-    def __init__(self, lab: Lab, command: Sequence[str], timeout_seconds: float, **how: Any):
-        self._lab = lab
-        self._sent_before = lab.bytes_sent()
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # Ctrl-C comes to us, and we end the job
-            **how,
-        )
-        self._timeout_seconds = timeout_seconds
-        self._deadline = time.monotonic() + timeout_seconds
-        self._printed: list[str] = []
-        self._unread: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        # A thread, so that a job whose output nobody reads just now is not held up by a full pipe.
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    @property
-    def output(self) -> str:
-        """Everything printed so far."""
-        return "".join(self._printed)
-
-    def __iter__(self) -> Iterator[str]:
-        """Lines as they come, without the line's end. Raises TimeoutError as `wait` does."""
-        while True:
-            try:
-                line = self._unread.get(timeout=max(0.0, self._deadline - time.monotonic()))
-            except queue.Empty:
-                self._give_up()
-            if line is None:
-                self._unread.put(None)  # for whoever iterates again
-                return
-            yield line.rstrip("\n")
-
-    def wait(self) -> Result:
-        """Wait for the end.
-
-        Raises:
-            TimeoutError: it took longer than ``timeout_seconds`` from its start; every process was ended.
-        """
-        try:
-            exit_code = self.process.wait(max(0.0, self._deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self._give_up()
-        bytes_sent = {host: count - self._sent_before[host] for host, count in self._lab.bytes_sent().items()}
-        self._reader.join()
-        return Result(exit_code, self.output, bytes_sent)
-
-    def stop(self) -> None:
-        """End every process of the job at once. Safe to repeat."""
-        if self.process.poll() is None:
-            # Rather the first process of the job's namespace than `unshare` around it: that returns when all are gone.
-            try:
-                first = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-            except OSError:
-                first = []
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(first[0]) if first else self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self._reader.join()
-
-    def __enter__(self) -> Job:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def _give_up(self) -> NoReturn:
-        self.stop()
-        raise TimeoutError(f"The job did not end in {self._timeout_seconds:g} s. It printed:\n{self.output}")
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as lines:
-            for line in lines:
-                self._printed.append(line)
-                self._unread.put(line)
-        self._unread.put(None)
 
 
 class Lab:
@@ -596,46 +496,3 @@ def _remove_leftovers() -> None:
         match = NAME.match(path.name)
         if match and path.exists() and _born(int(match["pid"])) != int(match["born"]):
             _remove(match[0])
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns the job's exit code, or 2 if there can be no lab."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--rate", default=UNSHAPED, help="of each link: 50mbit, 1gbit, …, unshaped (default)")
-    parser.add_argument("--ranks-per-host", type=int, default=1)
-    parser.add_argument("--gloo", action="store_true", help="horovodrun over Gloo instead of mpirun")
-    parser.add_argument("--pin", action="store_true", help="host i runs on core i, modulo the number of cores")
-    parser.add_argument("--check", action="store_true", help="check the links' rates first")
-    parser.add_argument("--timeout-seconds", type=float, default=24 * 3600.0)
-    parser.add_argument("command", nargs="+", help="what each rank runs, after --")
-    given = parser.parse_args(arguments)
-    cores = {f"h{i + 1}": str(i % (os.cpu_count() or 1)) for i in range(given.hosts)} if given.pin else None
-    try:
-        with Lab(given.hosts, given.rate, cores) as lab:
-            if given.check:
-                lab.check()
-            with lab.start(
-                given.command,
-                ranks_per_host=given.ranks_per_host,
-                launcher="gloo" if given.gloo else "mpi",
-                timeout_seconds=given.timeout_seconds,
-            ) as job:
-                for line in job:
-                    print(line, flush=True)
-                result = job.wait()
-    except (LabError, ValueError) as error:
-        print(f"lab.py: {error}", file=sys.stderr)
-        return 2
-    except TimeoutError as error:
-        print(f"lab.py: {str(error).partition(' It printed:')[0]}", file=sys.stderr)
-        return 124
-    except KeyboardInterrupt as interrupt:
-        return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
-    for host, count in result.bytes_sent.items():
-        print(f"{host} sent {count / 1e6:.2f} MB")
-    return result.exit_code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

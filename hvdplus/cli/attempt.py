@@ -1,0 +1,208 @@
+"""``hvdplus try``: what would hvdplus bring to a script, on which network?
+
+    hvdplus try train.py --epochs 3             two hosts on this machine, at 100 Mb/s and 1 Gb/s; some minutes
+    hvdplus try --rates 200mbit,2gbit train.py
+
+The script runs for some seconds at a time on hosts of a lab (see ``hvdplus lab``): without compression, in fp16 and
+with ``auto``, and what a step takes is read from its run logs. It has to use hvdplus already, with the default
+compression. Other networks are planned from the same logs, as ``hvdplus plan`` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from hvdplus.cli.text import columns, whole
+from hvdplus.control.link import Wire, ring_all_reduce
+from hvdplus.lab import UNSHAPED, Job, Lab, LabError, bits_per_second, rootless
+from hvdplus.log.facts import DENSE, Record, Span, delay_prices, spans_by_level
+from hvdplus.log.forecast import best_level, costs_on, predict, what_the_run_showed
+from hvdplus.log.runlog import read
+from hvdplus.log.words import count, three_digits
+
+WAYS = ("none", "fp16", "auto")
+RATES, PLANNED = "100mbit,1gbit", (10.0, 25.0)
+"""That are measured, and those in Gbit/s that are planned."""
+SETTLE, ENOUGH = 3, 8
+"""Windows of a run that do not count, and those that do after which it may end early."""
+WINDOW_STEPS = 4
+LATENCY = 20e-6
+"""Seconds that a message takes on a planned network."""
+LOOK_SECONDS = 0.3
+
+
+class Went(NamedTuple):
+    """How the script ran in one way."""
+
+    span: Span
+    """All its later steps at the level that most of them ran at."""
+    price: float
+    """Of delay: how many times the steps of dense a training needs at that level."""
+
+    @property
+    def cost_ms(self) -> float:
+        """Milliseconds a step, times what delay costs."""
+        return self.span.step_ms * self.price
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the arguments of ``hvdplus try``."""
+    parser.add_argument("--hosts", default="2", metavar="N", help="number of hosts (default: 2)")
+    parser.add_argument("--rates", default=RATES, metavar="RATES", help=f"of the links (default: {RATES})")
+    parser.add_argument("--seconds", default="40", metavar="S", help="of training in each run (default: 40)")
+    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="a Python script, its arguments")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table. Returns 0; 1 if a run failed; 2 with a message if an argument is wrong, or there is no lab."""
+    rootless.enter(["-m", "hvdplus.cli", *sys.argv[1:]])
+    try:
+        hosts, seconds = whole("--hosts", args.hosts), whole("--seconds", args.seconds)
+        rates = args.rates.split(",")
+        for rate in rates:
+            bits_per_second(rate)
+        script = [part for part in args.script if part != "--"]
+        if not script or not Path(script[0]).is_file():
+            raise ValueError(f"hvdplus try wants a Python script. Received: {shlex.join(args.script) or 'nothing'}")
+        print(said_before(hosts, rates, seconds), flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            rows, logs = measured(hosts, rates, seconds, script, Path(folder))
+    except (LabError, ValueError) as error:
+        print(f"hvdplus try: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        print(f"hvdplus try: {error}", file=sys.stderr)
+        return 1
+    head = ("network", "stock", "fp16", "auto", "level", "to the same loss")
+    print("\n" + columns([head, *rows, *planned(logs, hosts)], range(1, 4)))
+    print(
+        "\nMilliseconds a step. The last column is auto against the better of stock and fp16, with what delay costs. "
+        "\nAbove 1 it is sooner. Networks with a ~ are planned from the runs before, not measured."
+    )
+    return 0
+
+
+def said_before(hosts: int, rates: Sequence[str], seconds: int) -> str:
+    """What is going to happen."""
+    minutes = math.ceil(len(rates) * len(WAYS) * (seconds + 15) / 60)
+    return (
+        f"{count(hosts, 'host')} on this machine, {', '.join(rates)}; {', '.join(WAYS)} in turns, {seconds} s each: "
+        f"{count(minutes, 'minute')} at most"
+    )
+
+
+def measured(
+    hosts: int, rates: Sequence[str], seconds: int, script: Sequence[str], folder: Path
+) -> tuple[list[tuple[str, ...]], list[list[Record]]]:
+    """A row for each rate; the records of all runs.
+
+    Raises:
+        RuntimeError: the script failed, or wrote no run log.
+    """
+    cores = os.cpu_count() or 1
+    pinned = {f"h{i + 1}": str(i % cores) for i in range(hosts)} if cores >= hosts else None
+    rows, logs = [], []
+    with Lab(hosts, UNSHAPED, pinned) as lab:
+        for rate in rates:
+            lab.shape(rate)
+            went = {}
+            for way in WAYS:
+                records = one(lab, [sys.executable, *script], way, seconds, folder / f"{rate}-{way}.jsonl")
+                logs.append(records)
+                went[way] = summed_up(records)
+                print(f"  {rate}, {way}: {three_digits(went[way].span.step_ms)} ms a step", flush=True)
+            rows.append(row(rate, went))
+    return rows, logs
+
+
+def one(lab: Lab, command: Sequence[str], way: str, seconds: int, log: Path) -> list[Record]:
+    """Run the script in one way until it ends or its time is up; the records of its run log."""
+    environment = {
+        "HVDPLUS_COMPRESSION": way,
+        "HVDPLUS_RUN_LOG": str(log),
+        "HVDPLUS_WINDOW_STEPS": str(WINDOW_STEPS),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
+    with lab.start(command, env=environment, timeout_seconds=60.0 + 3 * seconds) as job:
+        records = watch(job, log, seconds)
+    if len([record for record in records if record["kind"] == "window"]) <= SETTLE:
+        if job.process.returncode:
+            raise RuntimeError(f"the script ended with code {job.process.returncode}:\n{job.output[-2000:]}")
+        raise RuntimeError(
+            "the script took too few steps, or none with hvdplus: it needs `import hvdplus.torch as hvd` (or "
+            f"hvdplus.keras), hvd.init() and hvd.DistributedOptimizer. It printed:\n{job.output[-2000:]}"
+        )
+    return records
+
+
+def watch(job: Job, log: Path, seconds: int) -> list[Record]:
+    """The records of a run log, once the job has ended, or has trained for so long (and for some windows)."""
+    records: list[Record] = []
+    began = math.inf
+    while True:
+        ended = job.process.poll() is not None
+        if log.exists():
+            try:
+                records = read(log)
+            except ValueError:  # its first line is being written
+                records = []
+        windows = sum(record["kind"] == "window" for record in records)
+        began = min(began, time.monotonic()) if windows else math.inf
+        late = time.monotonic() - began
+        if ended or (late > seconds and windows > SETTLE + ENOUGH) or late > 2 * seconds:
+            return records
+        time.sleep(LOOK_SECONDS)
+
+
+def summed_up(records: Sequence[Record]) -> Went:
+    """The later steps at the level that most of them ran at."""
+    windows = [record for record in records if record["kind"] == "window"]
+    others = [record for record in records if record["kind"] != "window"]
+    levels = spans_by_level([*others, *windows[max(SETTLE, len(windows) // 3) :]])
+    main = max(levels.values(), key=lambda span: span.steps)
+    return Went(main, delay_prices(records).get(main.level, 1.0))
+
+
+def row(rate: str, went: dict[str, Went]) -> tuple[str, ...]:
+    """Of the table."""
+    plain = min(went["none"].cost_ms, went["fp16"].cost_ms)
+    return (
+        rate,
+        *(three_digits(went[way].span.step_ms) for way in WAYS),
+        went["auto"].span.level,
+        f"{plain / went['auto'].cost_ms:.2f} x",
+    )
+
+
+def planned(logs: Sequence[list[Record]], hosts: int) -> list[tuple[str, ...]]:
+    """Rows for faster networks, from all that was measured; empty if that is too little."""
+    runs = [record for records in logs for record in records if record["kind"] == "run"]
+    last = next((run for run in reversed(runs) if run.get("compression") == "auto"), None)
+    if last is None:
+        return []
+    fast = [records for records in logs[-len(WAYS) :]]
+    windows = [record for records in fast for record in records if record["kind"] != "run"]
+    try:
+        shown = what_the_run_showed([last, *windows])
+        costs, _ = costs_on(shown, hosts)
+    except ValueError:
+        return []
+    rows = []
+    for gbit in PLANNED:
+        wire = Wire(LATENCY, 8e-9 / gbit)
+        steps = {name: predict(shown, cost, hosts, wire, {"ring": ring_all_reduce}) for name, cost in costs.items()}
+        best = best_level(steps, shown.prices)
+        plain = min(steps[name].seconds for name in (DENSE, "fp16") if name in steps)
+        gain = plain / (steps[best].seconds * shown.prices.get(best, 1.0))
+        cells = (steps[name].seconds if name in steps else math.nan for name in (DENSE, "fp16", best))
+        rows.append((f"~ {gbit:g}gbit", *(three_digits(1e3 * cell) for cell in cells), best, f"{gain:.2f} x"))
+    return rows

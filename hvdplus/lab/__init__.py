@@ -1,0 +1,6 @@
+"""A laboratory: several hosts on one machine, with real links between them, each of a given rate."""
+
+from hvdplus.lab.jobs import Job, Result
+from hvdplus.lab.network import UNSHAPED, Lab, LabError, bits_per_second, unavailable
+
+__all__ = ["UNSHAPED", "Job", "Lab", "LabError", "Result", "bits_per_second", "unavailable"]
