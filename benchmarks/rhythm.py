@@ -5,7 +5,7 @@
     python benchmarks/rhythm.py --only stragglers   a part: races, stragglers, or prices
 
 Tables and pictures are left in results/. Nothing else may run on the machine meanwhile. Needs root (network namespaces;
-see ``lab.py``).
+see ``hvdplus.lab``).
 
 races       A byte-level transformer of 3.3 M parameters trains with AdamW on real text. As in ``adaptive.py``'s races,
             what a fixed choice learns in a step does not depend on the link: its curve is that of a training without
@@ -35,10 +35,10 @@ from typing import NamedTuple
 
 import numpy as np
 from adaptive import UNSHAPED, Ranks, Verdict, curve, machine, running
-from lab import Lab
 from matplotlib.figure import Figure
 
 from hvdplus.control.interval import LATE_PRICE, PRICE
+from hvdplus.lab import Lab
 
 HERE = Path(__file__).parent
 MODEL, STEPS, STRETCH = "bytes", 768, 64
@@ -347,13 +347,15 @@ def prices(ranks: Ranks, seeds: int) -> list[Price]:
 
 
 def steps_ratio(losses: Sequence[float], dense: Sequence[float]) -> float:
-    """Steps that a training takes over those of dense, to the last loss that both come to."""
+    """Steps that a training takes over those of dense: the geometric mean over losses on the way, from where dense is
+    after a quarter of its steps to the last one that both come to."""
 
     def steps(one: Sequence[float], loss: float) -> float:
         return reached([(float(place + 1), each) for place, each in enumerate(one)], loss)
 
-    last = max(min(losses), min(dense))
-    return steps(losses, last) / steps(dense, last)
+    first, last = dense[len(dense) // 4], max(min(losses), min(dense))
+    wanted = [first + (last - first) * share for share in (0.0, 0.25, 0.5, 0.75, 1.0)] if first > last else [last]
+    return math.exp(statistics.fmean(math.log(steps(losses, loss) / steps(dense, loss)) for loss in wanted))
 
 
 def fit(found: Sequence[Price]) -> tuple[float, float]:

@@ -36,10 +36,15 @@ def test_prices_are_found_again() -> None:
     assert fit(found) == pytest.approx((0.003, 0.1))
 
 
-def test_steps_count_to_the_last_loss_that_both_reach() -> None:
+def test_steps_are_compared_all_along_the_way() -> None:
+    twice = (4.35, 4.0, 3.65, 3.3, 3.2, 3.1, 3.0, 2.9)
+    """LOSSES, half as fast."""
     assert steps_ratio(LOSSES, LOSSES) == 1.0
-    assert steps_ratio((4.5, 4.0, 3.3, 3.1), LOSSES) == pytest.approx(4 / 3)
-    assert steps_ratio((3.3, 3.1, 2.9, 2.8), LOSSES) == pytest.approx(3 / 4)
+    assert steps_ratio(twice, LOSSES) == pytest.approx(2.0) and steps_ratio(LOSSES, twice) == pytest.approx(0.5)
+    assert steps_ratio((*twice, 2.5), LOSSES) == pytest.approx(2.0), "to the last loss that both come to"
+    behind = steps_ratio((4.5, 4.0, 3.3, 3.1), LOSSES)  # one step late at 3.3, 3.25, 3.2, 3.15 and 3.1
+    assert behind == pytest.approx(math.prod((at + 1) / at for at in (2, 2.25, 2.5, 2.75, 3)) ** 0.2)
+    assert steps_ratio((4.0, 3.9, 3.5, 3.4), LOSSES) == pytest.approx(4 / (1 + 6 / 7)), "never where dense soon is"
 
 
 @pytest.mark.parametrize("mine", [5.0, 9.0])

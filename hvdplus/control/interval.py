@@ -4,8 +4,8 @@
            * (1 + (price * (H - 1) + price of late means * overlap / H) * (rate / highest rate)²)
 
 What an exchange takes hardly depends on H, so one that was measured tells of all. Steps that ranks take apart bring
-them less far, and so does a mean that arrives late. Both prices are read from a few trainings of one transformer;
-``benchmarks/rhythm.py --only prices`` fits them to more. They fall with the square of the learning rate, so that H
+them less far, and so does a mean that arrives late. Both prices are fitted to trainings of two transformers, to their
+losses all along the way (``benchmarks/rhythm.py --only prices``). They fall with the square of the learning rate, so that H
 grows as the rate falls, as in the quadratic synchronisation rule (arXiv 2310.14423).
 """
 
@@ -45,7 +45,7 @@ LADDER = ("none", "fp16", "int8", "int4")
 directions that change from one exchange to the next: integers lose little of that, low-rank levels a lot."""
 LEAST, MOST, START = 1, 64, 16
 """Local steps. The start is where compression hardly matters any more, so that the level is not chosen for its sake."""
-PRICE, LATE_PRICE = 0.0045, 0.18
+PRICE, LATE_PRICE = 0.0058, 0.32
 """Of every step beyond the first between two exchanges, and of means that are late by a whole period, as shares of all
 steps."""
 SPARE = 1.2
