@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
+from hvdplus.adapters.torch import private
 from hvdplus.adapters.torch.memory import alone_in_memory
 from hvdplus.adapters.torch.ops import make_ops
 from hvdplus.exchange.bucket import DENSE_ONLY, Bucket
 from hvdplus.exchange.sketch import CELLS, Part, signs
 
+UNNAMED = nullcontext()
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the integer type that shows its bits."""
 
@@ -42,6 +45,9 @@ class TorchBackend:
         self.shapes = [tuple(real_view(parameter).shape) for parameter in self.parameters]
         self.dtypes = [DENSE_ONLY if p.is_complex() else type_name(p) for p in self.parameters]
         self.names = [*names, *(f"parameter {i}" for i in range(len(names), len(self.parameters)))]
+
+    def named(self, what: str) -> AbstractContextManager[Any]:
+        return torch.profiler.record_function(what) if private.profiles() else UNNAMED
 
     # -- gradients of this rank
 

@@ -38,6 +38,12 @@ def compiles() -> bool:
     return bool(counters is not None and counters["frames"])
 
 
+def profiles() -> bool:
+    """Whether a profiler runs."""
+    enabled = getattr(torch.autograd, "_profiler_enabled", None)
+    return bool(enabled is not None and enabled())
+
+
 def check() -> list[str]:
     """Try every interface; returns a sentence for each that does not work, and turns it off."""
     global _use_count

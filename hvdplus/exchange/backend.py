@@ -7,6 +7,7 @@ its steps (TensorFlow) uses the engine's pure functions and keeps its arrays in 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
@@ -49,6 +50,9 @@ class Backend(Protocol[EagerArray]):
     @property
     def ops(self) -> Ops[EagerArray]:
         """The operations of the gradients' device."""
+
+    def named(self, what: str) -> AbstractContextManager[Any]:
+        """What happens inside has this name in the framework's profiler."""
 
     def gradient(self, i: int) -> Any:
         """This rank's gradient as the framework holds it; None: there is none."""

@@ -163,7 +163,7 @@ class Coordinator:
             self.schedule.commit(plan)
         times = StepTimes(*map(_whole_microseconds, metadata.times))
         self.listener(times, metadata.learning_rate)
-        self._measure(self._known._replace(times=times), metadata.loss)
+        self._measure(self._known._replace(times=times), metadata)
         if label(self.ladder, plan) != label(self.ladder, self._measured):
             self._close_window()
         # The next metadata bring this step's times.
@@ -189,6 +189,13 @@ class Coordinator:
         sent = self.payload_bytes[self.schedule.level]
         ratio = self._gradient_bytes / sent if sent else 1.0
         return {**self._journal.last_times(), "level": float(self.schedule.level), "ratio": ratio}
+
+    def on_window(self, callback: Callable[[dict[str, Any]], None]) -> None:
+        """Call ``callback`` on this rank with every window of steps from now on; ``docs/log-format.md`` has its fields.
+
+        It is called between two steps, about every ten; an error in it ends the training.
+        """
+        self._journal.callbacks.append(callback)
 
     @property
     def status(self) -> str:
@@ -283,11 +290,11 @@ class Coordinator:
         probe = self._controller.probe_bytes() if self._controller and may_probe else 0
         return self.schedule.next_plan()._replace(measurement=measurement, probe_bytes=probe)
 
-    def _measure(self, seen: Observation, loss: float) -> None:
+    def _measure(self, seen: Observation, metadata: Metadata) -> None:
         self.steps += 1
         if not seen.times.step:  # the first step has no step before it
             return
-        self._journal.add_step(seen, loss)
+        self._journal.add_step(seen, metadata.loss, metadata.compute)
         if self._journal.window_is_full:
             self._close_window()
         if not self._controller or self._measured.warms_up:  # such a step is dense, and says nothing of any level

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
+
+import numpy as np
 
 from hvdplus.control.controller import Decision, Observation
 from hvdplus.control.link import LevelCost
@@ -17,6 +19,8 @@ from hvdplus.transport import World
 
 TRACE_STEPS = 50
 """Steps of the controller's observations in one line of the run log."""
+MOST_RANKS = 64
+"""On more ranks than this, a window has the computation of the slowest and of the middle one alone."""
 
 
 class Journal:
@@ -25,8 +29,10 @@ class Journal:
     def __init__(self, log: RunLog, window_steps: int) -> None:
         self.log = log
         self._window_steps = window_steps
-        self._window: list[tuple[Observation, float]] = []
+        self._window: list[tuple[Observation, float, np.ndarray]] = []
         self._trace: list[list[float | None]] = []
+        self.callbacks: list[Callable[[dict[str, Any]], None]] = []
+        """Called with every window."""
 
     def write_run(
         self,
@@ -69,9 +75,9 @@ class Journal:
         """Whether the observations fill a line."""
         return len(self._trace) >= TRACE_STEPS
 
-    def add_step(self, seen: Observation, loss: float) -> None:
-        """Add a step to the window. ``loss``: NaN if none was reported."""
-        self._window.append((seen, loss))
+    def add_step(self, seen: Observation, loss: float, compute: np.ndarray) -> None:
+        """Add a step to the window. ``loss``: NaN if none was reported; ``compute``: (ranks,), seconds of each."""
+        self._window.append((seen, loss, compute))
 
     def add_observation(self, level: int, seen: Observation) -> None:
         """Add a step that the controller observes to the trace."""
@@ -95,10 +101,13 @@ class Journal:
         """
         if not self._window:
             return
-        times = median_times([seen.times for seen, _ in self._window])
-        losses = [loss for _, loss in self._window if math.isfinite(loss)]
-        errors = [seen.error for seen, _ in self._window if not math.isnan(seen.error)]
-        cosines = [seen.cosine for seen, _ in self._window if not math.isnan(seen.cosine)]
+        observed = [seen for seen, *_ in self._window]
+        times = median_times([seen.times for seen in observed])
+        losses = [loss for _, loss, _ in self._window if math.isfinite(loss)]
+        errors = [seen.error for seen in observed if not math.isnan(seen.error)]
+        cosines = [seen.cosine for seen in observed if not math.isnan(seen.cosine)]
+        ranks = np.median([compute for *_, compute in self._window], axis=0) * 1e3
+        slowest = int(ranks.argmax())
         self.log.write(
             "window",
             first_step=steps - len(self._window),
@@ -115,8 +124,14 @@ class Journal:
             error=median(errors) if errors else None,
             cosine=sum(cosines) / len(cosines) if cosines else None,
             loss=sum(losses) / len(losses) if losses else None,
+            slowest_rank=slowest,
+            slowest_compute_ms=float(ranks[slowest]),
+            middle_compute_ms=float(np.median(ranks)),
+            compute_ms_by_rank=[round(each, 3) for each in ranks.tolist()] if len(ranks) <= MOST_RANKS else None,
         )
         self._window = []
+        for callback in self.callbacks:
+            callback(dict(self.log.last_window or {}))
 
     def write_decision(self, steps: int, names: Sequence[str], level: int, decision: Decision) -> None:
         """Write the controller's decision. ``level``: the present one, of ``names``."""

@@ -99,6 +99,8 @@ class Metadata(NamedTuple):
     """float32, one a parameter: how many ranks have a gradient of it."""
     turned: np.ndarray
     """Booleans, one a parameter: its gradient has turned sparse on some rank."""
+    compute: np.ndarray
+    """(ranks,): seconds of each rank's own computation in the previous step."""
 
 
 def length(ranks: int, parameters: int) -> int:
@@ -143,6 +145,8 @@ def read(total: np.ndarray, ranks: int) -> Metadata:
         overlapped_comm=least.comm - least.exposed_comm,
         probe=least.probe,
     )
+    slots = Slot(*fields)
+    waits = slots.codec + slots.exposed_comm + slots.input_wait + slots.probe
     return Metadata(
         nonfinite=not sums.nonfinite < 0.5,
         overflow=not sums.overflow < 0.5,
@@ -156,6 +160,7 @@ def read(total: np.ndarray, ranks: int) -> Metadata:
         added=[] if not most.added else fields[Slot._fields.index("added")].astype(int).tolist(),
         used=used,
         turned=turned,
+        compute=np.maximum(times.step - waits, 0.0),
     )
 
 

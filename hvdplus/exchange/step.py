@@ -113,12 +113,12 @@ def send_rest(x: EagerExchange[EagerArray]) -> list[bool]:
 def receive(x: EagerExchange[EagerArray]) -> None:
     """Wait for every sum, and decode it."""
     if x.now.in_place:
-        with x.meter.awaited(*(state.bucket.number for state in x.now.states)):
+        with x.meter.awaited(*(state.bucket.number for state in x.now.states)), x.backend.named("hvdplus.wait"):
             for state in x.now.states:
                 state.summed = x.transport.wait(state.handle)
     for state in (*(() if x.now.in_place else x.now.states), *x.tables_now):
         if state.handle is not None:
-            with x.meter.awaited(state.bucket.number):
+            with x.meter.awaited(state.bucket.number), x.backend.named("hvdplus.wait"):
                 state.total = x.transport.wait(state.handle)
         with x.meter.codec():
             if isinstance(state, sparse.Table) and state.union is not None:

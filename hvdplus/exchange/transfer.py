@@ -63,7 +63,8 @@ def send(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
         state.summed = _in_place(x, state)
         state.handle = cast(Grouping, x.transport).start_all(state.summed, name, x.scale)
     else:
-        _encode(x, state)
+        with x.backend.named("hvdplus.encode"):
+            _encode(x, state)
         state.handle = x.transport.start(state.payload, name)
     x.meter.sum_begins(state.bucket.number, functools.partial(x.transport.done, state.handle))
 
@@ -71,10 +72,11 @@ def send(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
 def decode(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
     """Sum of payloads -> mean of gradients, and the next context."""
     compressor, check = x.compressor(state.bucket, x.plan.level), x.checks and state.bucket.compressible
-    got = receive_bucket(x.ops, compressor, x.context(state), state.total, x.scale * x.sent_scale, check)
-    state.mean, state.next_context, state.sum_finite = got
-    if check and x.plan.warms_up:
-        state.next_context = learned(x, state, state.total)
+    with x.backend.named("hvdplus.decode"):
+        got = receive_bucket(x.ops, compressor, x.context(state), state.total, x.scale * x.sent_scale, check)
+        state.mean, state.next_context, state.sum_finite = got
+        if check and x.plan.warms_up:
+            state.next_context = learned(x, state, state.total)
 
 
 def learned(x: EagerExchange[EagerArray], state: BucketState[EagerArray], total: EagerArray) -> Context[EagerArray]:

@@ -226,6 +226,77 @@ def alone(records: Sequence[Record]) -> Alone | None:
     return Alone(takes / worth, cosine, worth, takes)
 
 
+class Spread(NamedTuple):
+    """How unequally long ranks compute. Milliseconds a step."""
+
+    rank: int
+    """The slowest one."""
+    slowest_ms: float
+    middle_ms: float
+    """Of the middle rank."""
+    steps: int
+    """In which it was the slowest."""
+
+    @property
+    def times(self) -> float:
+        """How many times as long as the middle rank the slowest one computes."""
+        return self.slowest_ms / self.middle_ms if self.middle_ms else 1.0
+
+
+def spread(records: Sequence[Record]) -> Spread | None:
+    """The rank that was the slowest in most steps; None: the log does not tell, or there is one rank."""
+    by_rank: dict[int, list[Record]] = {}
+    for window in windows_of(records):
+        if isinstance(window.get("slowest_rank"), int):
+            by_rank.setdefault(window["slowest_rank"], []).append(window)
+    if not by_rank or (run_of(records).get("ranks") or 1) < 2:
+        return None
+    rank, windows = max(by_rank.items(), key=lambda pair: sum(map(steps_in, pair[1])))
+    steps = [steps_in(window) for window in windows]
+    slowest, middle = (
+        weighted_median([number_of(window.get(field)) for window in windows], steps)
+        for field in ("slowest_compute_ms", "middle_compute_ms")
+    )
+    return None if math.isnan(slowest + middle) else Spread(rank, slowest, middle, sum(steps))
+
+
+class Traffic(NamedTuple):
+    """What a rank has sent."""
+
+    bytes: float
+    dense_bytes: float
+    """What the same steps would have sent in float32."""
+
+    @property
+    def saved_share(self) -> float:
+        """Share of the bytes that were not sent."""
+        return 1 - self.bytes / self.dense_bytes if self.dense_bytes else math.nan
+
+
+def traffic(records: Sequence[Record]) -> Traffic:
+    """Of all steps that the log has; bandwidth probes and metadata do not count."""
+    dense, windows = number_of(run_of(records).get("gradient_bytes")), windows_of(records)
+    sent = [(steps_in(window), span_of([window], run_of(records)).payload_bytes) for window in windows]
+    known = [(steps, size) for steps, size in sent if not math.isnan(size)]
+    return Traffic(sum(steps * size for steps, size in known), dense * sum(steps for steps, _ in known))
+
+
+class Bandwidth(NamedTuple):
+    """Of all-reduces, in bytes a second, as NCCL's tests count them."""
+
+    algorithm: float
+    """Payload over time."""
+    bus: float
+    """What each rank's link carries in a ring: 2 (N - 1) / N times as much."""
+
+
+def bandwidth(span: Span, ranks: int) -> Bandwidth:
+    """At one level; NaN where nothing was sent. Communication behind computation counts as long as it took."""
+    seconds = (span.exposed_comm_ms + span.overlapped_comm_ms) / 1e3
+    algorithm = span.payload_bytes / seconds if seconds > 0 else math.nan
+    return Bandwidth(algorithm, algorithm * 2 * (ranks - 1) / ranks)
+
+
 def spans_by_level(records: Sequence[Record]) -> dict[str, Span]:
     """All windows of each level taken together, but those of steps that no decision chose: they flush or warm up."""
     by_level: dict[str, list[Record]] = {}

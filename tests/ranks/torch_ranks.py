@@ -1740,6 +1740,33 @@ def test_run_log_tells_where_the_time_went(tmp_path, monkeypatch):
         assert records[-1]["kind"] == "end"
 
 
+def test_windows_are_told_as_they_are_written():
+    net = model()
+    optimizer = wrapped(net, "lowrank:2", settings={"window_steps": 4})
+    seen = []
+    optimizer.hvdplus.on_window(seen.append)
+    train(net, optimizer, 14)
+    assert [window["steps"] for window in seen[:2]] == [4, 4] and all(window["step_ms"] > 0 for window in seen)
+    for window in seen:
+        ranks = window["compute_ms_by_rank"]
+        assert len(ranks) == SIZE and ranks[window["slowest_rank"]] == max(ranks)
+        assert min(ranks) <= window["middle_compute_ms"] <= window["slowest_compute_ms"]
+    told = hvd.allgather_object([window["compute_ms_by_rank"] for window in seen])
+    assert all(theirs == told[0] for theirs in told)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank exchanges nothing")
+def test_the_profiler_names_what_the_exchange_does():
+    net = model()
+    optimizer = wrapped(net, "lowrank:2")
+    train(net, optimizer, 1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        train(net, optimizer, 1, first=1)
+    counts = {event.key: event.count for event in profiler.key_averages()}
+    buckets = counts["hvdplus.encode"]
+    assert buckets >= 1 and counts["hvdplus.wait"] == counts["hvdplus.decode"] == buckets
+
+
 def test_the_launch_is_the_one_that_was_meant():
     world = hvd._require_world()
     assert world.transport.name == os.environ["EXPECTED_TRANSPORT"]
