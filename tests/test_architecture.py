@@ -32,7 +32,10 @@ OWN_FRAMEWORK = {
 """Folder of ``adapters`` -> frameworks that it may import."""
 STANDS_ON = {"hvdplus.adapters.keras": {"torch", "tensorflow"}, "hvdplus.tensorflow": {"keras"}}
 """What may import others of its kind: Keras has backends, and TensorFlow's front door leads into Keras' house."""
-SHOWS = {f"hvdplus.log.{name}" for name in ("words", "table", "picture", "report")}
+SHOWS = {
+    f"hvdplus.log.{name}"
+    for name in ("words", "summary", "table", "columns", "picture", "panels", "page", "timeline", "follow", "report")
+}
 """Words and axes: training imports none of them. A front door's ``report()`` may, when it is called."""
 
 
@@ -75,7 +78,8 @@ def within(name: str, *packages: str) -> bool:
 
 COMPRESSION, ADAPTERS = modules("compression"), modules("adapters")
 HVDPLUS = modules("hvdplus")
-CLI = {name: path for name, path in HVDPLUS.items() if within(name, "hvdplus.cli")}
+CLI = {name: path for name, path in HVDPLUS.items() if within(name, "hvdplus.cli", "hvdplus.lab")}
+"""What starts programs; nobody below knows of it."""
 DOORS = {name: path for name, path in HVDPLUS.items() if within(name, *(f"hvdplus.{door}" for door in FRONT_DOORS))}
 CORE = {name: path for name, path in HVDPLUS.items() if name not in {**CLI, **DOORS}}
 

@@ -12,18 +12,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hvdplus.log.facts import (
-    DRAINING,
-    WARMING,
-    Record,
-    Span,
-    decisions_of,
-    level_of,
-    run_of,
-    span_of,
-    windows_in,
-    windows_of,
-)
+from hvdplus.log.columns import INK, LOSS_COLOUR, PARTS, columns_of, or_zero, sensible_top, total_ms
+from hvdplus.log.facts import Record, Span, decisions_of, run_of
 from hvdplus.log.words import (
     FRAMEWORKS,
     TRANSPORTS,
@@ -38,21 +28,9 @@ from hvdplus.log.words import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Parts of a step, bottom of the stack first: field, name, colour. From Okabe and Ito's colour-blind-safe palette; a
-# warm colour marks exposed communication, which hvdplus shortens.
-PARTS = (
-    ("compute_ms", "compute", "#c3cad3"),
-    ("codec_ms", "codec", "#0072b2"),
-    ("exposed_comm_ms", "exposed communication", "#d55e00"),
-    ("input_wait_ms", "input wait", "#f0e442"),
-)
-INK = "#333333"
-LOSS_COLOUR = "#009e73"
 WIDTH, HEIGHT, DPI = 14.0, 10.0, 100  # inches, dots an inch
-MOST_COLUMNS = 400  # more columns than this show noise, not a run
 MOST_DECISION_LINES = 9
 LINE = 0.185  # inches, of small text
-PERCENTILE = 0.95
 
 
 def picture(records: Sequence[Record], path: str | os.PathLike[str]) -> Path:
@@ -63,9 +41,7 @@ def picture(records: Sequence[Record], path: str | os.PathLike[str]) -> Path:
         ValueError: there is no window to draw.
         OSError: the file cannot be written.
     """
-    windows, run_record = windows_of(records), run_of(records)
-    if not windows:
-        raise ValueError("the log holds no window of steps yet")
+    columns, a_column, levels = columns_of(records)
     try:
         # No pyplot: it would choose a backend, and the script may be using it for windows of its own.
         import matplotlib
@@ -75,12 +51,10 @@ def picture(records: Sequence[Record], path: str | os.PathLike[str]) -> Path:
     except ImportError as error:
         raise ImportError("the picture needs matplotlib: pip install 'hvdplus[viz]'") from error
 
-    columns, a_column = _columns(windows, run_record)
     decisions = decisions_of(records)
-    levels = _levels(run_record, columns)
     with_loss = any(not math.isnan(span.loss) for span in columns)
     notes = _notes(decisions)
-    headline, subline = _headline(run_record), textwrap.wrap(closing(records), 150)
+    headline, subline = _headline(run_of(records)), textwrap.wrap(closing(records), 150)
 
     # A dollar sign in the name of a host or level starts no formula.
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, "text.parse_math": False, "text.color": INK}):
@@ -124,22 +98,6 @@ def picture(records: Sequence[Record], path: str | os.PathLike[str]) -> Path:
     return target
 
 
-def _columns(windows: Sequence[Record], run_record: Record) -> tuple[list[Span], int]:
-    """(columns to draw, each a span of one window or of a few windows of one level; most windows in a column)."""
-    together = math.ceil(len(windows) / MOST_COLUMNS)
-    columns = []
-    for _, group in groupby(windows, key=level_of):
-        stretch = list(group)
-        columns += [stretch[i : i + together] for i in range(0, len(stretch), together)]
-    return [span_of(column, run_record) for column in columns], max(map(windows_in, columns))
-
-
-def _levels(run_record: Record, columns: Sequence[Span]) -> list[str]:
-    """Names on the level axis, lowest first. Flushing and warm-up steps come below dense."""
-    names = dict.fromkeys([*(run_record.get("ladder") or []), *(span.level for span in columns)])
-    return sorted(names, key=lambda name: name not in (DRAINING, WARMING))
-
-
 def _headline(run_record: Record) -> list[str]:
     framework, transport = str(run_record.get("framework", "?")), str(run_record.get("transport", "?"))
     text = (
@@ -165,15 +123,15 @@ def _notes(decisions: Sequence[Record]) -> list[str]:
 def _draw_times(axis: Axes, columns: Sequence[Span], a_column: int) -> None:
     """Draw the parts of a step, stacked. Outliers are cut off and counted in a remark."""
     edges = [span.first_step for span in columns] + [columns[-1].last_step + 1]
-    stack = [[_zero(getattr(span, field)) for span in columns] for field, _, _ in PARTS]
-    totals = [sum(parts) for parts in zip(*stack, strict=True)]
+    stack = [[or_zero(getattr(span, field)) for span in columns] for field, _, _ in PARTS]
+    totals = [total_ms(span) for span in columns]
     axis.stackplot(
         edges, *([*values, values[-1]] for values in stack),
         labels=[name for _, name, _ in PARTS], colors=[colour for _, _, colour in PARTS], step="post", linewidth=0,
     )  # fmt: skip
     axis.set_ylabel("ms a step")
     axis.grid(axis="y", color="#e6e6e6")
-    limit = _sensible_top(columns, totals)
+    limit = sensible_top(columns)
     axis.set_ylim(0, limit)
     handles, names = axis.get_legend_handles_labels()
     axis.legend(
@@ -187,17 +145,6 @@ def _draw_times(axis: Axes, columns: Sequence[Span], a_column: int) -> None:
         remarks.append(f"cut off: {count(len(beyond), what)}, up to {in_ms(max(beyond))}")
     axis.annotate("; ".join(remarks), (1, 1), xycoords="axes fraction", xytext=(0, 4), textcoords="offset points",
                   ha="right", va="bottom", size=9)  # fmt: skip
-
-
-def _sensible_top(columns: Sequence[Span], totals: Sequence[float]) -> float:
-    """Top of the axis in ms. The usual step of each level fits, and so do most windows; a compilation need not."""
-    by_level: dict[str, list[float]] = {}
-    for span, total in zip(columns, totals, strict=True):
-        by_level.setdefault(span.level, []).append(total)
-    usual = max(sorted(group)[(len(group) - 1) // 2] for group in by_level.values())
-    most = sorted(totals)[int(PERCENTILE * (len(totals) - 1))]
-    top = 1.5 * max(usual, most)
-    return (1.08 * max(totals) if max(totals) <= top else top) or 1.0
 
 
 def _draw_levels(axis: Axes, columns: Sequence[Span], levels: Sequence[str], colours: object) -> None:
@@ -278,8 +225,3 @@ def _labels(steps: Sequence[float], letter: float) -> list[_Label]:
             last, before = labels.pop(), labels.pop()
             labels.append(_Label((before.numbers[0], last.numbers[1]), (before.steps[0], last.steps[1]), letter))
     return labels
-
-
-def _zero(value: float) -> float:
-    """0 for NaN: an unknown part has no height."""
-    return 0.0 if math.isnan(value) else value

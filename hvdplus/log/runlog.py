@@ -196,13 +196,25 @@ def read(path: str | os.PathLike[str]) -> list[Record]:
         if not line.strip():
             continue
         try:
-            records.append(_record(line))
-        except ValueError as error:
+            records.append(parse(line, path, number))
+        except ValueError:
             if number == len(lines) and records:  # no newline after it: the job ended in the middle of this line
                 break
-            start = line[:60].decode(errors="replace")
-            raise ValueError(f"{path}, line {number}: expected {error}. Received: {start!r}") from None
+            raise
     return records
+
+
+def parse(line: bytes, path: str | os.PathLike[str], number: int) -> Record:
+    """The record of a line.
+
+    Raises:
+        ValueError: it is none; the message names file and line and what was expected.
+    """
+    try:
+        return _record(line)
+    except ValueError as error:
+        start = line[:60].decode(errors="replace")
+        raise ValueError(f"{path}, line {number}: expected {error}. Received: {start!r}") from None
 
 
 def _record(line: bytes) -> Record:

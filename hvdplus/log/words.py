@@ -26,6 +26,7 @@ from hvdplus.log.facts import (
     levels_refused,
     run_of,
     spans_by_level,
+    spread,
     steps_in,
     windows_of,
 )
@@ -36,6 +37,8 @@ BOTTLENECK = 0.05
 """Share of the step above which exposed communication is called a bottleneck."""
 WARNED_FROM = 1.2
 """How many times sooner one rank alone has to be, to be mentioned."""
+UNEQUAL_FROM = 1.15
+"""How many times as long as the middle rank one has to compute, to be mentioned."""
 ENOUGH_STEPS = 5
 """Fewer steps at a level are no evidence."""
 LETTERS = 110
@@ -90,6 +93,17 @@ def alone_text(records: Sequence[Record]) -> str:
         f"gradients are much alike (cosine {found.cosine:.2f}), so that a step of theirs is worth {found.worth:.2f} of "
         f"its own, but takes {found.takes:.1f} times as long. Larger batches on each rank, or a faster network, change "
         "that."
+    )
+
+
+def spread_text(records: Sequence[Record]) -> str:
+    """A sentence where one rank computes clearly longer than the middle one; else empty."""
+    found = spread(records)
+    if not found or found.times < UNEQUAL_FROM:
+        return ""
+    return (
+        f"Rank {found.rank} computes {found.times:.1f} times as long as the middle rank ({in_ms(found.slowest_ms)} a "
+        f"step against {in_ms(found.middle_ms)}): all ranks wait for it, and compression does not change that."
     )
 
 

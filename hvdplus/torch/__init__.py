@@ -223,12 +223,13 @@ def identical(values: torch.nn.Module | Iterable[Any]) -> bool:
     return _functions.identical(values, _require_world())
 
 
-def report(optimizer: Any, png: str | None = None, **facts: Any) -> dict[str, Any]:
-    """Close the run log; on rank 0, print the report and draw its picture to ``png``.
+def report(optimizer: Any, png: str | None = None, html: str | None = None, **facts: Any) -> dict[str, Any]:
+    """Close the run log; on rank 0, print the report, and draw it to ``png`` and ``html``.
 
     Args:
         optimizer: what ``DistributedOptimizer`` returned.
         png: file for the picture; None: no picture.
+        html: file for the page, which any browser opens; None: no page.
         facts: values for the log's last record (``accuracy=0.98``).
 
     Returns:
@@ -238,7 +239,7 @@ def report(optimizer: Any, png: str | None = None, **facts: Any) -> dict[str, An
     from hvdplus.log.report import report as end_with_report  # words and axes: training needs neither
 
     own = optimizer.facts() if hasattr(optimizer, "facts") else {}
-    return end_with_report(optimizer.hvdplus, _require_world(), png, {**own, **facts})
+    return end_with_report(optimizer.hvdplus, _require_world(), png, html, {**own, **facts})
 
 
 def _require_world() -> World:
