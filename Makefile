@@ -19,14 +19,15 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
-.PHONY: help venv install demo check types test lint slurm-up clean
+.PHONY: help venv install demo check types test lint docs slurm-up clean
 
 help:
 	@echo "make check     little over a minute: ruff, mypy, and the tests that need NumPy alone"
 	@echo "make install   set up .venv: PyTorch, TensorFlow, MPI, Horovod (built, some minutes), hvdplus"
-	@echo "make demo      train on real digits on two ranks, in PyTorch and in Keras; pictures in runs/"
+	@echo "make demo      hvdplus at work beside stock Horovod on a slow link, in PyTorch and in Keras; a page in runs/"
 	@echo "make test      run the tests against the installed package"
 	@echo "make lint      ruff and mypy --strict"
+	@echo "make docs      the documentation as pages, in build/docs"
 	@echo "make slurm-up  install and start a one-node Slurm from Debian's packages (root)"
 	@echo "make clean     remove .venv, runs/ and build leftovers"
 
@@ -62,13 +63,9 @@ $(VENV)/.stamp-package: $(VENV)/.stamp-horovod $(SOURCES)
 	$(VENV)/bin/python -m pip install --quiet --no-deps --force-reinstall .
 	@touch $@
 
-# mpirun rather than horovodrun here: horovodrun puts the rank's number before every line.
-LAUNCH := $(VENV)/bin/mpirun -np 2 --oversubscribe --bind-to none $(VENV)/bin/python
-
+# Two hosts on a slow link, as root or where the kernel lets users have networks of their own; else both ranks on one.
 demo: install
-	mkdir -p runs
-	HVDPLUS_RUN_LOG=runs/pytorch_digits.jsonl $(LAUNCH) examples/pytorch_digits.py --png runs/pytorch_digits.png
-	HVDPLUS_RUN_LOG=runs/keras_digits.jsonl $(LAUNCH) examples/keras_digits.py --png runs/keras_digits.png
+	$(VENV)/bin/python examples/demo.py
 
 # What starts no jobs needs no more than NumPy, or frameworks where they are. It shares the cores with jobs of one rank;
 # a job of several ranks has them to itself.
@@ -102,6 +99,15 @@ test: export ALL_FRAMEWORKS := 1
 test: install
 	cd tests && $(VENV)/bin/python -m pytest -q -n 2 -m "$(SHARED)" . $(PYTEST_ARGS) $(PICKED)
 	cd tests && $(VENV)/bin/python -m pytest -m "not ($(SHARED))" . $(PYTEST_ARGS) $(PICKED)
+
+# Pages in build/docs. A warning is an error: it is a link that leads nowhere, or a name that is gone.
+$(VENV)/.stamp-docs: $(VENV)/.stamp-package
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.stamp-docs
+	$(VENV)/bin/sphinx-build -q -W --keep-going -b html docs build/docs
+	@echo "build/docs/index.html"
 
 lint: install
 	$(VENV)/bin/ruff check .

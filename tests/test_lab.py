@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hvdplus.cli.lab import shares
-from hvdplus.lab import Lab, LabError, bits_per_second, unavailable
+from hvdplus.lab import Lab, LabError, bits_per_second, rootless, unavailable
 
 COMMAND = [sys.executable, "-P", "-m", "hvdplus.cli", "lab"]
 
@@ -405,7 +405,7 @@ def as_nobody(*command, **how):
 def test_a_user_without_rights_has_labs_where_the_kernel_allows(tmp_path):
     if os.geteuid() != 0 or unavailable():
         pytest.skip("this test gives up root's rights, and has none")
-    if as_nobody("unshare", "--user", "--map-root-user", "--net", "--mount", "true").returncode:
+    if as_nobody(*rootless.ENTER, "true").returncode:
         pytest.skip("this kernel lets only root make networks")
     home = Path(tempfile.mkdtemp(dir="/tmp"))
     home.chmod(0o777)
@@ -413,7 +413,7 @@ def test_a_user_without_rights_has_labs_where_the_kernel_allows(tmp_path):
         environment = {**os.environ, "HOME": str(home), "TMPDIR": str(home), "PYTHONDONTWRITEBYTECODE": "1"}
         script = home / "allreduce.py"
         script.write_text(ALLREDUCE)
-        if as_nobody(sys.executable, "-c", "import hvdplus", env=environment).returncode:
+        if as_nobody(*rootless.ENTER, sys.executable, "-c", "import hvdplus", env=environment).returncode:
             pytest.skip("this Python is out of reach for others")
         done = as_nobody(*COMMAND, "--rate", "200mbit", "--", "python", str(script), "400000", env=environment)
         assert done.returncode == 0, done.stdout + done.stderr

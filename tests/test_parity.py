@@ -1,4 +1,4 @@
-"""The README's table of hooks, made from what the front doors really have."""
+"""The docs' table of hooks, made from what the front doors really have."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from launching import run
 
 pytestmark = pytest.mark.jobs
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "side-by-side.md"
 HOOKS = [
     # what, in PyTorch, in Keras; what a door lacks becomes a dash
     ("start, stop", "hvd.init", "hvd.init"),
@@ -72,7 +72,7 @@ print("there", json.dumps({{name: there(name) for name in json.loads(sys.argv[1]
 
 @pytest.fixture(scope="module")
 def table() -> str:
-    """The table as it has to stand in the README."""
+    """The table as it has to stand in the docs."""
     cells = {}
     for door, column in (("torch", 1), ("keras", 2)):
         names = json.dumps([row[column] for row in HOOKS])
@@ -92,8 +92,8 @@ def cell(name: str, there: dict[str, bool]) -> str:
     return name if " " in name and "," not in name else ", ".join(f"`{part}`" for part in name.split(", "))
 
 
-def test_the_readme_has_the_table_as_it_is(table: str) -> None:
-    assert table in README.read_text(encoding="utf-8"), f"The README's table of hooks has to be:\n{table}"
+def test_the_docs_have_the_table_as_it_is(table: str) -> None:
+    assert table in PAGE.read_text(encoding="utf-8"), f"The table in {PAGE.name} has to be:\n{table}"
 
 
 def test_both_doors_have_nearly_everything(table: str) -> None:

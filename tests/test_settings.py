@@ -74,7 +74,7 @@ def test_an_empty_environment_gives_the_defaults() -> None:
     assert Settings.load(environ={}) == Settings.load({}, {}) == Settings()
     assert Settings.load(environ={"PATH": "/bin", "HOROVOD_SIZE": "2", CONFIG: ""}) == Settings()
     assert Settings().compression == "auto" and Settings().ladder[0] == "none"
-    assert (Settings().warm_steps, Settings().dense_steps, Settings().error_budget) == (2, 0, 5.0), "as in the README"
+    assert (Settings().warm_steps, Settings().dense_steps, Settings().error_budget) == (2, 0, 5.0), "as in the docs"
 
 
 def test_every_setting_is_tried_here() -> None:

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--check", action="store_true", help="measure the links first")
     parser.add_argument("--timeout-seconds", type=float, default=24 * 3600.0, metavar="S", help="default: a day")
-    parser.add_argument("command", nargs="+", help="what each rank runs, after --")
+    parser.add_argument("program", nargs="+", metavar="COMMAND", help="what each rank runs, after --")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
             for host, share in slow.items():
                 stack.enter_context(lab.slow(host, share))
             how = {"ranks_per_host": args.ranks_per_host, "launcher": "gloo" if args.gloo else "mpi"}
-            with lab.start(args.command, timeout_seconds=args.timeout_seconds, **how) as job:
+            with lab.start(args.program, timeout_seconds=args.timeout_seconds, **how) as job:
                 for line in job:
                     print(line, flush=True)
                 result = job.wait()

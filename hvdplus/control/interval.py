@@ -5,8 +5,8 @@
 
 What an exchange takes hardly depends on H, so one that was measured tells of all. Steps that ranks take apart bring
 them less far, and so does a mean that arrives late. Both prices are fitted to trainings of two transformers, to their
-losses all along the way (``benchmarks/rhythm.py --only prices``). They fall with the square of the learning rate, so that H
-grows as the rate falls, as in the quadratic synchronisation rule (arXiv 2310.14423).
+losses all along the way (``benchmarks/rhythm.py --only prices``). They fall with the square of the learning rate, so
+that H grows as the rate falls, as in the quadratic synchronisation rule (arXiv 2310.14423).
 """
 
 from __future__ import annotations

@@ -1,0 +1,155 @@
+"""What README and docs show a reader to write has to work as it stands there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from frameworks import present
+from launching import mpirun, run
+
+from hvdplus.adapters.numpy import NumpyOps
+from hvdplus.cli import COMMANDS
+from hvdplus.compression import TABLE, Ops, Spec, parse
+from hvdplus.settings import SETTINGS, Settings, variable
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)(#[^)]*)?\)")
+
+
+def code(page: str, language: str) -> list[str]:
+    """The blocks of code of a page."""
+    return re.findall(rf"```{language}\n(.*?)```", page, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("name", ["README.md", *PAGES])
+def test_links_lead_somewhere(name: str) -> None:
+    folder, page = (ROOT, README) if name == "README.md" else (DOCS, PAGES[name])
+    for target, _ in LINK.findall(page):
+        assert (folder / target).exists(), f"{name}: {target}"
+
+
+def test_every_page_is_in_the_index() -> None:
+    listed = {line for block in code(PAGES["index.md"], "{toctree}") for line in block.split("\n\n")[1].split()}
+    assert listed == {name.removesuffix(".md") for name in PAGES} - {"index"}
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 150
+
+
+@pytest.mark.parametrize("name", ["README.md", *PAGES])
+def test_commands_and_their_options_exist(name: str) -> None:
+    """Every ``hvdplus COMMAND --option`` of a page, in code or between backticks."""
+    page = README if name == "README.md" else PAGES[name]
+    shown = [line.partition("#")[0] for block in code(page, "sh") for line in block.splitlines()]
+    shown += re.findall(r"(?<!`)`([^`]+)`(?!`)", re.sub(r"```.*?```", "", page, flags=re.DOTALL))
+    for command, rest in (words for text in shown for words in re.findall(r"(?:^|&& )hvdplus (\S+)(.*)", text)):
+        assert command in COMMANDS or command in ("COMMAND", "X"), f"hvdplus {command}"
+        parser = argparse.ArgumentParser()
+        import_module(f"hvdplus.cli.{COMMANDS[command][0]}").add_arguments(parser)
+        known = {option for action in parser._actions for option in action.option_strings}
+        own = rest.partition(" -- ")[0].partition(".py")[0]
+        for option in re.findall(r"(?<!\S)(--[a-z-]+)", own):
+            assert option in known, f"hvdplus {command} {option}"
+
+
+def test_the_figures_are_those_of_the_benchmark() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "adaptive-2-hosts.json").read_text())
+    found = {(cell["model"], cell["rate"]): cell["against_dense"][0] for cell in results["cells"]}
+    rates = {"50 Mb/s": "50mbit", "200 Mb/s": "200mbit", "1 Gb/s": "1gbit", "5 Gb/s": "5gbit", "unshaped": "unshaped"}
+    for link, rate in rates.items():
+        row = [f"{found[model, rate]:.2f}" for model in ("mlp", "text", "cnn")]
+        assert f"| {link} | {' | '.join(row)} |" in PAGES["benchmarks.md"]
+
+
+@pytest.fixture
+def vote() -> Any:
+    """The page's own compressor, registered for as long as a test runs."""
+    (source,) = code(PAGES["own-compressor.md"], "python")
+    assert len([line for line in source.splitlines() if line.strip()]) <= 30
+    try:
+        exec(source, {})
+        yield parse("vote")
+    finally:
+        TABLE.pop("vote", None)
+
+
+def ops_of(framework: str) -> Ops:
+    """The framework's ``Ops``."""
+    if framework == "torch":
+        from hvdplus.adapters.torch.ops import TorchOps
+
+        return TorchOps()
+    if framework == "tensorflow":
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+        from hvdplus.adapters.tensorflow.ops import TensorFlowOps
+
+        return TensorFlowOps()
+    return NumpyOps()
+
+
+@pytest.mark.parametrize("framework", [name for name in ("numpy", "torch", "tensorflow") if present(name)])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_majority_wins(vote: Any, framework: str, ranks: int) -> None:
+    ops, spec = ops_of(framework), Spec(((30, 20),), ranks=ranks, tail=7)
+    grads = np.random.default_rng(0).standard_normal((ranks, spec.size)).astype(np.float32)
+    grads[:, :5] = 0
+    ctx = vote.init(ops, spec)
+    payloads = [vote.encode(ops, ctx, ops.from_numpy(grad)) for grad in grads]
+    assert ops.to_numpy(payloads[0]).nbytes == vote.payload_bytes(spec)
+    mean = ops.to_numpy(vote.decode(ops, ctx, sum(payloads[1:], payloads[0]))) / ranks
+    assert np.array_equal(mean, np.sign(np.sign(grads).sum(axis=0)))
+
+
+def test_it_gives_up_what_the_page_says_it_gives_up(vote: Any) -> None:
+    """All of one mind: the sum of what each payload stands for is not what their sum stands for."""
+    ops, spec = NumpyOps(), Spec(((1,),), ranks=3)
+    ctx = vote.init(ops, spec)
+    payloads = [vote.encode(ops, ctx, np.array([value], np.float32)) for value in (1.0, 1.0, 1.0)]
+    together = vote.decode(ops, ctx, payloads[0] + payloads[1] + payloads[2])
+    assert together[0] == 3.0 and sum(vote.decode(ops, ctx, payload)[0] for payload in payloads) != together[0]
+
+
+def test_wrong_parameters_are_a_clear_error(vote: Any) -> None:
+    with pytest.raises(ValueError, match="vote:3"):
+        parse("vote:3")
+
+
+def test_all_settings_are_in_the_table_with_their_defaults() -> None:
+    for name, default in ((name, getattr(Settings(), name)) for name in SETTINGS):
+        (row,) = [line for line in PAGES["settings.md"].splitlines() if line.startswith(f"| `{variable(name)}` |")]
+        assert not isinstance(default, int | float) or f"({default})" in row
+
+
+def test_the_settings_file_is_one(tmp_path: Path) -> None:
+    (content,) = code(PAGES["settings.md"], "yaml")
+    path = tmp_path / "hvdplus.yaml"
+    path.write_text(content)
+    assert Settings.load(environ={"HVDPLUS_CONFIG": str(path)}) == Settings(
+        compression="auto", ladder=("none", "fp16", "lowrank:2"), dense_steps=20
+    )
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize(("name", "framework"), [("quickstart-pytorch.md", "torch"), ("quickstart-keras.md", "keras")])
+def test_the_quickstart_runs_as_it_stands(name: str, framework: str, tmp_path: Path) -> None:
+    if not present(framework):
+        pytest.skip(f"{framework} is not installed")
+    (script,) = code(PAGES[name], "python")
+    (tmp_path / "train.py").write_text(script)
+    command = mpirun(2, sys.executable, "-P", str(tmp_path / "train.py"))
+    status, output = run(command, timeout_seconds=180, cwd=tmp_path)
+    assert status == 0, output
+    assert list(tmp_path.glob("model.*")), output
