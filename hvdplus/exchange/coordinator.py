@@ -340,6 +340,7 @@ def _finish_at_exit() -> None:
     """Complete the logs of a script that asked for no report, unless it failed by an exception."""
     if not hasattr(sys, "last_value"):
         for coordinator in list(_open):
+            coordinator._journal.callbacks.clear()  # whatever they write to may have been closed
             coordinator.finish()
 
 
