@@ -167,6 +167,9 @@ class Settings:
         100, _at_least(0), "steps between checks that weights are equal on all ranks (also after the first); 0: none"
     )
     window_steps: int = _setting(10, _at_least(1), "steps summed up in one line of the run log")
+    batch_size: int = _setting(
+        0, _at_least(0), "samples that a rank takes in a step, for the samples a second of reports; 0: unknown"
+    )
     run_log: str = _setting("", _text, "file for the run log (JSON lines, written by rank 0); empty: none")
     seed: int = _setting(0, _at_least(0), "seed of the compressors' randomness, the same on all ranks")
 

@@ -183,6 +183,13 @@ def test_bandwidths_are_counted_as_nccls_tests_count_them() -> None:
     assert math.isnan(bandwidth(silent, 3).algorithm)
 
 
+def test_samples_a_second_are_those_of_all_ranks() -> None:
+    job = Job(batch_size=32).run("none", 20).end()
+    assert summary(job.records)["levels"]["none"]["samples_per_second"] == pytest.approx(2 * 32 / 19.8e-3)
+    assert "3232" in Text(page({"a": job.records})).text
+    assert summary(demo().records)["levels"]["fp16"]["samples_per_second"] is None
+
+
 def test_traffic_of_a_log_without_sizes_is_unknown() -> None:
     job = Job(gradient_bytes=None, payload_bytes=None).run("none", 20).end()
     assert traffic(job.records).bytes == 0 and math.isnan(traffic(job.records).saved_share)

@@ -37,6 +37,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "bucket_bytes": st.integers(4, 2**40),
     "weights_check_steps": st.integers(0, 10**6),
     "window_steps": WHOLE,
+    "batch_size": st.integers(0, 10**6),
     "run_log": st.text("abc/._- ", max_size=20),
     "seed": st.integers(0, 2**63),
 }

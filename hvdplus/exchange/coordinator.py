@@ -54,6 +54,7 @@ class Coordinator:
         self._journal = Journal(log, settings.window_steps)
         self._controller = Controller(ladder.names, self.costs, _config(settings)) if auto else None
         lossy = any(compressor.keeps_residual for compressor in ladder.compressors)
+        self._batch_size = settings.batch_size
         self._measures_norms = ranks > 1 and (auto or lossy)  # else nothing uses them
         if not auto:
             self.schedule.set_level(len(ladder.names) - 1)
@@ -219,6 +220,7 @@ class Coordinator:
             costs=self.costs,
             parameters=parameters,
             gradient_bytes=gradient_bytes,
+            batch_size=self._batch_size,
             limits=limits,
             probes=[[size, round(seconds * 1e6)] for size, seconds in self._probes],
         )

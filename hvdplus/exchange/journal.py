@@ -44,6 +44,7 @@ class Journal:
         costs: Sequence[LevelCost],
         parameters: int,
         gradient_bytes: int,
+        batch_size: int,
         limits: Mapping[str, Any] | None,
         probes: Sequence[Sequence[int]],
     ) -> None:
@@ -59,6 +60,7 @@ class Journal:
             ladder=list(names),
             parameters=parameters,
             gradient_bytes=gradient_bytes,
+            batch_size=batch_size,
             payload_bytes={name: cost.payload_bytes for name, cost in zip(names, costs, strict=True)},
             levels=costs_of_levels(names, costs),
             limits=limits,

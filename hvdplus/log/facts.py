@@ -297,6 +297,12 @@ def bandwidth(span: Span, ranks: int) -> Bandwidth:
     return Bandwidth(algorithm, algorithm * 2 * (ranks - 1) / ranks)
 
 
+def samples_per_second(span: Span, run_record: Record) -> float:
+    """All ranks' together; NaN: the run does not say how many a step has."""
+    samples = number_of(run_record.get("batch_size")) * number_of(run_record.get("ranks"))
+    return 1e3 * samples / span.step_ms if samples and span.step_ms else math.nan
+
+
 def spans_by_level(records: Sequence[Record]) -> dict[str, Span]:
     """All windows of each level taken together, but those of steps that no decision chose: they flush or warm up."""
     by_level: dict[str, list[Record]] = {}

@@ -18,6 +18,7 @@ from hvdplus.log.facts import (
     levels_refused,
     number_of,
     run_of,
+    samples_per_second,
     spans_by_level,
     spread,
     stretches,
@@ -115,6 +116,7 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
                 level: {
                     **span._asdict(),
                     "price_of_delay": prices.get(level, 1.0),
+                    "samples_per_second": samples_per_second(span, run_record),
                     "algorithm_bytes_per_second": bandwidth(span, ranks).algorithm,
                     "bus_bytes_per_second": bandwidth(span, ranks).bus,
                 }
