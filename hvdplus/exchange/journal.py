@@ -108,7 +108,7 @@ class Journal:
         losses = [loss for _, loss, _ in self._window if math.isfinite(loss)]
         errors = [seen.error for seen in observed if not math.isnan(seen.error)]
         cosines = [seen.cosine for seen in observed if not math.isnan(seen.cosine)]
-        ranks = np.median([compute for *_, compute in self._window], axis=0) * 1e3
+        ranks = np.round(np.median([compute for *_, compute in self._window], axis=0) * 1e3, 3)
         slowest = int(ranks.argmax())
         self.log.write(
             "window",
@@ -129,7 +129,7 @@ class Journal:
             slowest_rank=slowest,
             slowest_compute_ms=float(ranks[slowest]),
             middle_compute_ms=float(np.median(ranks)),
-            compute_ms_by_rank=[round(each, 3) for each in ranks.tolist()] if len(ranks) <= MOST_RANKS else None,
+            compute_ms_by_rank=ranks.tolist() if len(ranks) <= MOST_RANKS else None,
         )
         self._window = []
         for callback in self.callbacks:
