@@ -40,7 +40,7 @@ def test_on_two_hosts(tmp_path):
         "--runs",
         str(tmp_path),
     ]
-    code, output = run(command, timeout_seconds=300)
+    code, output = run(command, timeout_seconds=300, PYTHONSAFEPATH="")  # scripts import what lies beside them
     assert code == 0, output
     rows = checked(output, tmp_path)
     assert [row[1] for row in rows] == ["stock Horovod", "stock Horovod, fp16", "hvdplus"] * 2
@@ -55,7 +55,7 @@ def test_where_there_is_no_second_host(tmp_path):
     command = ["mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", sys.executable]
     log = tmp_path / "run.jsonl"
     command += [str(EXAMPLES / "demo_pytorch.py"), "--way", "auto", "--accuracy", "0.6"]
-    code, output = run(command, timeout_seconds=120, HVDPLUS_RUN_LOG=str(log))
+    code, output = run(command, timeout_seconds=120, HVDPLUS_RUN_LOG=str(log), PYTHONSAFEPATH="")
     assert code == 0, output
     points = [json.loads(line.removeprefix("point ")) for line in output.splitlines() if line.startswith("point ")]
     assert points[-1]["accuracy"] >= 0.6 and "identical_ranks=yes" in output

@@ -50,16 +50,16 @@ def subprocess_source():
 
 
 @pytest.mark.parametrize(
-    ("name", "package"),
+    ("name", "package", "epochs"),
     [
-        ("cifar10_pytorch.py", "torch"),
-        ("cifar10_keras.py", "keras"),
-        ("large_batch_pytorch.py", "pytorch_optimizer"),
-        ("large_batch_keras.py", "keras"),
+        ("cifar10_pytorch.py", "torch", 3),
+        ("cifar10_keras.py", "keras", 3),
+        ("large_batch_pytorch.py", "pytorch_optimizer", 12),
+        ("large_batch_keras.py", "keras", 12),
     ],
 )
-def test_images(name, package, images, tmp_path):
-    output = trained(tmp_path, name, "--data", images, "--epochs", 3, "--batch-size", 32, package=package)
+def test_images(name, package, epochs, images, tmp_path):
+    output = trained(tmp_path, name, "--data", images, "--epochs", epochs, "--batch-size", 32, package=package)
     assert max(float(found) for found in re.findall(r"(?:val_accuracy:|accuracy) ([\d.]+)", output)) > 0.8, output
     assert "hvdplus run" in output
 

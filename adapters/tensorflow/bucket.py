@@ -49,6 +49,8 @@ def exchange_bucket(
         vector: gradients, 1-D, in their own type.
         union: rows that any rank used; None: the gradients are dense.
     """
+    # A table's gradient whose rows are known only when the step runs has no shape before.
+    vector = tf.ensure_shape(vector, (state.bucket.spec.size,))
     # Variables are read outside, so that no branch is stateful: TensorFlow runs stateful branches one by one.
     residual = None if state.held is None else state.held.read_value()
     values = {level: known.variable.read_value() for level, known in state.contexts.items()}

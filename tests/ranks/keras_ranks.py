@@ -643,6 +643,28 @@ def test_a_stock_horovod_compressor_runs_in_fit():
     assert hvd.identical(net)
 
 
+def test_an_embedding_whose_batches_have_no_length_of_their_own_is_exchanged():
+    """Batches come from a generator: how many rows a gradient has is known when the step runs, and no sooner."""
+    keras.utils.set_random_seed(0)
+    net = keras.Sequential(
+        [
+            keras.layers.Input((4,), dtype="int64"),
+            keras.layers.Embedding(50, 8),
+            keras.layers.Flatten(),
+            keras.layers.Dense(3),
+        ]
+    )
+    net.compile(hvd.DistributedOptimizer(sgd(), settings={"ladder": "none,int8"}), keras.losses.MeanSquaredError())
+    rng = np.random.default_rng(RANK)
+
+    def batches():
+        while True:
+            yield rng.integers(0, 50, (8, 4)), rng.standard_normal((8, 3)).astype(np.float32)
+
+    net.fit(batches(), steps_per_epoch=6, epochs=1, verbose=0)
+    assert hvd.identical(net)
+
+
 @several
 def test_settings_that_differ_between_ranks_are_an_error_on_every_rank(monkeypatch):
     monkeypatch.setenv("HVDPLUS_COMPRESSION", "int8" if RANK else "fp16")
