@@ -49,6 +49,7 @@ model.fit(
     batches(),
     steps_per_epoch=epoch_steps,
     epochs=args.steps // epoch_steps,
+    shuffle=False,  # they are drawn at random
     validation_data=windows(test, args.length, 64, np.random.default_rng(0)),
     verbose=2 if hvd.rank() == 0 else 0,
     callbacks=[
