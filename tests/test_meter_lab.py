@@ -7,7 +7,7 @@ import pytest
 from launching import TESTS
 
 from hvdplus.lab import Lab, bits_per_second, unavailable
-from hvdplus.lab.network import WIRE_BYTES_PER_PAYLOAD_BYTE
+from hvdplus.lab.links import WIRE_BYTES_PER_PAYLOAD_BYTE
 
 RATE = "100mbit"
 TRIES = 5

@@ -1,6 +1,7 @@
 """A laboratory: several hosts on one machine, with real links between them, each of a given rate."""
 
 from hvdplus.lab.jobs import Job, Result
-from hvdplus.lab.network import UNSHAPED, Lab, LabError, bits_per_second, unavailable
+from hvdplus.lab.links import UNSHAPED, LabError, bits_per_second
+from hvdplus.lab.network import Lab, unavailable
 
 __all__ = ["UNSHAPED", "Job", "Lab", "LabError", "Result", "bits_per_second", "unavailable"]

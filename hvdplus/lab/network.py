@@ -42,18 +42,14 @@ from typing import Any
 
 from hvdplus.adapters.transports.window import UCX
 from hvdplus.lab.jobs import Job, Result
+from hvdplus.lab.links import UNSHAPED, LabError, bits_per_second, check, shape_of, stream
 
-UNSHAPED = "unshaped"
 PREFIX = "hvdlab"
 NAME = re.compile(rf"{PREFIX}-(?P<pid>\d+)-(?P<born>\d+)-\d+")
 """Of a lab: what its namespaces and its folder begin with. It says which process owns them."""
 FOLDER = Path("/tmp")
 """Not TMPDIR: the next lab has to find it, and Open MPI's sockets in it want a short path."""
 CLONE_NEWNET = 0x40000000
-WIRE_BYTES_PER_PAYLOAD_BYTE = 1514 / 1448
-"""Ethernet, IP and TCP headers at an MTU of 1500, as the token bucket counts them."""
-TOLERANCE = 0.07
-TRIES = 6
 OB1 = "--mca pml ob1 --mca btl self,vader,tcp --mca btl_tcp_if_include eth0"
 """Ranks of one host share memory (vader); hosts have a /dev/shm each, so between them there is only TCP."""
 
@@ -74,26 +70,6 @@ exec nsenter --net="/run/netns/{name}-$host" unshare --uts --mount sh -c '
     exec taskset -c "$(cat {folder}/cores/"$0")" bash -c "$*"
 ' "$host" "$@"
 """
-
-
-class LabError(RuntimeError):
-    """The lab cannot be set up here, or is not what it says."""
-
-
-def bits_per_second(rate: str) -> float:
-    """``50mbit``, ``1gbit``, ``2.5gbit`` as a number; ``unshaped`` is infinite.
-
-    Raises:
-        ValueError: none of these.
-    """
-    if rate == UNSHAPED:
-        return float("inf")
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(k|m|g)bit", rate)
-    if not match or not float(match[1]):
-        raise ValueError(
-            f"A rate is a number with kbit, mbit or gbit, such as 200mbit, or {UNSHAPED}. Received: {rate!r}"
-        )
-    return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
 
 
 def unavailable() -> str | None:
@@ -174,95 +150,34 @@ class Lab:
 
     def shape(self, rate: str, host: str | None = None) -> None:
         """Give all links, or one host's link, another rate in both directions; also while a job runs."""
-        bits = bits_per_second(rate)
         changed = self.hosts if host is None else (host,)
         if not set(changed) <= set(self.hosts):
             raise ValueError(f"There is no such host. Received: host={host!r}; there are {', '.join(self.hosts)}")
-        # TCP hands the link segments of up to 64 kB. One that does not fit in the bucket is cut into single packets,
-        # which costs 5 to 10 times the processor time; one that hardly fits misses the rate, because tokens that come
-        # while the kernel is late are lost. In tries of 0.3 s on two cores (achieved/nominal, CPU seconds a try):
-        #     rate   bucket  segments                           rate   bucket  segments
-        #     1 Gb/s  64 kB  64 kB: 0.91-0.98, 0.19             5 Gb/s  64 kB  64 kB: 0.72-0.83, 0.26
-        #     1 Gb/s  64 kB  32 kB: 0.99-1.00, 0.03             5 Gb/s  64 kB  32 kB: 0.88-0.96, 0.25
-        #     1 Gb/s 128 kB  64 kB: 1.00,      0.02             5 Gb/s 320 kB  32 kB: 0.95-1.00, 0.24
-        #     2 Gb/s 128 kB  64 kB: 1.00,      0.02             5 Gb/s 320 kB  64 kB: 1.00,      0.07
-        # A bucket that is larger than need be lets small messages cross for nothing, so it stays at 64 kB up to 1 Gb/s.
-        segment_bytes = 65536 if bits > 1e9 else 32768
-        burst_bytes, limit_bytes = 65536 * max(1.0, bits / 1e9), max(1e6, 0.020 * bits / 8)
-        bucket = f"tbf rate {bits:.0f}bit burst {burst_bytes:.0f} limit {limit_bytes:.0f}"
-        self.burst_seconds = 0.0 if rate == UNSHAPED else 8 * burst_bytes / bits
+        shape = shape_of(rate)
+        self.burst_seconds = shape.rest_seconds
         """That a link has to rest to have its burst again; of the links that were shaped last."""
-        verb, what = ("delete", "") if rate == UNSHAPED else ("replace", bucket)
+        verb = "delete" if rate == UNSHAPED else "replace"
         for name in changed:
             # Connections keep the size of a segment until they look up their route again.
             _tool(
-                ["ip", "-n", self._namespace(name)], f"link set eth0 gso_max_size {segment_bytes}", "route flush cache"
+                ["ip", "-n", self._namespace(name)],
+                f"link set eth0 gso_max_size {shape.segment_bytes}",
+                "route flush cache",
             )
             for namespace, device in ((self._namespace(name), "eth0"), (self._namespace("switch"), name)):
                 if (self.rates[name], rate) != (UNSHAPED, UNSHAPED):
-                    _tool(["tc", "-n", namespace], f"qdisc {verb} dev {device} root {what}")
+                    _tool(["tc", "-n", namespace], f"qdisc {verb} dev {device} root {shape.queue}")
             self.rates[name] = rate
 
     def check(self, seconds: float = 0.3) -> None:
-        """See that bytes over rate come out right: one TCP stream over every shaped link in each direction, in turn.
-
-        Args:
-            seconds: how long a stream takes at the nominal rate. On a busy machine up to six are tried, with pauses
-                of 10, 20, … times that between them.
-
-        Raises:
-            LabError: a rate is off by more than 7 %, with what was expected and received.
-        """
-        for sender, receiver in zip(self.hosts, self.hosts[1:] + self.hosts[:1], strict=True):
-            slower = min(self.rates[sender], self.rates[receiver], key=bits_per_second)
-            expected = bits_per_second(slower)
-            if sender == receiver or expected == float("inf"):
-                continue
-            tries: list[float] = []
-            while not tries or (len(tries) < TRIES and abs(tries[-1] / expected - 1) > TOLERANCE):
-                time.sleep(10 * seconds * len(tries))  # whatever else keeps the machine busy may be over by then
-                tries.append(self.measure(sender, receiver, int(expected / 8 * seconds), 4 * seconds + 1))
-            if abs(tries[-1] / expected - 1) > TOLERANCE:
-                received = ", ".join(f"{rate / 1e6:.1f}" for rate in tries)
-                raise LabError(
-                    f"The link from {sender} to {receiver} is not what it should be. Expected: {slower}, that is "
-                    f"{expected / 1e6:.1f} Mbit/s within {TOLERANCE:.0%}; received: {received} Mbit/s in {len(tries)} "
-                    f"tries. This machine may be too busy (load average {os.getloadavg()[0]:.1f}) or too slow for that "
-                    "rate."
-                )
+        """See that bytes over rate come out right, see ``links.check``."""
+        check(self, seconds)
 
     def measure(self, sender: str, receiver: str, payload_bytes: int, timeout_seconds: float) -> float:
         """Rate of one TCP stream in bits per second on the wire, headers included, once it is under way."""
         with self._socket(receiver) as server, self._socket(sender) as source:
             server.bind((self.address(receiver), 0))
-            server.listen()
-            source.settimeout(timeout_seconds)
-            source.connect(server.getsockname())
-            sink = server.accept()[0]
-
-            def send() -> None:
-                chunk, left = bytes(1 << 18), payload_bytes
-                with source, contextlib.suppress(OSError):
-                    while left > 0:
-                        left -= source.send(chunk[:left])
-
-            thread = threading.Thread(target=send)
-            thread.start()
-            into, got, began, before = bytearray(1 << 20), 0, 0.0, 0
-            deadline = time.perf_counter() + timeout_seconds
-            with sink:
-                sink.settimeout(timeout_seconds)
-                while time.perf_counter() < deadline and (count := sink.recv_into(into)):
-                    got += count
-                    if not began and got > payload_bytes / 4:  # full buckets and TCP's start are behind
-                        began, before = time.perf_counter(), got
-                ended = time.perf_counter()
-            thread.join()
-        if not began or got == before:
-            raise LabError(
-                f"Only {got} of {payload_bytes} bytes from {sender} reached {receiver} in {timeout_seconds:g} s"
-            )
-        return (got - before) * WIRE_BYTES_PER_PAYLOAD_BYTE * 8 / (ended - began)
+            return stream(source, server, payload_bytes, timeout_seconds)
 
     def bytes_sent(self) -> dict[str, int]:
         """Bytes each host has put on its link since the lab began, with one header a segment (not a packet)."""
@@ -355,23 +270,12 @@ class Lab:
             raise LabError("A host is slowed by the cpu control group, which this process cannot use.")
         mine = _numbers(self._cores[host])
         due = sum(1 / sum(core in _numbers(cores) for cores in self._cores.values()) for core in mine)
-        self._limit(host, share * due)
+        group = self._groups / self._namespace(host)
+        _limit(group, share * due)
         try:
             yield
         finally:
-            self._limit(host, None)
-
-    def _limit(self, host: str, cores: float | None) -> None:
-        assert self._groups is not None
-        group, period_us, quota_us = self._groups / self._namespace(host), 2_000, None
-        if cores is not None:
-            period_us = max(period_us, round(1000 / cores))  # the least quota is 1 ms
-            quota_us = round(cores * period_us)
-        if (group / "cpu.max").exists():
-            (group / "cpu.max").write_text(f"{quota_us or 'max'} {period_us}")
-        else:
-            (group / "cpu.cfs_period_us").write_text(str(period_us))
-            (group / "cpu.cfs_quota_us").write_text(str(quota_us or -1))
+            _limit(group, None)
 
     def _namespace(self, host: str) -> str:
         return f"{self.name}-{host}"
@@ -450,6 +354,19 @@ def _born(pid: int) -> int | None:
     except OSError:
         return None
     return int(stat.rpartition(")")[2].split()[19])
+
+
+def _limit(group: Path, cores: float | None) -> None:
+    """What the processes of a control group may use of the processor; None: all."""
+    period_us, quota_us = 2_000, None
+    if cores is not None:
+        period_us = max(period_us, round(1000 / cores))  # the least quota is 1 ms
+        quota_us = round(cores * period_us)
+    if (group / "cpu.max").exists():
+        (group / "cpu.max").write_text(f"{quota_us or 'max'} {period_us}")
+    else:
+        (group / "cpu.cfs_period_us").write_text(str(period_us))
+        (group / "cpu.cfs_quota_us").write_text(str(quota_us or -1))
 
 
 def _numbers(listed: str) -> set[int]:
