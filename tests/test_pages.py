@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from frameworks import present
 from launching import mpirun, run
+from rhythm import reached
 
 from hvdplus.adapters.numpy import NumpyOps
 from hvdplus.cli import COMMANDS
@@ -72,6 +73,31 @@ def test_the_figures_are_those_of_the_benchmark() -> None:
     for link, rate in rates.items():
         row = [f"{found[model, rate]:.2f}" for model in ("mlp", "text", "cnn")]
         assert f"| {link} | {' | '.join(row)} |" in PAGES["benchmarks.md"]
+
+
+ROWS = {
+    "horovod": "stock Horovod",
+    "horovod fp16": "stock Horovod, fp16",
+    "ddp powersgd:4:2": "PyTorch's PowerSGD hook, rank 4",
+    "ddp powersgd:8:2": "PyTorch's PowerSGD hook, rank 8",
+    "postlocal 16": "PyTorch's local SGD, H = 16",
+    "auto": "hvdplus, `auto` (default)",
+    "local 16 int4": "hvdplus, `every=16`, `int4`",
+    "local auto auto": 'hvdplus, `every="auto"`, `auto`',
+}
+"""Contestant of the benchmark -> its row in the README."""
+
+
+def test_the_readmes_figures_are_those_of_the_benchmark() -> None:
+    runs = json.loads((ROOT / "benchmarks" / "results" / "rhythm-2-hosts-quick.json").read_text())
+    curves = {run["rate"]: {who: each[0] for who, each in run["curves"].items()} for run in runs}
+    for who, row in ROWS.items():
+        (line,) = (line for line in README.splitlines() if line.startswith(f"| {row} |"))
+        seconds = [reached(curves[rate][who], 3.0) for rate in ("100mbit", "1gbit")]
+        told = [float(cell.strip().removesuffix(" s")) for cell in line.split("|")[2:4]]
+        assert told == pytest.approx(seconds, rel=0.006)
+        for loss in map(float, line.split("|")[4].split(",")):
+            assert any(abs(curves[rate][who][-1][1] - loss) < 6e-4 for rate in curves)
 
 
 @pytest.fixture
