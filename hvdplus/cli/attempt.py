@@ -24,7 +24,7 @@ from typing import NamedTuple
 from hvdplus.cli.text import columns, whole
 from hvdplus.control.link import Wire, ring_all_reduce
 from hvdplus.lab import UNSHAPED, Job, Lab, LabError, bits_per_second, rootless
-from hvdplus.log.facts import DENSE, Record, Span, delay_prices, spans_by_level
+from hvdplus.log.facts import DENSE, Record, Span, delay_prices, spans_by_level, windows_of
 from hvdplus.log.forecast import best_level, costs_on, predict, what_the_run_showed
 from hvdplus.log.runlog import read
 from hvdplus.log.words import count, three_digits
@@ -134,7 +134,7 @@ def one(lab: Lab, command: Sequence[str], way: str, seconds: int, log: Path) -> 
     }
     with lab.start(command, env=environment, timeout_seconds=60.0 + 3 * seconds) as job:
         records = watch(job, log, seconds)
-    if len([record for record in records if record["kind"] == "window"]) <= SETTLE:
+    if len(windows_of(records)) <= SETTLE:
         if job.process.returncode:
             raise RuntimeError(f"the script ended with code {job.process.returncode}:\n{job.output[-2000:]}")
         raise RuntimeError(
@@ -155,7 +155,7 @@ def watch(job: Job, log: Path, seconds: int) -> list[Record]:
                 records = read(log)
             except ValueError:  # its first line is being written
                 records = []
-        windows = sum(record["kind"] == "window" for record in records)
+        windows = len(windows_of(records))
         began = min(began, time.monotonic()) if windows else math.inf
         late = time.monotonic() - began
         if ended or (late > seconds and windows > SETTLE + ENOUGH) or late > 2 * seconds:
@@ -165,7 +165,7 @@ def watch(job: Job, log: Path, seconds: int) -> list[Record]:
 
 def summed_up(records: Sequence[Record]) -> Went:
     """The later steps at the level that most of them ran at."""
-    windows = [record for record in records if record["kind"] == "window"]
+    windows = windows_of(records)
     others = [record for record in records if record["kind"] != "window"]
     levels = spans_by_level([*others, *windows[max(SETTLE, len(windows) // 3) :]])
     main = max(levels.values(), key=lambda span: span.steps)
@@ -189,10 +189,9 @@ def planned(logs: Sequence[list[Record]], hosts: int) -> list[tuple[str, ...]]:
     last = next((run for run in reversed(runs) if run.get("compression") == "auto"), None)
     if last is None:
         return []
-    fast = [records for records in logs[-len(WAYS) :]]
-    windows = [record for records in fast for record in records if record["kind"] != "run"]
+    fastest = [record for records in logs[-len(WAYS) :] for record in records if record["kind"] != "run"]
     try:
-        shown = what_the_run_showed([last, *windows])
+        shown = what_the_run_showed([last, *fastest])
         costs, _ = costs_on(shown, hosts)
     except ValueError:
         return []
