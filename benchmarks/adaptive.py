@@ -4,6 +4,7 @@
     python benchmarks/adaptive.py               all of it, for hours; writes benchmarks/results/
     python benchmarks/adaptive.py --hosts 4     only what is measured on so many hosts
     python benchmarks/adaptive.py --only race   only a part of it; parts, too, leave files of their own in results/
+    python benchmarks/adaptive.py --only race --model bytes   and only on one model
 
 Nothing else may run on the machine meanwhile: what is measured is mostly its processor.
 
@@ -695,29 +696,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, help="the least rounds of blocks a cell, 2 or more (quick: 6, else 10)")
     parser.add_argument("--only", choices=PARTS, help="a part of it")
     parser.add_argument("--hosts", type=int, choices=(2, 4), help="only what is measured on so many hosts")
+    parser.add_argument("--model", choices=tuple(COURSES), help="with --only race: only on this model")
     options = parser.parse_args(arguments)
     if options.rounds is not None and options.rounds < 2:
         parser.error(f"--rounds has to be at least 2. Received: {options.rounds}")
     if options.hosts == 4 and options.only not in (None, "cells"):
         parser.error(f"--only {options.only} is measured on two hosts. Received: --hosts 4")
+    if options.model and options.only != "race":
+        parser.error(f"--model goes with --only race. Received: --model {options.model}")
     began, measured, whole = time.monotonic(), Measured(), False
     say(f"{machine()}\nladder {', '.join(Settings().ladder)}; price of delay {Settings().delay_price:g}")
     try:
         chosen = (options.hosts,) if options.hosts else (2, 4)
-        measure(measured, options.quick, chosen, (options.only,) if options.only else PARTS, options.rounds)
+        parts = (options.only,) if options.only else PARTS
+        races = (options.model,) if options.model else list(COURSES)[: 1 if options.quick else None]
+        measure(measured, options.quick, chosen, parts, races, options.rounds)
         whole = True
     finally:  # what a run of hours has measured is there whatever ended it
         for verdict in [*judge_cells(measured.cells, measured.changes), *measured.verdicts]:
             say(f"{'ok  ' if verdict.passed else 'FAIL'}  {verdict.line}\n        {verdict.figures}")
         say(f"{time.monotonic() - began:.0f} s")
         if not options.quick:
-            part = [f"-{options.hosts}-hosts"] * bool(options.hosts) + [f"-{options.only}"] * bool(options.only)
+            part = [f"-{options.hosts}-hosts"] * bool(options.hosts)
+            part += [f"-{chosen}" for chosen in (options.only, options.model) if chosen]
             keep(measured, "adaptive" + "".join(part) + "-cut-short" * (not whole))
     return 0
 
 
-def measure(measured: Measured, quick: bool, chosen: Sequence[int], parts: Sequence[str], rounds: int | None) -> None:
-    """All cells, and what else is promised on two hosts."""
+def measure(
+    measured: Measured,
+    quick: bool,
+    chosen: Sequence[int],
+    parts: Sequence[str],
+    races: Sequence[str],
+    rounds: int | None,
+) -> None:
+    """All cells, and what else is promised on two hosts. ``races``: the models that race."""
     rounds, more_seconds = rounds or (6 if quick else 10), MORE_SECONDS[quick]
     for hosts, models in cells(quick).items():
         mine = parts if hosts == 2 else set(parts) & {"cells"}
@@ -741,7 +755,7 @@ def measure(measured: Measured, quick: bool, chosen: Sequence[int], parts: Seque
                 measured.verdicts.append(slow_rank(ranks))
             if "race" in mine:
                 rates, seeds = list(RACES)[: 2 if quick else None], range(1 if quick else 3)
-                for model in list(COURSES)[: 1 if quick else None]:
+                for model in races:
                     for run in race(ranks, model, rates, seeds, TRAINED[quick]):
                         measured.races.append(run)
                         measured.verdicts += judge_race(run, RACES[run.rate])
