@@ -116,7 +116,12 @@ class Settings:
         "auto", _text, "level of compression: auto, or a fixed one such as fp16, int8, lowrank:4, topk:0.01+int8"
     )
     transport: str = _setting(
-        "auto", _one_of("auto", "horovod", "mpi4py", "local"), "what carries the bytes: auto, horovod, mpi4py or local"
+        "auto",
+        _one_of("auto", "horovod", "mpi4py", "torch", "local"),
+        "what carries the bytes: auto, horovod, mpi4py, torch (torch.distributed) or local",
+    )
+    timeout_seconds: float = _setting(
+        1800.0, _above_zero, "how long a rank waits for another over torch.distributed before it ends the job"
     )
     ladder: tuple[str, ...] = _setting(
         ("none", "fp16", "int8", "lowrank:32+fp16", "lowrank:16+fp16", "lowrank:8+fp16"),

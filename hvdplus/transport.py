@@ -1,10 +1,13 @@
 """The transport as the core sees it: sums over all ranks in every step, and gathered objects at the start.
 
-Implementations live in ``hvdplus.adapters``: Horovod (PyTorch, TensorFlow), mpi4py, and local (one rank).
+Implementations live in ``hvdplus.adapters``: Horovod (PyTorch, TensorFlow), mpi4py, torch.distributed (PyTorch), and
+local (one rank).
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -30,7 +33,7 @@ class Transport(Protocol):
     """
 
     name: str
-    """For messages: ``horovod-mpi``, ``horovod-gloo``, ``mpi4py``, ``local``."""
+    """For messages: ``horovod-mpi``, ``horovod-gloo``, ``mpi4py``, ``torch-gloo``, ``torch-nccl``, ``local``."""
     rank: int
     size: int
     local_rank: int
@@ -93,6 +96,19 @@ class World(NamedTuple):
     """Index of this rank's host among ``hosts``."""
     differences: tuple[str, ...]
     """Differences between the ranks' CPUs or libraries; empty: results can be expected to agree in every bit."""
+
+
+def words_of(what: str, dtype: str, shape: tuple[int, ...], name: str = "", scale: float = 1.0) -> str:
+    """Description of a call, compared between ranks and used in messages: ``sum 'hvdplus0.b1' of float32 (3,)``."""
+    named = f" {name!r}" if name else ""
+    scaled = f", times {scale!r}" if scale != 1.0 else ""
+    return f"{what}{named} of {dtype} {shape}{scaled}"
+
+
+@functools.lru_cache(maxsize=4096)
+def digest(words: str) -> int:
+    """A hash of 63 bits: its negative is an int64, too."""
+    return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def check_same_call(calls: Sequence[str], hint: str = "") -> None:

@@ -37,6 +37,11 @@ def gloo(ranks, *command):
     return ["horovodrun", "--gloo", "-np", str(ranks), *command]
 
 
+def torchrun(ranks, *command):
+    """Command line for PyTorch's launcher."""
+    return ["torchrun", "--standalone", "--no-python", "--nproc-per-node", str(ranks), *command]
+
+
 def run(command, timeout_seconds, cwd=TESTS, **extra):
     """Run a job to its end: (exit code, everything it printed). A job that hangs is killed with all its ranks.
 

@@ -24,7 +24,7 @@ def said(environ, size, transport="horovod-mpi"):
 
 
 ROWS = [
-    (TORCHRUN, 2, ("torchrun", "WORLD_SIZE=2", "RANK=1", "mpirun or horovodrun")),
+    (TORCHRUN, 2, ("torchrun", "WORLD_SIZE=2", "RANK=1", "mpirun or horovodrun", "PyTorch")),
     ({"HOROVOD_SIZE": "2", "HOROVOD_RANK": "0"}, 2, ("horovodrun --gloo", "HOROVOD_SIZE=2", "HVDPLUS_TRANSPORT")),
     (OPEN_MPI, 4, ("Open MPI", "OMPI_COMM_WORLD_SIZE=4", "OMPI_COMM_WORLD_RANK=3", "horovodrun --gloo")),
     ({"MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_RANK": "0"}, 2, ("MVAPICH2", "MV2_COMM_WORLD_SIZE=2")),

@@ -4,7 +4,7 @@ import re
 import sys
 
 import pytest
-from launching import TESTS, gloo, mpirun, run
+from launching import TESTS, gloo, mpirun, run, torchrun
 
 pytestmark = pytest.mark.jobs
 
@@ -16,15 +16,22 @@ LAUNCHES = [
     ("torch", gloo, 2, "auto", "horovod-gloo"),
     ("torch", mpirun, 2, "mpi4py", "mpi4py"),
     ("torch", mpirun, 1, "local", "local"),
+    ("torch", torchrun, 2, "auto", "torch-gloo"),
+    ("torch", torchrun, 4, "torch", "torch-gloo"),
+    ("ddp", torchrun, 2, "auto", "torch-gloo"),
+    ("ddp", torchrun, 4, "auto", "torch-gloo"),
     ("agreement", mpirun, 2, "auto", "horovod-mpi"),
     ("agreement", mpirun, 2, "mpi4py", "mpi4py"),
+    ("agreement", torchrun, 2, "auto", "torch-gloo"),
     ("local", mpirun, 1, "auto", "horovod-mpi"),
     ("local", mpirun, 2, "auto", "horovod-mpi"),
     ("local", mpirun, 4, "mpi4py", "mpi4py"),
+    ("local", torchrun, 2, "auto", "torch-gloo"),
     ("stale", mpirun, 2, "auto", "horovod-mpi"),
     ("stale", mpirun, 4, "mpi4py", "mpi4py"),
     ("local_keras tensorflow", mpirun, 2, "auto", "horovod-mpi"),
     ("local_keras torch", mpirun, 2, "mpi4py", "mpi4py"),
+    ("local_keras torch", torchrun, 2, "auto", "torch-gloo"),
     ("keras", mpirun, 1, "auto", "horovod-mpi"),
     ("keras", mpirun, 2, "auto", "horovod-mpi"),
     ("keras", mpirun, 4, "auto", "horovod-mpi"),
@@ -40,6 +47,8 @@ LAUNCHES = [
     ("backends torch", mpirun, 2, "auto", "horovod-mpi"),
     ("backends torch", mpirun, 4, "auto", "horovod-mpi"),
     ("backends torch", mpirun, 2, "mpi4py", "mpi4py"),
+    ("backends torch", mpirun, 2, "torch", "torch-gloo"),
+    ("backends torch", torchrun, 2, "auto", "torch-gloo"),
 ]
 """Keras' backend stands behind the name of a body that runs on several."""
 

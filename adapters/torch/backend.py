@@ -54,8 +54,12 @@ class TorchBackend:
     def gradient(self, i: int) -> torch.Tensor | None:
         return self.parameters[i].grad
 
+    def put(self, i: int, grad: torch.Tensor) -> None:
+        """Make ``grad`` the gradient."""
+        self.parameters[i].grad = grad
+
     def is_sparse(self, i: int) -> bool:
-        grad = self.parameters[i].grad
+        grad = self.gradient(i)
         return grad is not None and grad.is_sparse
 
     def may_share_rows(self, i: int) -> bool:
@@ -102,7 +106,7 @@ class TorchBackend:
         return arrays
 
     def rows(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        parameter, grad = self.parameters[i], self.parameters[i].grad
+        parameter, grad = self.parameters[i], self.gradient(i)
         if grad is None:
             nothing = parameter.detach()[:0]
             return torch.zeros(0, dtype=torch.int64, device=self.device), nothing.reshape(0, _width(parameter))
@@ -112,7 +116,7 @@ class TorchBackend:
         return grad.indices()[0], grad.values().reshape(-1, _width(parameter))
 
     def _dense(self, i: int) -> torch.Tensor | None:
-        grad = self.parameters[i].grad
+        grad = self.gradient(i)
         if grad is None:
             return None
         return real_view(grad.detach().to_dense() if grad.is_sparse else grad)
@@ -121,12 +125,12 @@ class TorchBackend:
 
     def deliver(self, i: int, mean: torch.Tensor, *, adopt: bool, sparse: bool) -> None:
         parameter, mean = self.parameters[i], mean.view(self.shapes[i])
-        grad = parameter.grad
+        grad = self.gradient(i)
         with torch.no_grad():
             if grad is None or grad.is_sparse or grad.is_complex() or sparse:
                 whole = like(mean, parameter)
                 # Sparse or dense, but alike on all ranks: optimizers treat the two differently.
-                parameter.grad = rows_in_use(whole) if sparse else whole
+                self.put(i, rows_in_use(whole) if sparse else whole)
             elif grad.data_ptr() == mean.data_ptr():
                 pass  # was summed in place
             elif adopt and takes(grad, mean):
@@ -137,10 +141,10 @@ class TorchBackend:
     def deliver_rows(self, i: int, union: torch.Tensor, values: torch.Tensor) -> None:
         parameter = self.parameters[i]
         shape = (len(union), *parameter.shape[1:])
-        parameter.grad = as_sparse(union, values.to(parameter.dtype).view(shape), parameter.shape)
+        self.put(i, as_sparse(union, values.to(parameter.dtype).view(shape), parameter.shape))
 
     def deliver_summed(self, i: int, mean: torch.Tensor, *, sparse: bool) -> None:
-        if mean is not self.parameters[i].grad:
+        if mean is not self.gradient(i):
             self.deliver(i, mean, adopt=False, sparse=sparse)
 
     # -- arrays

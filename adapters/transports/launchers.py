@@ -1,7 +1,8 @@
 """Number of ranks that a job's launcher announced, for a comparison with the transport's size.
 
-A process that cannot reach the other ranks of its job (an MPI that the launcher does not speak to, ``torchrun``, a
-Horovod without MPI under ``mpirun``) is alone: N processes would train N models apart, each as rank 0 of 1.
+A process that cannot reach the other ranks of its job (an MPI that the launcher does not speak to, TensorFlow under
+``torchrun``, a Horovod without MPI under ``mpirun``) is alone: N processes would train N models apart, each as rank 0 of
+1.
 
 Launchers are nested: a batch script in an allocation of 8 tasks calls ``mpirun -np 4``, and Slurm's variables reach the
 ranks, too. So the table is in the order in which launchers are likely to be inside each other, the innermost first.
@@ -28,11 +29,14 @@ class Launcher(NamedTuple):
     marks: tuple[str, ...] = ()
     """Further variables that this launcher sets: without them ``size`` comes from elsewhere."""
     silent: bool = False
-    """Whether it tells neither MPI nor Horovod of the ranks, so that no transport works."""
+    """Whether it tells neither MPI nor Horovod of the ranks, so that only torch.distributed works."""
 
 
 _ANOTHER_MPI = "Start the job with the mpirun of the MPI that mpi4py (or Horovod) was built with"
-_TORCHRUN = "hvdplus does not run on torch.distributed: start the job with mpirun or horovodrun instead of torchrun."
+_TORCHRUN = (
+    "Only torch.distributed hears torchrun, and it carries PyTorch's tensors: with TensorFlow, start the job with mpirun or "
+    "horovodrun; in PyTorch, leave HVDPLUS_TRANSPORT at auto or torch."
+)
 
 LAUNCHERS = (
     Launcher("torchrun", "WORLD_SIZE", "RANK", _TORCHRUN, ("TORCHELASTIC_RUN_ID", "RANK"), silent=True),
@@ -70,7 +74,8 @@ LAUNCHERS = (
         "srun",
         "SLURM_STEP_NUM_TASKS",
         "SLURM_PROCID",
-        "Start them with `srun --mpi=pmix`, or with mpirun or horovodrun inside the batch script.",
+        "Start them with `srun --mpi=pmix`, or with mpirun or horovodrun inside the batch script; PyTorch needs neither, if "
+        "HVDPLUS_TRANSPORT is auto or torch.",
         silent=True,
     ),
     Launcher("the environment", "WORLD_SIZE", "RANK", _TORCHRUN, ("RANK", "LOCAL_RANK")),
@@ -102,19 +107,29 @@ def announced(environ: Mapping[str, str] = os.environ) -> list[Announced]:
     return found
 
 
+def heard(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether MPI or Horovod hears a launcher of this process."""
+    return any(not one.launcher.silent and one.launcher.name != "the environment" for one in announced(environ))
+
+
+def unheard(environ: Mapping[str, str] = os.environ) -> Announced | None:
+    """The launcher of several ranks that only torch.distributed hears; None: MPI or Horovod do, or there is one rank."""
+    nearest = next(iter(announced(environ)), None)
+    silent = nearest is not None and nearest.launcher.silent and nearest.size != 1 and not heard(environ)
+    return nearest if silent else None
+
+
 def check_reachable(environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse ranks that no transport can connect, before MPI starts and fails with an error of its own.
+    """Refuse ranks that neither MPI nor Horovod can connect, before MPI starts and fails with an error of its own.
 
     Raises:
         TransportError: ``torchrun`` or a plain ``srun`` started several ranks.
     """
-    found = announced(environ)
-    nearest = next(iter(found), None)
-    heard = any(not one.launcher.silent and one.launcher.name != "the environment" for one in found)
-    if nearest is not None and nearest.launcher.silent and nearest.size != 1 and not heard:
+    nearest = unheard(environ)
+    if nearest is not None:
         raise TransportError(
-            f"{nearest.launcher.name} started {nearest.size} ranks ({nearest}) without telling them of each other: "
-            f"they would train apart. {nearest.launcher.way_out}"
+            f"{nearest.launcher.name} started {nearest.size} ranks ({nearest}) without telling MPI or Horovod of each "
+            f"other: they would train apart. {nearest.launcher.way_out}"
         )
 
 

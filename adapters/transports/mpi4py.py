@@ -9,8 +9,6 @@ cannot mix with its calls. The main thread waits for both, and checks from time 
 from __future__ import annotations
 
 import atexit
-import functools
-import hashlib
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from hvdplus.transport import OBJECTS, TransportError, check_same_call, gather_in_parts
+from hvdplus.transport import OBJECTS, TransportError, check_same_call, digest, gather_in_parts, words_of
 
 LOOK_SECONDS, LOOKS = 5.0, 12
 """A waiting rank looks every ``LOOK_SECONDS`` whether another rank has left, and gives up after ``LOOKS`` looks that
@@ -149,7 +147,7 @@ class Mpi4py:
 
     def _agree(self, comm: MPI.Comm, words: str) -> None:
         """Raise TransportError on every rank unless all ranks of ``comm`` are about to make the same call."""
-        mine = _digest(words)
+        mine = digest(words)
         extremes = np.array([mine, -mine])
         comm.Allreduce(MPI.IN_PLACE, extremes, MPI.MAX)
         if extremes[0] != -extremes[1]:
@@ -170,17 +168,8 @@ class Mpi4py:
 
 
 def _words(what: str, array: Any, name: str = "", scale: float = 1.0) -> str:
-    """Description of a call, compared between ranks and used in messages: ``sum 'hvdplus0.b1' of float32 (3,)``."""
     view = np.asarray(array)
-    named = f" {name!r}" if name else ""
-    scaled = f", times {scale!r}" if scale != 1.0 else ""
-    return f"{what}{named} of {view.dtype.name} {view.shape}{scaled}"
-
-
-@functools.lru_cache(maxsize=4096)
-def _digest(words: str) -> int:
-    """A hash of 63 bits: its negative is an int64, too."""
-    return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "big") >> 1
+    return words_of(what, view.dtype.name, view.shape, name, scale)
 
 
 def _meet(chosen_by: str, patient: bool) -> None:

@@ -51,6 +51,8 @@ TRANSPORTS = {
     "horovod-mpi": "Horovod over MPI",
     "horovod-gloo": "Horovod over Gloo",
     "mpi4py": "mpi4py",
+    "torch-gloo": "torch.distributed over Gloo",
+    "torch-nccl": "torch.distributed over NCCL and Gloo",
     "local": "one process, no network",
 }
 

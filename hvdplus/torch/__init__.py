@@ -1,7 +1,7 @@
 """``import hvdplus.torch as hvd``: ``horovod.torch`` with gradients that are compressed as much as it takes.
 
 Everything that ``horovod.torch`` exports is here; what hvdplus does not change is Horovod's own. Without Horovod, in a
-job over mpi4py, the essentials are here too, and the rest says that it needs Horovod.
+job over ``torch.distributed`` or mpi4py, the essentials are here too, and the rest says that it needs Horovod.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def report(optimizer: Any, png: str | None = None, html: str | None = None, **fa
     """Close the run log; on rank 0, print the report, and draw it to ``png`` and ``html``.
 
     Args:
-        optimizer: what ``DistributedOptimizer`` returned.
+        optimizer: what ``DistributedOptimizer`` or ``ddp.attach`` returned.
         png: file for the picture; None: no picture.
         html: file for the page, which any browser opens; None: no page.
         facts: values for the log's last record (``accuracy=0.98``).
@@ -239,7 +239,8 @@ def report(optimizer: Any, png: str | None = None, html: str | None = None, **fa
     from hvdplus.log.report import report as end_with_report  # words and axes: training needs neither
 
     own = optimizer.facts() if hasattr(optimizer, "facts") else {}
-    return end_with_report(optimizer.hvdplus, _require_world(), png, html, {**own, **facts})
+    world = getattr(optimizer, "_world", None) or _require_world()
+    return end_with_report(optimizer.hvdplus, world, png, html, {**own, **facts})
 
 
 def _require_world() -> World:
@@ -320,8 +321,8 @@ def __getattr__(name: str) -> Any:
     """Everything else is Horovod's, or, in a job without Horovod, ours."""
     if name.startswith("__"):
         raise AttributeError(name)
-    if name == "elastic":
-        return importlib.import_module("hvdplus.torch.elastic")
+    if name in ("ddp", "elastic"):
+        return importlib.import_module(f"hvdplus.torch.{name}")
     if _with_horovod():
         import horovod.torch
 

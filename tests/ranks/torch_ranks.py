@@ -138,7 +138,8 @@ def test_agrees_with_numpy(level):
         expected = reference.step([gradients(step, rank) for rank in range(SIZE)])
         for p, old, mean in zip(params, before, expected, strict=True):
             scale = np.abs(mean).max()
-            tolerance = 1e-3 * max(2, SIZE) if "fp16" in level else 5e-5  # fp16 sums round once a hop of the ring
+            # fp16 sums round once a hop of the ring, and what follows from them is a factor of the next step's.
+            tolerance = 2e-3 * max(1, SIZE - 1) if "fp16" in level else 5e-5
             np.testing.assert_allclose((old - p.detach()).numpy(), mean, rtol=0, atol=tolerance * max(scale, 1.0))
 
 
@@ -981,7 +982,7 @@ def test_narrow_gradients_travel_as_they_are_at_none(kind):
     for p, g in zip(params, grads, strict=True):
         p.grad = g.clone()
     optimizer.synchronize()
-    width = 2 if kind == torch.float16 else 4
+    width = 2 if str(kind).removeprefix("torch.") in hvd._require_world().transport.summable else 4
     assert optimizer.hvdplus.payload_bytes == (607 * width,)
     assert optimizer.hvdplus._gradient_bytes == 607 * 2
     everyone = hvd.allgather_object(grads)

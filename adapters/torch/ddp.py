@@ -1,0 +1,225 @@
+"""The exchange inside PyTorch's ``DistributedDataParallel``, as its communication hook.
+
+PyTorch's reducer waits for gradients and copies them into its buckets, in an order that all ranks share. Its hook hands
+them to the engine as they come, and the engine's own buckets leave as soon as they are full. With the last of the
+reducer's buckets the backward pass is over: then the hook waits for all sums, and writes the means into the reducer's
+buckets, from where PyTorch brings them to ``.grad``. So means are there when ``backward()`` returns, as always.
+
+Residuals and contexts belong to parameters and the engine's buckets: it does not matter to them that the reducer makes
+new buckets after the first step.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import GradBucket
+from torch.futures import Future
+
+from hvdplus.adapters.torch.backend import TorchBackend, real_view, type_name
+from hvdplus.adapters.torch.ops import TorchOps
+from hvdplus.agree import FLOATS, check_types, choose_ladder, choose_rhythm, join, next_instance
+from hvdplus.exchange import step
+from hvdplus.exchange.eager import EagerExchange
+from hvdplus.settings import Settings
+from hvdplus.transport import World
+
+UNKNOWN_SCALE = (
+    "a GradScaler scales losses, and attach() was not given it (grad_scaler=): levels that keep a residual are left out"
+)
+
+
+class BucketBackend(TorchBackend):
+    """Gradients are where the reducer keeps them: in its buckets."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
+        super().__init__(parameters, names)
+        self.views: dict[int, torch.Tensor] = {}
+        """Parameter -> its gradient in a bucket of this step, afterwards its mean."""
+
+    def gradient(self, i: int) -> torch.Tensor | None:
+        return self.views.get(i)
+
+    def put(self, i: int, grad: torch.Tensor) -> None:
+        self.views[i] = grad
+
+    def deliver(self, i: int, mean: torch.Tensor, *, adopt: bool, sparse: bool) -> None:
+        view = self.views[i]
+        if sparse or view.is_sparse:
+            super().deliver(i, mean, adopt=False, sparse=sparse)
+        else:
+            real_view(view).copy_(mean.view(self.shapes[i]))
+
+
+class HookExchange(EagerExchange[torch.Tensor]):
+    """Exchanges the gradients that a reducer's hook is called with."""
+
+    backend: BucketBackend
+
+    def __init__(self, parameters: Sequence[nn.Parameter], *arguments: Any, names: Sequence[str], **keywords: Any):
+        """See ``EagerExchange``."""
+        super().__init__(BucketBackend(parameters, names), *arguments, **keywords)
+        self._place = {id(parameter): i for i, parameter in enumerate(parameters)}
+        self.get_learning_rate: Callable[[], float] = lambda: 0.0
+        self._waiting: list[tuple[Future[torch.Tensor], torch.Tensor | None, int]] = []
+        """Of the reducer's buckets that were handed over: what it waits for, the bucket's memory (None: its gradient
+        is sparse), its first parameter."""
+        self._to_commit = False
+
+    def hand_over(self, bucket: GradBucket) -> Future[torch.Tensor]:
+        """The reducer's bucket is full; returns what will hold its means."""
+        buffer, places = bucket.buffer(), [self._place[id(parameter)] for parameter in bucket.parameters()]
+        gradients = [buffer] if buffer.is_sparse else bucket.gradients()
+        devices = [buffer.device] if buffer.device.type != "cpu" else []
+        future: Future[torch.Tensor] = Future(devices=devices)
+        self._waiting.append((future, None if buffer.is_sparse else buffer, places[0]))
+        with torch.no_grad():
+            for i, gradient in zip(places, gradients, strict=True):
+                self.backend.views[i] = gradient
+                step.gradient_ready(self, i)
+            if bucket.is_last():
+                self._finish()
+        return future
+
+    def _finish(self) -> None:
+        """Gradients of this step are here: exchange the rest, and give all means to the reducer."""
+        step.finish(self, self.get_learning_rate())
+        waiting, self._waiting = self._waiting, []
+        for future, buffer, first in waiting:
+            future.set_result(self.backend.views[first] if buffer is None else buffer)
+        self.backend.views = {}
+        self._to_commit = True
+
+    def stepped(self) -> None:
+        """The optimizer has taken its step."""
+        if self._to_commit:
+            self._to_commit = False
+            self.commit()
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._waiting, self.backend.views, self._to_commit = [], {}, False
+
+
+class Attached:
+    """hvdplus in a ``DistributedDataParallel``: what ``attach`` returns."""
+
+    def __init__(self, exchange: HookExchange, world: World, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._exchange, self._world = exchange, world
+        groups = optimizers[0].param_groups
+        exchange.get_learning_rate = lambda: float(groups[0].get("lr", 0.0))
+        for optimizer in optimizers:
+            optimizer.register_step_post_hook(lambda *_: exchange.stepped())
+
+    @property
+    def hvdplus(self) -> Any:
+        """The coordinator: present plan, level names, measured times, run log."""
+        return self._exchange.coordinator
+
+    def record(self, loss: float | torch.Tensor) -> None:
+        """Put this step's loss into the run log; call it before ``loss.backward()``."""
+        self._exchange.reporter.loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Contexts, the controller's state and this rank's residuals, for a checkpoint between two steps; see
+        ``consolidate_state_dict``."""
+        return self._exchange.state()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a ``state_dict``; every rank calls it, between two steps.
+
+        Raises:
+            ValueError: the state is of another model, or damaged.
+        """
+        self._exchange.resumed = self._exchange.load(state_dict)
+
+    def consolidate_state_dict(self) -> None:
+        """Make any one rank's ``state_dict`` valid for all ranks, until the next step; every rank has to call it."""
+        self._exchange.consolidate()
+
+
+def attach(
+    model: nn.parallel.DistributedDataParallel,
+    optimizers: Sequence[torch.optim.Optimizer],
+    world: World,
+    *,
+    compression: Any,
+    settings: Mapping[str, Any] | None,
+    grad_scaler: torch.amp.GradScaler | None,
+) -> Attached:
+    """See ``hvdplus.torch.ddp.attach``."""
+    resolved = Settings.load(settings)
+    if choose_rhythm(compression, None, resolved).local:
+        raise ValueError(
+            "DistributedDataParallel exchanges in every step: local steps need DistributedOptimizer(every=) around a bare "
+            f"model. Received: compression={compression!r}, every={resolved.every}, staleness={resolved.staleness}"
+        )
+    ignored = set(getattr(model, "parameters_to_ignore", ()))
+    named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored]
+    names, parameters = [name for name, _ in named], [parameter for _, parameter in named]
+    check_types(names, [type_name(p) for p in parameters], (*FLOATS, "complex64", "complex128"))
+    exchange: HookExchange = join(
+        functools.partial(HookExchange, parameters, names=names, average=True),
+        world,
+        resolved,
+        *choose_ladder(compression, resolved, world, TorchOps()),
+        framework="torch",
+        instance=next_instance(),
+        shapes=[tuple(p.shape) for p in parameters],
+        dtypes=[type_name(p) for p in parameters],
+        names=names,
+        optimizer=type(optimizers[0]).__name__,
+        scales_losses=grad_scaler is not None,
+    )
+    if grad_scaler is not None:
+        exchange.get_loss_scale = grad_scaler.get_scale
+    attached = Attached(exchange, world, optimizers)
+    if world.transport.size > 1:
+        model.register_comm_hook(_Hook(exchange, scales=grad_scaler is not None), _Hook.call)
+        this = weakref.ref(exchange)
+        model.register_forward_pre_hook(lambda *_: _input_arrived(this))
+    return attached
+
+
+class _Hook:
+    """State of the communication hook."""
+
+    def __init__(self, exchange: HookExchange, scales: bool) -> None:
+        self.exchange = exchange
+        self._looked = scales
+        """Whether it is known whether losses are scaled."""
+
+    def call(self, bucket: GradBucket) -> Future[torch.Tensor]:
+        """A full bucket of the reducer's."""
+        if not self._looked:
+            self._looked = True
+            self._look_for_scalers()
+        return self.exchange.hand_over(bucket)
+
+    def _look_for_scalers(self) -> None:
+        """Nobody tells a hook the scale of losses, in whose units the gradients are."""
+        # By type(): some objects say something, or do something, when they are asked for their class.
+        scalers: Iterable[Any] = (each for each in gc.get_objects() if issubclass(type(each), torch.amp.GradScaler))
+        mine = any(scaler.is_enabled() for scaler in scalers)
+        everyone = self.exchange.transport.gather_objects(mine, f"loss scaling in {self.exchange.prefix}")
+        if any(everyone):
+            if self.exchange.transport.rank == 0:
+                print(f"hvdplus: {UNKNOWN_SCALE}", file=sys.stderr, flush=True)
+            self.exchange.leave_out_residuals()
+
+
+# PyTorch compares the annotations themselves, and here they are text.
+_Hook.call.__annotations__.update({"bucket": GradBucket, "return": Future[torch.Tensor]})
+
+
+def _input_arrived(exchange: weakref.ref[HookExchange]) -> None:
+    found = exchange()
+    if found is not None:
+        found.meter.input_arrived()

@@ -1,0 +1,103 @@
+"""What ranks of ``torch.distributed`` tell each other outside of all sums, over the store at which they met.
+
+A rank that waits long says so here, and a rank that ends as well: whoever waits for it can name it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from torch.distributed import PrefixStore
+
+from hvdplus.transport import check_same_call
+
+TELL_SECONDS = 10.0
+"""How long ranks that make different calls wait for each other's words."""
+
+
+class Board:
+    """Notes of all ranks, each under its rank. A store that has gone, with the rank that held it, has none."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        """``store``: a ``torch.distributed.Store`` with a prefix of these ranks' own."""
+        self._store, self.rank, self.size = store, rank, size
+        self._left = False
+
+    def wait_in(self, words: str) -> None:
+        """This rank has waited in a call for some time."""
+        self._write("waits", words)
+
+    def go_on(self) -> None:
+        """It waits no longer."""
+        with contextlib.suppress(RuntimeError):
+            self._store.delete_key(f"waits.{self.rank}")
+
+    def leave(self, why: str = "has ended") -> None:
+        """This rank ends; only the first reason counts."""
+        if not self._left:
+            self._left = True
+            self._write("left", why)
+
+    def gone(self) -> str:
+        """Which ranks have ended, and why; empty: none is known to."""
+        left = {rank: why for rank in range(self.size) if rank != self.rank and (why := self._read("left", rank))}
+        return " ".join(f"Rank {rank} {why}." for rank, why in left.items())
+
+    def missing(self, words: str) -> str:
+        """Who is not in the same call, and where they are instead."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        waits = {rank: self._read("waits", rank) for rank in others}
+        elsewhere = [f"Rank {rank} waits in: {theirs}." for rank, theirs in waits.items() if theirs not in ("", words)]
+        absent = [str(rank) for rank, theirs in waits.items() if not theirs]
+        if absent:
+            elsewhere.append(f"It is not known to wait anywhere: rank {', '.join(absent)}.")
+        return " ".join(elsewhere)
+
+    def complain(self, call: str, words: str, hint: str) -> None:
+        """Ranks make different calls: raise TransportError, which quotes two of them, on every rank.
+
+        Args:
+            call: its kind and number, by which ranks find each other.
+        """
+        self._write(f"call.{call}", words)
+        deadline, told = time.monotonic() + TELL_SECONDS, [""] * self.size
+        while not all(told) and time.monotonic() < deadline:
+            told = [self._read(f"call.{call}", rank) for rank in range(self.size)]
+            time.sleep(0.01)
+        check_same_call([theirs or "a call that it did not tell of" for theirs in told], hint)
+
+    def tell_of_exceptions(self) -> None:
+        """If an exception ends this process, the others learn which."""
+        previous: Callable[..., Any] = sys.excepthook
+
+        def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            previous(kind, error, trace)
+            if not hasattr(sys, "ps1"):  # an interactive session goes on
+                first = next(iter(str(error).splitlines()), "")
+                self.leave(f"has ended with {kind.__name__}: {first}".rstrip(".: "))
+
+        sys.excepthook = tell
+
+    def _write(self, key: str, value: str) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"{key}.{self.rank}", value)
+
+    def _read(self, key: str, rank: int) -> str:
+        with contextlib.suppress(RuntimeError):
+            if self._store.check([f"{key}.{rank}"]):
+                return bytes(self._store.get(f"{key}.{rank}")).decode()
+        return ""
+
+
+def open_board(rank: int, ranks: Sequence[int], times: int) -> Board:
+    """The board of some of the job's ``ranks``, who have joined each other so many ``times`` before. ``rank``: this one,
+    among them."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    name = f"hvdplus.{'.'.join(map(str, ranks))}.{times}"
+    return Board(PrefixStore(name, _get_default_store()), rank, len(ranks))

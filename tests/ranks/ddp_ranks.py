@@ -1,0 +1,374 @@
+"""hvdplus as the communication hook of DistributedDataParallel: the same bodies on every rank."""
+
+import contextlib
+import copy
+import os
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from reference import Reference
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import hvdplus.torch as hvd
+from hvdplus.torch.ddp import attach
+
+if not dist.is_initialized():
+    dist.init_process_group("gloo")
+RANK, SIZE = dist.get_rank(), dist.get_world_size()
+WIDTH = 40
+torch.set_num_threads(1)
+
+
+def net(seed=0, depth=3):
+    """Layers of 40 x 40 with biases."""
+    torch.manual_seed(seed)
+    layers = [part for _ in range(depth) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 5))
+
+
+def batch(step, rank=RANK, count=8):
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(count, WIDTH, generator=draw), torch.randint(0, 5, (count,), generator=draw)
+
+
+def sgd(model, lr=0.1):
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def train(model, optimizer, steps, first=0, loss=cross_entropy):
+    losses = []
+    for step in range(first, first + steps):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        value = loss(model(x), y)
+        value.backward()
+        optimizer.step()
+        losses.append(float(value.detach()))
+    return losses
+
+
+def identical(model):
+    mine = [p.detach().clone() for p in model.parameters()]
+    everyone = [None] * SIZE
+    dist.all_gather_object(everyone, mine)
+    return all(torch.equal(a, b) for theirs in everyone for a, b in zip(theirs, everyone[0], strict=True))
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def wrapped(seed=0, **options):
+    """A model in DDP, and its optimizer. Small buckets, so that there are several."""
+    model = DistributedDataParallel(net(seed), **{"bucket_cap_mb": 0.01, **options})
+    return model, sgd(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"bucket_cap_mb": 25}])
+@pytest.mark.parametrize("level", ["none", "auto"])
+def test_dense_steps_are_those_of_plain_ddp(options, level):
+    plain, plain_sgd = wrapped(**options)
+    train(plain, plain_sgd, 6)
+    model, optimizer = wrapped(**options)
+    # A ladder of one level: auto without a choice.
+    attach(model, optimizer, level, settings={"ladder": ["none"]})
+    train(model, optimizer, 6)
+    torch.testing.assert_close(weights(model), weights(plain), rtol=0, atol=1e-6)
+    assert identical(model)
+
+
+@pytest.mark.parametrize("level", ["fp16", "int8", "topk:0.2", "lowrank:2", "lowrank:4+fp16", "randomk:0.3+int8"])
+def test_every_level_sends_what_the_reference_sends(level):
+    model, _ = wrapped()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    exchange = attach(model, optimizer, level)._exchange
+    reference = None
+    for step in range(5):
+        before = [p.detach().clone() for p in model.parameters()]
+        grads = []
+        for rank in range(SIZE):  # all ranks' gradients, computed here
+            twin = copy.deepcopy(model.module)
+            x, y = batch(step, rank)
+            cross_entropy(twin(x), y).backward()
+            grads.append([p.grad.numpy() for p in twin.parameters()])
+        train(model, optimizer, 1, first=step)
+        reference = reference or Reference(level, exchange.buckets, SIZE)  # whose order the first step has shown
+        expected = reference.step(grads)
+        for p, old, mean in zip(model.parameters(), before, expected, strict=True):
+            np.testing.assert_allclose((old - p.detach()).numpy(), mean, rtol=1e-3, atol=1e-4)
+    assert identical(model)
+
+
+@pytest.mark.parametrize("level", ["lowrank:2+fp16", "topk:0.1", "int4", "auto"])
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
+def test_lossy_levels_learn_and_keep_ranks_identical(level, options):
+    model, optimizer = wrapped(**options)
+    attach(model, optimizer, level)
+    draw = torch.Generator().manual_seed(RANK)
+    x = torch.randn(64, WIDTH, generator=draw)
+    y = x[:, :5].argmax(1)
+    losses = []
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # of means: they are there when backward returns
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] / 4, losses
+    assert identical(model)
+
+
+def test_means_are_there_when_backward_returns():
+    model, optimizer = wrapped()
+    attach(model, optimizer, "none")
+    x, y = batch(0)
+    cross_entropy(model(x), y).backward()
+    mine = torch.cat([p.grad.flatten() for p in model.parameters()])
+    everyone = [None] * SIZE
+    dist.all_gather_object(everyone, mine)
+    assert all(torch.equal(theirs, mine) for theirs in everyone)
+
+
+def test_accumulation_under_no_sync_is_one_exchange_of_the_sum():
+    plain, plain_sgd = wrapped()
+    model, optimizer = wrapped()
+    attached = attach(model, optimizer, "none")
+    for each, its_optimizer in ((plain, plain_sgd), (model, optimizer)):
+        for step in range(4):
+            its_optimizer.zero_grad()
+            for part in range(3):
+                x, y = batch(3 * step + part)
+                with each.no_sync() if part < 2 else contextlib.nullcontext():
+                    cross_entropy(each(x), y).backward()
+            its_optimizer.step()
+    torch.testing.assert_close(weights(model), weights(plain), rtol=0, atol=1e-6)
+    assert attached.hvdplus.steps + attached.hvdplus.unread_steps == 4
+
+
+class Forked(nn.Module):
+    """One of two branches, by turns."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.one, self.two, self.turn = nn.Linear(WIDTH, 5), nn.Linear(WIDTH, 5), 0
+
+    def forward(self, x):
+        self.turn += 1
+        return (self.one if self.turn % 2 else self.two)(x)
+
+
+@pytest.mark.parametrize("level", ["none", "lowrank:2"])
+def test_unused_parameters_are_left_alone(level):
+    model = DistributedDataParallel(Forked(), find_unused_parameters=True)
+    optimizer = sgd(model, lr=0.01)
+    attach(model, optimizer, level)
+    train(model, optimizer, 6)
+    assert identical(model)
+    x, y = batch(9)
+    optimizer.zero_grad()
+    cross_entropy(model(x), y).backward()
+    assert model.module.two.weight.grad is None, "nobody used it"
+
+
+def test_sparse_gradients_come_back_sparse():
+    torch.manual_seed(0)
+    table = nn.Sequential(nn.EmbeddingBag(50, WIDTH, sparse=True), nn.Linear(WIDTH, 5))
+    model = DistributedDataParallel(table)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    attach(model, optimizer, "lowrank:2")
+    start = weights(model)
+    for step in range(4):
+        draw = torch.Generator().manual_seed(10 * step + RANK)
+        words = torch.randint(0, 20, (6, 3), generator=draw)
+        optimizer.zero_grad()
+        cross_entropy(model(words), torch.randint(0, 5, (6,), generator=draw)).backward()
+        assert model.module[0].weight.grad.is_sparse
+        optimizer.step()
+    assert identical(model) and not torch.equal(start, weights(model))
+    assert torch.equal(start[50 * WIDTH // 2 : 50 * WIDTH], weights(model)[50 * WIDTH // 2 : 50 * WIDTH]), "unused rows"
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_loss_scaling(given, capfd):
+    model, optimizer = wrapped()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    attached = attach(model, optimizer, "auto", grad_scaler=scaler if given else None)
+    for step in range(8):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        scaler.scale(cross_entropy(model(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert identical(model)
+    refused = attached.hvdplus._controller.refused if attached.hvdplus._controller else {}
+    assert bool(refused) == (not given and SIZE > 1)
+    said = "attach() was not given it" in capfd.readouterr().err
+    assert said == (not given and SIZE > 1 and RANK == 0)
+    del scaler
+
+
+@pytest.mark.parametrize("level", ["fp16", "lowrank:2", "int8"])
+def test_gradients_that_are_not_finite_on_one_rank_reach_all_and_spoil_nothing(level):
+    model, optimizer = wrapped()
+    attached = attach(model, optimizer, level)
+    train(model, optimizer, 4)
+    x, y = batch(4)
+    if RANK == SIZE - 1:
+        x[0, 0] = float("nan")
+    optimizer.zero_grad()
+    cross_entropy(model(x), y).backward()
+    assert not all(torch.isfinite(p.grad).all() for p in model.parameters()), "as without compression"
+    train(model, optimizer, 4, first=5)  # the step is skipped, as a scaler does
+    assert torch.isfinite(weights(model)).all() and identical(model)
+    state = attached.state_dict()
+    assert all(np.isfinite(np.asarray(r)).all() for r in _arrays(state))
+
+
+def _arrays(value):
+    """All arrays within a state."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _arrays(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _arrays(each)
+
+
+@pytest.mark.parametrize("level", ["lowrank:2+fp16", "topk:0.1", "auto"])
+def test_a_checkpoint_goes_on_bit_for_bit(level):
+    model, optimizer = wrapped()
+    attached = attach(model, optimizer, level, settings={"weights_check_steps": 0})
+    train(model, optimizer, 5)
+    state = copy.deepcopy((model.state_dict(), optimizer.state_dict(), attached.state_dict()))
+    if level == "auto":  # whose next decisions depend on times
+        other, its_sgd = wrapped(seed=1)
+        again = attach(other, its_sgd, level)
+        again.load_state_dict(state[2])
+        assert again.hvdplus.steps == attached.hvdplus.steps
+        return
+    train(model, optimizer, 4, first=5)
+    other, its_sgd = wrapped(seed=1)
+    again = attach(other, its_sgd, level, settings={"weights_check_steps": 0})
+    other.load_state_dict(state[0])
+    its_sgd.load_state_dict(state[1])
+    again.load_state_dict(state[2])
+    train(other, its_sgd, 4, first=5)
+    assert torch.equal(weights(other), weights(model))
+
+
+def test_several_models_in_one_program():
+    (one, first), (two, second) = wrapped(1), wrapped(2)
+    attach(one, first, "lowrank:2")
+    attach(two, second, "fp16")
+    for step in range(4):
+        x, y = batch(step)
+        first.zero_grad()
+        second.zero_grad()
+        cross_entropy(one(x), y).backward()
+        cross_entropy(two(x), y).backward()
+        first.step()
+        second.step()
+    assert identical(one) and identical(two)
+
+
+def test_several_optimizers_of_one_model():
+    model, _ = wrapped()
+    halves = list(model.parameters())[:4], list(model.parameters())[4:]
+    optimizers = [torch.optim.SGD(half, lr=0.1) for half in halves]
+    attached = attach(model, optimizers, "lowrank:2")
+    for step in range(5):
+        x, y = batch(step)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert identical(model) and attached.hvdplus.steps + attached.hvdplus.unread_steps == 5
+
+
+def test_a_compiled_model():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, optimizer = wrapped(bucket_cap_mb=1)  # of no less than the first bucket
+        attach(model, optimizer, "lowrank:2")
+        compiled = torch.compile(model, backend="eager")
+        train(compiled, optimizer, 4)
+    assert identical(model)
+
+
+def test_steps_that_are_skipped_lose_nothing():
+    model, _ = wrapped()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attached = attach(model, optimizer, "topk:0.1")
+    train(model, optimizer, 3)
+    held = copy.deepcopy(attached.state_dict())
+    x, y = batch(3)
+    cross_entropy(model(x), y).backward()
+    optimizer.zero_grad()  # no step
+    assert _equal(attached.state_dict()["residuals"], held["residuals"])
+    train(model, optimizer, 2, first=4)
+    assert identical(model)
+
+
+def _equal(one, other):
+    pairs = zip(_arrays(one), _arrays(other), strict=True)
+    return all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
+
+
+def test_the_report_and_on_window(tmp_path):
+    model, optimizer = wrapped()
+    seen = []
+    attached = attach(model, optimizer, "auto", settings={"window_steps": 2})
+    attached.hvdplus.on_window(seen.append)
+    for step in range(10):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        attached.record(loss)
+        loss.backward()
+        optimizer.step()
+    summary = hvd.report(attached, accuracy=0.5)
+    assert summary["ranks"] == SIZE and summary["transport"] == os.environ["EXPECTED_TRANSPORT"]
+    assert summary["step_ms"] > 0 and seen and (seen[-1]["loss"] is not None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (lambda model, optimizer: (model.module, optimizer), "wants a DistributedDataParallel"),
+        (lambda model, optimizer: (model, model), "torch.optim.Optimizer"),
+        (lambda model, optimizer: (model, []), "torch.optim.Optimizer"),
+        (lambda model, optimizer: (model, optimizer, "lowrank:x"), "lowrank"),
+        (lambda model, optimizer: (model, optimizer, "local:8"), "DistributedOptimizer"),
+        (lambda model, optimizer: (model, optimizer, "auto", {"every": 4}), "DistributedOptimizer"),
+    ],
+)
+def test_bad_arguments(arguments, words):
+    model, optimizer = wrapped()
+    with pytest.raises(ValueError, match=words):
+        attach(*arguments(model, optimizer))
+
+
+@pytest.mark.ranks(4)
+def test_a_group_of_some_ranks():
+    """Two copies of a model that is split over two ranks: gradients cross only between copies."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = groups[RANK % 2]
+    torch.manual_seed(RANK % 2)
+    half = DistributedDataParallel(nn.Linear(WIDTH, 5), process_group=mine)
+    optimizer = sgd(half)
+    attach(half, optimizer, "fp16" if RANK % 2 else "lowrank:2")
+    train(half, optimizer, 4)
+    everyone = [None] * SIZE
+    dist.all_gather_object(everyone, weights(half))
+    assert torch.equal(everyone[0], everyone[2]) and torch.equal(everyone[1], everyone[3])
+    assert not torch.equal(everyone[0], everyone[1])

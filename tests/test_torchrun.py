@@ -1,0 +1,153 @@
+"""torchrun and torch.distributed, as users of them see it: scripts, restarts, ranks that are missing or end."""
+
+import re
+import textwrap
+
+import pytest
+from frameworks import need
+from launching import TESTS, mpirun, run, torchrun
+
+need("torch")
+pytestmark = pytest.mark.jobs
+EXAMPLES = TESTS.parent / "examples"
+
+
+def script(tmp_path, body):
+    """A file with a script of this body."""
+    path = tmp_path / "script.py"
+    path.write_text("import os, sys, time\nimport torch\nimport hvdplus.torch as hvd\n" + textwrap.dedent(body))
+    return path
+
+
+def start(path, ranks=2, timeout_seconds=120, launcher=torchrun, **environment):
+    return run(launcher(ranks, "python", str(path)), timeout_seconds, **environment)
+
+
+@pytest.mark.parametrize("example", ["pytorch_digits.py", "pytorch_ddp.py"])
+def test_examples_under_torchrun(example):
+    code, output = run(torchrun(2, "python", str(EXAMPLES / example), "--epochs", "4"), timeout_seconds=300)
+    assert code == 0, output
+    assert "transport torch-gloo" in output
+    assert re.search(r"identical[^\n]*(True|yes)", output, re.IGNORECASE), output
+    assert float(re.search(r"accuracy (0\.\d+)", output.splitlines()[-1] if "DDP" in output else output)[1]) > 0.8
+
+
+def test_a_plain_process_needs_no_launcher(tmp_path):
+    path = script(tmp_path, 'hvd.init(); print(hvd.size(), hvd.allreduce(torch.ones(2)).tolist())')
+    for transport in ("torch", "local"):
+        code, output = run(["python", str(path)], 60, HVDPLUS_TRANSPORT=transport)
+        assert code == 0 and "1 [1.0, 1.0]" in output, output
+
+
+def test_mpi_tells_where_to_meet(tmp_path):
+    path = script(tmp_path, "hvd.init(); print('sum', hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist())")
+    code, output = start(path, launcher=mpirun, HVDPLUS_TRANSPORT="torch")
+    assert code == 0 and output.count("sum [2.0, 2.0]") == 2 and "transport torch-gloo" in output, output
+
+
+def test_a_process_group_of_the_scripts_is_used(tmp_path):
+    path = script(
+        tmp_path,
+        """
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        hvd.init()
+        one = torch.ones(1)
+        dist.all_reduce(one)
+        print("theirs", one.item(), "ours", hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
+        hvd.shutdown()
+        dist.barrier()
+        """,
+    )
+    code, output = start(path)
+    assert code == 0 and output.count("theirs 2.0 ours 2.0") == 2, output
+
+
+STEPS = """
+hvd.init()
+net = torch.nn.Linear(30, 30)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), "fp16")
+for step in range({steps}):
+    optimizer.zero_grad()
+    net(torch.randn(4, 30)).sum().backward()
+    optimizer.step()
+    {each}
+print("done", flush=True)
+"""
+
+
+def test_a_rank_that_ends_early_is_named(tmp_path):
+    path = script(tmp_path, STEPS.format(steps="5 - hvd.rank()", each=""))
+    code, output = start(path)
+    assert code != 0
+    assert "Rank 1 has ended" in output and "Every rank has to take the same number of steps" in output, output
+
+
+def test_an_exception_on_one_rank_is_told_to_the_others(tmp_path):
+    each = 'if step == 2 and hvd.rank() == 1: raise ValueError("no such file")'
+    code, output = start(script(tmp_path, STEPS.format(steps=5, each=each)))
+    assert code != 0 and "ValueError: no such file" in output, output
+
+
+def test_a_rank_that_never_comes_is_named_after_the_time_that_was_set(tmp_path):
+    each = "if step == 2 and hvd.rank() == 1: time.sleep(60)"
+    code, output = start(script(tmp_path, STEPS.format(steps=5, each=each)), HVDPLUS_TIMEOUT_SECONDS="6")
+    assert code != 0
+    assert "It is not known to wait anywhere: rank 1." in output and "HVDPLUS_TIMEOUT_SECONDS" in output, output
+
+
+def test_a_killed_rank_ends_the_job(tmp_path):
+    each = "if step == 2 and hvd.rank() == 1: os.kill(os.getpid(), 9)"
+    code, output = start(script(tmp_path, STEPS.format(steps=500, each=each)))
+    assert code != 0 and "SIGKILL" in output, output
+
+
+def test_torchrun_restarts_a_job_that_goes_on_from_its_checkpoint(tmp_path):
+    """Killed once, the job ends with the weights of a job that was not."""
+    body = """
+    hvd.init()
+    torch.manual_seed(0)
+    folder, die = sys.argv[1:]
+    net = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Tanh(), torch.nn.Linear(40, 5))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters(), "lowrank:2+fp16")
+    first, path = 0, f"{folder}/state.{hvd.rank()}.pt"
+    if os.path.exists(path):
+        saved = torch.load(path)
+        net.load_state_dict(saved["net"])
+        optimizer.load_state_dict(saved["optimizer"])
+        first = saved["step"]
+        print("goes on at step", first, flush=True)
+    for step in range(first, 12):
+        if step == 7 and die == "die" and hvd.rank() == 1 and not os.path.exists(f"{folder}/died"):
+            open(f"{folder}/died", "w").close()
+            os.kill(os.getpid(), 9)
+        draw = torch.Generator().manual_seed(100 * step + hvd.rank())
+        optimizer.zero_grad()
+        net(torch.randn(8, 40, generator=draw)).pow(2).mean().backward()
+        optimizer.step()
+        if step == 4:
+            torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict(), "step": 5}, path)
+            hvd.barrier()
+    print("weights", sum(p.double().sum() for p in net.parameters()).item(), hvd.identical(net), flush=True)
+    """
+    found = []
+    for how in ("live", "die"):
+        folder = tmp_path / how
+        folder.mkdir()
+        path = script(folder, body)
+        command = torchrun(2, "python", str(path), str(folder), how)
+        command[1:1] = ["--max-restarts", "1"]
+        code, output = run(command, 180)
+        assert code == 0, output
+        assert ("goes on at step 5" in output) == (how == "die"), output
+        found.append(set(re.findall(r"weights (\S+) True", output)))
+    assert found[0] == found[1] and len(found[0]) == 1, found
+
+
+def test_tensorflow_under_torchrun_is_refused_and_told_what_works(tmp_path):
+    need("tensorflow")
+    path = tmp_path / "keras_script.py"
+    path.write_text("import hvdplus.keras as hvd\nhvd.init()\n")
+    code, output = start(path, KERAS_BACKEND="tensorflow")
+    assert code != 0 and "with TensorFlow, start the job with mpirun or horovodrun" in output, output
