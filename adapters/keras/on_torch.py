@@ -35,6 +35,8 @@ def adapt(transport: Transport) -> Transport:
 def check(transport: Transport) -> None:
     """Raise ValueError where gradients would be averaged twice."""
     others = torch.distributed
+    if transport.name.startswith("torch-"):  # it is ours
+        return
     if transport.size > 1 and others.is_available() and others.is_initialized() and others.get_world_size() > 1:
         raise ValueError(
             "torch.distributed is initialised, so Keras may wrap models in DistributedDataParallel, and gradients "

@@ -209,7 +209,8 @@ class TorchDistributed:
                     return
                 except RuntimeError as error:
                     if work.is_completed():  # it has not only taken long, but failed
-                        raise RuntimeError(f"{self._board.gone() or error} {_waits(self.rank, words)}") from error
+                        gone = self._board.gone() or f"A rank has ended and left no note ({_first_line(error)})."
+                        raise RuntimeError(f"{gone} {_waits(self.rank, words)}") from error
                 self._board.wait_in(words)
                 told = True
                 seconds, gone = time.monotonic() - began, self._board.gone()
@@ -232,11 +233,14 @@ class TorchDistributed:
 
 def _begin(timeout_seconds: float) -> None:
     """Make the default process group of what the launcher says."""
-    environment = meeting()
+    environment, patience = meeting(), timedelta(seconds=timeout_seconds)
     os.environ.update(environment)  # where the script's own calls look, too
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+        store, rank, size = next(dist.rendezvous("env://", timeout=patience))
+        # torchrun keeps the store when it restarts ranks, with the addresses of those that are gone.
+        store = dist.PrefixStore(f"hvdplus.attempt.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
     except dist.DistError as error:
         raise TransportError(
             f"Not all {environment['WORLD_SIZE']} ranks have come to {environment['MASTER_ADDR']}:"
@@ -250,6 +254,11 @@ def _words(what: str, array: torch.Tensor, name: str = "", scale: float = 1.0) -
 
 def _alike(comparison: _Comparison) -> bool:
     return bool(comparison.extremes[0] == -comparison.extremes[1])
+
+
+def _first_line(error: BaseException) -> str:
+    """Without the place in a file that Gloo's messages begin with."""
+    return str(error).partition("\n")[0].rpartition("] ")[2].partition(". ")[0]
 
 
 def _waits(rank: int, words: str) -> str:

@@ -20,7 +20,8 @@ CROWDED = SIZE > 2 and not TORCH
 several."""
 LEVELS = ["none", "fp16", "lowrank:2", "int8", "topk:0.2:32+int8", "auto"] if TORCH else ["int8", "auto"][CROWDED:]
 """``keras_ranks.py`` runs the others on TensorFlow, where each takes a compilation."""
-MPI4PY = hvd._require_world().transport.name == "mpi4py"
+TRANSPORT = hvd._require_world().transport.name
+MPI4PY = TRANSPORT == "mpi4py"
 several = pytest.mark.ranks(2, 4)
 
 
@@ -415,6 +416,7 @@ def test_a_variable_that_one_rank_does_not_use_is_updated_alike():
     assert (np.array(nobodys) == 1).all(), "weight decay must not move what nobody uses"
 
 
+@pytest.mark.skipif(TRANSPORT.startswith("torch-"), reason="torch.distributed is the transport")
 @pytest.mark.skipif(not TORCH, reason="about PyTorch's own data parallelism")
 @several
 def test_a_second_averager_is_refused(tmp_path):
