@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/pytorch_ddp.py
 
-On a slow network between several hosts it trains the same model sooner; here, on one, it shows that nothing else changes.
+On a slow network between several hosts it trains the same model sooner; here, on one, it shows that nothing else
+changes.
 """
 
 import argparse

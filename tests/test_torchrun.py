@@ -8,7 +8,6 @@ import pytest
 from frameworks import need
 from launching import TESTS, mpirun, run, torchrun
 
-need("torch")
 pytestmark = pytest.mark.jobs
 EXAMPLES = TESTS.parent / "examples"
 
@@ -35,7 +34,7 @@ def test_examples_under_torchrun(example):
 
 
 def test_a_plain_process_needs_no_launcher(tmp_path):
-    path = script(tmp_path, 'hvd.init(); print(hvd.size(), hvd.allreduce(torch.ones(2)).tolist())')
+    path = script(tmp_path, "hvd.init(); print(hvd.size(), hvd.allreduce(torch.ones(2)).tolist())")
     for transport in ("torch", "local"):
         code, output = run(["python", str(path)], 60, HVDPLUS_TRANSPORT=transport)
         assert code == 0 and "1 [1.0, 1.0]" in output, output

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import GradBucket
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 
 from hvdplus.adapters.torch.backend import TorchBackend, real_view, type_name
@@ -77,7 +77,7 @@ class HookExchange(EagerExchange[torch.Tensor]):
         """The reducer's bucket is full; returns what will hold its means."""
         buffer, places = bucket.buffer(), [self._place[id(parameter)] for parameter in bucket.parameters()]
         gradients = [buffer] if buffer.is_sparse else bucket.gradients()
-        devices = [buffer.device] if buffer.device.type != "cpu" else []
+        devices: list[Any] = [buffer.device] if buffer.device.type != "cpu" else []
         future: Future[torch.Tensor] = Future(devices=devices)
         self._waiting.append((future, None if buffer.is_sparse else buffer, places[0]))
         with torch.no_grad():
@@ -158,8 +158,8 @@ def attach(
     resolved = Settings.load(settings)
     if choose_rhythm(compression, None, resolved).local:
         raise ValueError(
-            "DistributedDataParallel exchanges in every step: local steps need DistributedOptimizer(every=) around a bare "
-            f"model. Received: compression={compression!r}, every={resolved.every}, staleness={resolved.staleness}"
+            "DistributedDataParallel exchanges in every step: local steps need DistributedOptimizer(every=) around a "
+            f"bare model. Received: compression={compression!r}, every={resolved.every}, staleness={resolved.staleness}"
         )
     ignored = set(getattr(model, "parameters_to_ignore", ()))
     named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored]

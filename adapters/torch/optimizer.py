@@ -423,7 +423,7 @@ def _check_devices(parameters: list[torch.nn.Parameter], world: World) -> None:
     if devices and devices != ["cpu"] and world.transport.name == "mpi4py" and world.transport.size > 1:
         raise ValueError(
             f"The mpi4py transport sums on the host, and parameters are on {devices[0]}. Use torch.distributed "
-            "(torchrun, or HVDPLUS_TRANSPORT=torch) or Horovod (`hvdplus install-horovod`, or HVDPLUS_TRANSPORT=horovod)."
+            "(torchrun, or HVDPLUS_TRANSPORT=torch), or Horovod (`hvdplus install-horovod`)."
         )
 
 

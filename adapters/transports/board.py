@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from torch.distributed import PrefixStore
+import torch.distributed
 
 from hvdplus.transport import check_same_call
 
@@ -95,9 +95,10 @@ class Board:
 
 
 def open_board(rank: int, ranks: Sequence[int], times: int) -> Board:
-    """The board of some of the job's ``ranks``, who have joined each other so many ``times`` before. ``rank``: this one,
-    among them."""
-    from torch.distributed.distributed_c10d import _get_default_store
+    """The board of some of the job's ``ranks``, who have joined each other so many ``times`` before.
 
+    ``rank``: this one, among them.
+    """
+    distributed: Any = torch.distributed
     name = f"hvdplus.{'.'.join(map(str, ranks))}.{times}"
-    return Board(PrefixStore(name, _get_default_store()), rank, len(ranks))
+    return Board(distributed.PrefixStore(name, distributed.distributed_c10d._get_default_store()), rank, len(ranks))

@@ -1,8 +1,8 @@
 """Number of ranks that a job's launcher announced, for a comparison with the transport's size.
 
 A process that cannot reach the other ranks of its job (an MPI that the launcher does not speak to, TensorFlow under
-``torchrun``, a Horovod without MPI under ``mpirun``) is alone: N processes would train N models apart, each as rank 0 of
-1.
+``torchrun``, a Horovod without MPI under ``mpirun``) is alone: N processes would train N models apart, each as rank 0
+of 1.
 
 Launchers are nested: a batch script in an allocation of 8 tasks calls ``mpirun -np 4``, and Slurm's variables reach the
 ranks, too. So the table is in the order in which launchers are likely to be inside each other, the innermost first.
@@ -34,8 +34,8 @@ class Launcher(NamedTuple):
 
 _ANOTHER_MPI = "Start the job with the mpirun of the MPI that mpi4py (or Horovod) was built with"
 _TORCHRUN = (
-    "Only torch.distributed hears torchrun, and it carries PyTorch's tensors: with TensorFlow, start the job with mpirun or "
-    "horovodrun; in PyTorch, leave HVDPLUS_TRANSPORT at auto or torch."
+    "Only torch.distributed hears torchrun, and it carries PyTorch's tensors: with TensorFlow, start the job with "
+    "mpirun or horovodrun; in PyTorch, leave HVDPLUS_TRANSPORT at auto or torch."
 )
 
 LAUNCHERS = (
@@ -74,8 +74,8 @@ LAUNCHERS = (
         "srun",
         "SLURM_STEP_NUM_TASKS",
         "SLURM_PROCID",
-        "Start them with `srun --mpi=pmix`, or with mpirun or horovodrun inside the batch script; PyTorch needs neither, if "
-        "HVDPLUS_TRANSPORT is auto or torch.",
+        "Start them with `srun --mpi=pmix`, or with mpirun or horovodrun inside the batch script; PyTorch needs "
+        "neither, if HVDPLUS_TRANSPORT is auto or torch.",
         silent=True,
     ),
     Launcher("the environment", "WORLD_SIZE", "RANK", _TORCHRUN, ("RANK", "LOCAL_RANK")),
@@ -113,7 +113,7 @@ def heard(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def unheard(environ: Mapping[str, str] = os.environ) -> Announced | None:
-    """The launcher of several ranks that only torch.distributed hears; None: MPI or Horovod do, or there is one rank."""
+    """The launcher of several ranks that only torch.distributed hears; None: others do, too, or there is one rank."""
     nearest = next(iter(announced(environ)), None)
     silent = nearest is not None and nearest.launcher.silent and nearest.size != 1 and not heard(environ)
     return nearest if silent else None

@@ -1,8 +1,8 @@
 """Where the ranks of a job meet to make a process group of ``torch.distributed``.
 
-``torchrun`` tells its ranks in four variables. ``srun`` tells the same facts in its own words, which are translated here,
-so that a plain ``srun python train.py`` needs no further line in the batch script. ``mpirun`` leaves it to MPI where
-rank 0 is.
+``torchrun`` tells its ranks in four variables. ``srun`` tells the same facts in its own words, which are translated
+here, so that a plain ``srun python train.py`` needs no further line in the batch script. ``mpirun`` leaves it to MPI
+where rank 0 is.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def meeting(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     missing = [name for name in MEETING if name not in found]
     if missing:
         raise TransportError(
-            f"torch.distributed needs {', '.join(MEETING)} to bring ranks together; missing: {', '.join(missing)}. Start "
-            "the job with torchrun or srun, or call torch.distributed.init_process_group before hvd.init()."
+            f"torch.distributed needs {', '.join(MEETING)} to bring ranks together; missing: {', '.join(missing)}. "
+            "Start the job with torchrun or srun, or call torch.distributed.init_process_group before hvd.init()."
         )
     return found
 

@@ -3,7 +3,8 @@
 Gloo carries what is on the host, NCCL what is on CUDA devices. Both match calls by their order alone; where ranks make
 different ones, Gloo ends the process without a word and NCCL hangs. So every sum is preceded by a small one, in which
 ranks compare what they are about to do. On the host it travels while earlier sums do, and a thread begins each sum when
-its comparison is over. A device's sums begin at once, in the order of the device's own work, and are compared meanwhile.
+its comparison is over. A device's sums begin at once, in the order of the device's own work, and are compared
+meanwhile.
 
 Process groups are the transport's own: what the script does with its own groups cannot mix with them.
 """
@@ -24,7 +25,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 
 from hvdplus.adapters.transports.board import Board, open_board
 from hvdplus.adapters.transports.rendezvous import meeting
@@ -36,6 +37,8 @@ WARN_SECONDS = 60.0
 """A waiting rank prints a line this often."""
 GRACE_SECONDS = 60.0
 """So much longer than this transport's patience is that of the groups, whose messages name nobody."""
+dist: Any = torch.distributed
+"""Its type leaves out some of what its documentation has."""
 _times_joined: Counter[tuple[int, ...]] = Counter()
 """Ranks of a group -> how often they have joined."""
 

@@ -46,8 +46,8 @@ def attach(
             the name ``optimizer`` will do, too. It stays as it is: only the end of its steps is noticed.
         compression: as of ``hvd.DistributedOptimizer``: ``auto``, or a level such as ``fp16`` or ``lowrank:8+fp16``.
         settings: name -> value, over ``HVDPLUS_*`` and the file that ``HVDPLUS_CONFIG`` names.
-        grad_scaler: the script's ``torch.amp.GradScaler``. Levels with a residual need the scale of losses; without this
-            argument they are left out when a scaler is found.
+        grad_scaler: the script's ``torch.amp.GradScaler``. Levels with a residual need the scale of losses; without
+            this argument they are left out when a scaler is found.
 
     Returns:
         for ``hvdplus.torch.report``, ``record(loss)``, and checkpoints (``state_dict``, ``load_state_dict``).

@@ -69,7 +69,9 @@ def wrapped(seed=0, **options):
     return model, sgd(model)
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"bucket_cap_mb": 25}])
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"bucket_cap_mb": 25}]
+)
 @pytest.mark.parametrize("level", ["none", "auto"])
 def test_dense_steps_are_those_of_plain_ddp(options, level):
     plain, plain_sgd = wrapped(**options)
