@@ -10,6 +10,7 @@ same conditions. Rank 0 takes commands over the socket that CONTESTANTS names, t
     ddp, ddp fp16, ddp powersgd:R:S
                                PyTorch's own DistributedDataParallel over Gloo, with its communication hooks; PowerSGD
                                of rank R after S dense steps
+    hook NAME                  hvdplus at one level, or auto, as the hook of DistributedDataParallel
     local H NAME [SETTING=VALUE ...]
                                hvdplus, H local steps between two exchanges at a level
     stale S [SETTING=VALUE ...]
@@ -94,11 +95,30 @@ class Bytes(Characters):
         return torch.optim.AdamW(model.parameters(), lr=self.learning_rate, weight_decay=0.01)
 
 
+class Wide(Perceptron):
+    """Ten times as much gradient: 10.2 M parameters, 32 digits a rank."""
+
+    name = "wide"
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(64, 2240),
+            nn.ReLU(),
+            nn.Linear(2240, 2240),
+            nn.ReLU(),
+            nn.Linear(2240, 2240),
+            nn.ReLU(),
+            nn.Linear(2240, 10),
+        )
+
+
 TASKS: dict[str, Callable[[], quality.Task]] = {
     "mlp": Perceptron,
     "cnn": Convolutions,
     "text": Characters,
     "bytes": Bytes,
+    "wide": Wide,
 }
 
 
@@ -118,6 +138,7 @@ class Contestant:
         self._forward: nn.Module = self.model
         self.optimizer = task.optimizer(self.model)
         named = [(f"{number}.{name}", parameter) for name, parameter in self.model.named_parameters()]
+        self.attached: Any = None
         kind, _, detail = who.partition(" ")
         if kind in ("auto", "level", "traced"):
             every_step = {"window_steps": 1} if kind == "traced" else None
@@ -131,6 +152,9 @@ class Contestant:
             )
         elif kind == "alone":
             pass
+        elif kind == "hook":
+            self._forward = _ddp(self.model, "")
+            self.attached = hvd.ddp.attach(self._forward, self.optimizer, detail)
         elif kind == "ddp":
             self._forward = _ddp(self.model, detail)
         elif kind in ("local", "stale"):
@@ -178,13 +202,13 @@ class Contestant:
     def _exchanges(self) -> list[Any]:
         """Of hvdplus; none in others."""
         fragments = getattr(self.optimizer, "_fragments", ())
-        optimizers = (self.optimizer, *(fragment.outer for fragment in fragments))
+        optimizers = (self.attached, self.optimizer, *(fragment.outer for fragment in fragments))
         return [exchange for each in optimizers if (exchange := getattr(each, "_exchange", None)) is not None]
 
     @property
     def level(self) -> str:
         """That hvdplus runs next, or learns for in a dense step; elsewhere empty."""
-        coordinator = getattr(self.optimizer, "hvdplus", None)
+        coordinator = getattr(self.attached or self.optimizer, "hvdplus", None)
         return coordinator.ladder.names[coordinator.plan.warms_up or coordinator.plan.level] if coordinator else ""
 
     def evaluate(self, average: bool) -> float:
@@ -348,7 +372,8 @@ class Job:
 
     def records(self, who: str) -> list[dict[str, Any]]:
         """The run log of ``who`` so far."""
-        return self._people[who].optimizer.hvdplus.log.records
+        contestant = self._people[who]
+        return (contestant.attached or contestant.optimizer).hvdplus.log.records
 
     def identical(self, who: str) -> bool:
         return hvd.identical(self._people[who].model)

@@ -21,7 +21,8 @@ VARIABLES = {name: variable(name) for name in SETTINGS}
 WHOLE = st.integers(1, 10**6)
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "compression": st.sampled_from(("auto", "none", "lowrank:4", "topk:0.05+int8")),
-    "transport": st.sampled_from(("auto", "horovod", "mpi4py", "local")),
+    "transport": st.sampled_from(("auto", "horovod", "mpi4py", "torch", "local")),
+    "timeout_seconds": st.floats(1e-300, 1e300),
     "ladder": st.sampled_from((("none",), ("none", "fp16", "lowrank:1"), ("none", "topk:0.05+int8"))),
     "dense_steps": st.integers(0, 10**6),
     "warm_steps": WHOLE,
@@ -115,8 +116,8 @@ NAMES = "a list of names, or names with commas between them"
 @pytest.mark.parametrize(
     ("name", "text", "wanted"),
     [
-        ("transport", "tcp", "one of auto, horovod, mpi4py, local"),
-        ("transport", "Horovod", "one of auto, horovod, mpi4py, local"),
+        ("transport", "tcp", "one of auto, horovod, mpi4py, torch, local"),
+        ("transport", "Horovod", "one of auto, horovod, mpi4py, torch, local"),
         ("ladder", "", NAMES),
         ("ladder", "none,,fp16", NAMES),
         ("drain_steps", "0", WHOLE_FROM_1),
