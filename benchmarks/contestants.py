@@ -274,7 +274,9 @@ def _ddp(model: nn.Module, hook: str) -> nn.Module:
     _join_gloo()
     name, rank, start = (*hook.split(":"), "", "")[:3]
     # PowerSGD over several Gloo buckets aborts: one bucket.
-    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1000 if name == "powersgd" else 25)
+    wrapped = nn.parallel.DistributedDataParallel(
+        model, bucket_cap_mb=1000 if name == "powersgd" else 25, gradient_as_bucket_view=True
+    )
     if name == "fp16":
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif name == "powersgd":

@@ -1,8 +1,8 @@
 """The exchange inside PyTorch's ``DistributedDataParallel``, as its communication hook.
 
 PyTorch's reducer waits for gradients and copies them into its buckets, in an order that all ranks share. Its hook hands
-them to the engine as they come, and the engine's own buckets leave as soon as they are full. With the last of the
-reducer's buckets the backward pass is over: then the hook waits for all sums, and writes the means into the reducer's
+them to the engine as they come, and the engine's own buckets leave as soon as they are full; plain dense steps sum the
+reducer's buckets where they are. With the last of those the backward pass is over: then the hook waits for all sums, and writes the means into the reducer's
 buckets, from where PyTorch brings them to ``.grad``. So means are there when ``backward()`` returns, as always.
 
 Residuals and contexts belong to parameters and the engine's buckets: it does not matter to them that the reducer makes
@@ -27,6 +27,7 @@ from hvdplus.adapters.torch.backend import TorchBackend, real_view, type_name
 from hvdplus.adapters.torch.ops import TorchOps
 from hvdplus.agree import FLOATS, check_types, choose_ladder, choose_rhythm, join, next_instance
 from hvdplus.exchange import step
+from hvdplus.exchange.bucket import BucketSet
 from hvdplus.exchange.eager import EagerExchange
 from hvdplus.settings import Settings
 from hvdplus.transport import World
@@ -71,7 +72,19 @@ class HookExchange(EagerExchange[torch.Tensor]):
         self._waiting: list[tuple[Future[torch.Tensor], torch.Tensor | None, int]] = []
         """Of the reducer's buckets that were handed over: what it waits for, the bucket's memory (None: its gradient
         is sparse), its first parameter."""
+        self._summing: list[tuple[int, Any]] = []
+        """Of plain dense steps: the reducer's buckets that are being summed in place, by number."""
         self._to_commit = False
+
+    def make_sets(self) -> None:
+        super().make_sets()
+        self._plain = None  # until the first step has shown that no gradient is sparse
+
+    def _sum_in_place(self) -> None:
+        """From now on, plain dense steps sum the reducer's buckets, and need none of the engine's."""
+        if self._plain is None and not self.sparse and all(map(self.sums, self.dtypes)):
+            self._plain = BucketSet([], f"{self.prefix}.plain", in_place=True)
+            self.follow(self.plan)
 
     def hand_over(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """The reducer's bucket is full; returns what will hold its means."""
@@ -84,6 +97,12 @@ class HookExchange(EagerExchange[torch.Tensor]):
             for i, gradient in zip(places, gradients, strict=True):
                 self.backend.views[i] = gradient
                 step.gradient_ready(self, i)
+            if self.now is self._plain:
+                self.reporter.note_gradients(self, places, [gradient.reshape(-1) for gradient in gradients])
+                number = bucket.index()
+                handle = self.transport.start(buffer, f"{self.prefix}.plain.{number}", self.scale)
+                self.meter.sum_begins(number, functools.partial(self.transport.done, handle))
+                self._summing.append((number, handle))
             if bucket.is_last():
                 self._finish()
         return future
@@ -91,6 +110,11 @@ class HookExchange(EagerExchange[torch.Tensor]):
     def _finish(self) -> None:
         """Gradients of this step are here: exchange the rest, and give all means to the reducer."""
         step.finish(self, self.get_learning_rate())
+        for number, handle in self._summing:
+            with self.meter.awaited(number), self.backend.named("hvdplus.wait"):
+                self.transport.wait(handle)
+        self._summing.clear()
+        self._sum_in_place()
         waiting, self._waiting = self._waiting, []
         for future, buffer, first in waiting:
             future.set_result(self.backend.views[first] if buffer is None else buffer)
@@ -105,7 +129,7 @@ class HookExchange(EagerExchange[torch.Tensor]):
 
     def abandon(self) -> None:
         super().abandon()
-        self._waiting, self.backend.views, self._to_commit = [], {}, False
+        self._waiting, self._summing, self.backend.views, self._to_commit = [], [], {}, False
 
 
 class Attached:
