@@ -3,9 +3,10 @@
     python benchmarks/ddp.py            a perceptron of 10.2 M parameters, two hosts, 100 Mb/s and 1 Gb/s: some minutes
     python benchmarks/ddp.py --rates unshaped
 
-Needs root (network namespaces; see ``hvdplus.lab``); nothing else may run on the machine meanwhile. All contestants train
-on real digits over Gloo, in one job, in blocks of steps that alternate (``adaptive.py`` has the how). A ratio is the
-geometric mean over rounds, with its 95 % bounds. Writes ``benchmarks/results/ddp.txt``.
+Needs root (network namespaces; see ``hvdplus.lab``); nothing else may run on the machine meanwhile. All contestants
+train on real digits over Gloo, in one job, in blocks of steps that alternate (``adaptive.py`` has the how), with
+gradients in the reducer's buckets (``gradient_as_bucket_view``). A ratio is the geometric mean over rounds, with its
+95 % bounds. Writes ``benchmarks/results/ddp.txt``.
 """
 
 from __future__ import annotations

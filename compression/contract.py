@@ -268,6 +268,12 @@ class Piecewise(Compressor):
         """All pieces end to end, times ``scale``."""
         return ops.assemble(self.pieces(ops, ctx, total), scale)
 
+    def mean_into(
+        self, ops: Ops[Array], ctx: Context[Array], total: Array, scale: float, parts: Sequence[Array]
+    ) -> bool:
+        """``mean`` into ``parts``, the bucket's tensors in order; see ``Ops.assemble_into``."""
+        return ops.assemble_into(self.pieces(ops, ctx, total), scale, parts)
+
     def remain(self, ops: Ops[Array], ctx: Context[Array], grad: Array, payload: Array) -> Array:
         """``grad`` minus all pieces."""
         return ops.subtract(grad, self.pieces(ops, ctx, payload))

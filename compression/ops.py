@@ -144,6 +144,12 @@ class Ops(Protocol[Array]):
     def assemble(self, pieces: Sequence[Piece[Array]], scale: float = 1.0) -> Array:
         """All pieces end to end, as one 1-D array, times ``scale``. At 1 a single plain piece is returned uncopied."""
 
+    def assemble_into(self, pieces: Sequence[Piece[Array]], scale: float, parts: Sequence[Array]) -> bool:
+        """``assemble`` into ``parts``, 1-D float32 arrays that have as many elements.
+
+        Returns whether it was done: where arrays cannot be written to, it is not.
+        """
+
     def subtract(self, values: Array, pieces: Sequence[Piece[Array]]) -> Array:
         """``values - assemble(pieces)``; may overwrite ``values``."""
 

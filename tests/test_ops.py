@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from hvdplus.adapters.numpy import NumpyOps
 from hvdplus.compression import Array, Ops, Spec, parse
+from hvdplus.compression.contract import Piecewise
 from hvdplus.compression.hashing import scramble
 from hvdplus.compression.ops import HALF_LIMIT, Halves, Packed, Piece, Product, Rows
 
@@ -280,6 +281,26 @@ def test_assemble_and_subtract(framework: str, large: bool) -> None:
         for piece, values in pieces:
             if isinstance(piece, Packed | Rows | Halves):
                 assert np.array_equal(ops.to_numpy(ops.assemble([piece])), values), "copied, or exact integers"
+
+
+@every_framework
+@pytest.mark.parametrize("level", ["lowrank:2", "lowrank:4+fp16", "topk:0.2", "topk:0.3:7", "randomk:0.3+fp16", "fp16"])
+def test_means_are_written_where_they_shall_be(framework: str, level: str) -> None:
+    """Into tensors with gaps between them."""
+    ops, compressor = ops_of(framework), parse(level)
+    assert isinstance(compressor, Piecewise)
+    spec = Spec(((12, 20), (30, 10), (300, 1), (5, 4, 16)), 0, 0, 2, tail=11)
+    ctx = compressor.init(ops, spec)
+    total = compressor.encode(ops, ctx, ops.from_numpy(random_values(spec.size)))
+    expected = ops.to_numpy(compressor.mean(ops, ctx, total, 0.5))
+    memory = [ops.from_numpy(np.full(size + 3, np.nan, np.float32)) for size in (*spec.sizes, 4, 7)]
+    parts = [whole[:-3] for whole in memory]
+    done = compressor.mean_into(ops, ctx, total, 0.5, parts)
+    assert done == (framework != "tensorflow"), "arrays of a graph cannot be written to"
+    if done:
+        found = np.concatenate([ops.to_numpy(part) for part in parts])
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
+        assert all(np.isnan(ops.to_numpy(whole)[-3:]).all() for whole in memory)
 
 
 @every_framework

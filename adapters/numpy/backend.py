@@ -76,6 +76,9 @@ class NumpyBackend:
     def parts(self, bucket: Bucket) -> list[np.ndarray]:
         return [self._flat(i) for i in bucket.parameters]
 
+    def places(self, bucket: Bucket) -> Sequence[np.ndarray]:
+        return ()
+
     def join(self, parts: Sequence[np.ndarray], out: np.ndarray, divisor: float) -> None:
         out[:] = np.concatenate(parts) / out.dtype.type(divisor)
 

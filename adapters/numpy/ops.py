@@ -32,6 +32,12 @@ class NumpyOps:
         whole = self.concat([self._dense(piece) for piece in pieces])
         return whole if scale == 1 else whole * np.float32(scale)
 
+    def assemble_into(self, pieces: Sequence[Piece[np.ndarray]], scale: float, parts: Sequence[np.ndarray]) -> bool:
+        ends = np.cumsum([len(part) for part in parts])
+        for part, values in zip(parts, np.split(self.assemble(pieces, scale), ends), strict=False):
+            part[:] = values
+        return True
+
     def subtract(self, values: np.ndarray, pieces: Sequence[Piece[np.ndarray]]) -> np.ndarray:
         return values - self.assemble(pieces)
 

@@ -38,6 +38,9 @@ class TensorFlowOps:
         whole = self.concat([self._dense(piece) for piece in pieces])
         return whole if scale == 1 else whole * scale
 
+    def assemble_into(self, pieces: Sequence[Piece[tf.Tensor]], scale: float, parts: Sequence[tf.Tensor]) -> bool:
+        return False
+
     def subtract(self, values: tf.Tensor, pieces: Sequence[Piece[tf.Tensor]]) -> tf.Tensor:
         if not any(isinstance(piece, Rows) for piece in pieces):
             return values - self.assemble(pieces)

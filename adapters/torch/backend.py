@@ -89,6 +89,9 @@ class TorchBackend:
             parts.append(self.zeros(math.prod(shape), bucket.dtype) if grad is None else grad.detach().reshape(-1))
         return parts
 
+    def places(self, bucket: Bucket) -> Sequence[torch.Tensor]:
+        return ()  # a mean's memory becomes the gradient's
+
     def join(self, parts: Sequence[torch.Tensor], out: torch.Tensor, divisor: float) -> None:
         torch.cat(list(parts), out=out)
         if divisor != 1:

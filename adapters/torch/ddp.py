@@ -27,7 +27,7 @@ from hvdplus.adapters.torch.backend import TorchBackend, real_view, type_name
 from hvdplus.adapters.torch.ops import TorchOps
 from hvdplus.agree import FLOATS, check_types, choose_ladder, choose_rhythm, join, next_instance
 from hvdplus.exchange import step
-from hvdplus.exchange.bucket import BucketSet
+from hvdplus.exchange.bucket import Bucket, BucketSet
 from hvdplus.exchange.eager import EagerExchange
 from hvdplus.settings import Settings
 from hvdplus.transport import World
@@ -50,6 +50,11 @@ class BucketBackend(TorchBackend):
 
     def put(self, i: int, grad: torch.Tensor) -> None:
         self.views[i] = grad
+
+    def places(self, bucket: Bucket) -> Sequence[torch.Tensor]:
+        views = [self.views[i] for i in bucket.parameters]
+        usual = all(not view.is_sparse and view.dtype == torch.float32 and view.is_contiguous() for view in views)
+        return [view.view(-1) for view in views] if usual else ()
 
     def deliver(self, i: int, mean: torch.Tensor, *, adopt: bool, sparse: bool) -> None:
         view = self.views[i]

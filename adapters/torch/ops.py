@@ -6,9 +6,10 @@ written once.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
 from functools import reduce
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,29 @@ class TorchOps(PackingOps):
             return pieces[0]
         types = [piece.dtype for piece in pieces if isinstance(piece, torch.Tensor)]
         out = self._empty(sum(map(_length, pieces)), reduce(torch.promote_types, types, torch.float32))
-        for part, piece in zip(_split(out, pieces), pieces, strict=True):
+        self._write(pieces, scale, _split(out, pieces))
+        return out
+
+    def assemble_into(self, pieces: Sequence[Piece[torch.Tensor]], scale: float, parts: Sequence[torch.Tensor]) -> bool:
+        ends = list(accumulate(map(len, parts)))
+        pieces_end = list(accumulate(map(_length, pieces)))
+        if not set(pieces_end) <= {0, *ends}:  # a piece ends within a tensor
+            pieces, pieces_end = [self.assemble(pieces, scale)], pieces_end[-1:]
+            scale = 1.0
+        first = 0
+        for piece, end in zip(pieces, pieces_end, strict=True):
+            last = bisect_right(ends, end)
+            own, first = parts[first:last], last
+            if len(own) == 1:
+                self._write([piece], scale, own)
+            elif own:  # several tensors in one piece
+                values = torch.split(self.assemble([piece], scale), list(map(len, own)))
+                for part, value in zip(own, values, strict=True):
+                    part.copy_(value)
+        return True
+
+    def _write(self, pieces: Sequence[Piece[torch.Tensor]], scale: float, parts: Sequence[torch.Tensor]) -> None:
+        for part, piece in zip(parts, pieces, strict=True):
             if isinstance(piece, Product):
                 matrix = part.view(len(piece.left), len(piece.right))
                 torch.addmm(matrix, piece.left, piece.right.t(), beta=0, alpha=scale, out=matrix)
@@ -82,7 +105,6 @@ class TorchOps(PackingOps):
                     numbers.mul_(step)
             else:
                 torch.mul(piece, scale, out=part)
-        return out
 
     def subtract(self, values: torch.Tensor, pieces: Sequence[Piece[torch.Tensor]]) -> torch.Tensor:
         if any(_shares(part, values) for piece in pieces for part in _tensors(piece)):

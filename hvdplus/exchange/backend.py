@@ -78,6 +78,10 @@ class Backend(Protocol[EagerArray]):
     def parts(self, bucket: Bucket) -> list[EagerArray]:
         """This rank's gradients in the bucket's order, 1-D, in their own type, not copied where that can be avoided."""
 
+    def places(self, bucket: Bucket) -> Sequence[EagerArray]:
+        """Where the means of a bucket's parameters shall be in the end, 1-D and in its order, if that is float32 memory
+        of the backend's own; else empty. Only after ``fill``: this rank's gradients may be there."""
+
     def join(self, parts: Sequence[EagerArray], out: EagerArray, divisor: float) -> None:
         """``parts``, end to end, converted to the type of ``out`` and divided."""
 

@@ -166,7 +166,8 @@ class BucketState(Generic[Array]):
     total: Array = NOT_YET
     """Sum of all ranks' payloads."""
     mean: Array = NOT_YET
-    """Mean of all ranks' gradients (or their sum, if that was asked for), decoded."""
+    """Mean of all ranks' gradients (or their sum, if that was asked for), decoded; None: it was written to
+    ``Backend.places``."""
     next_context: Context[Array] | None = None
     """The context that follows from ``total``, until all ranks know that the step was finite."""
     finite: Array | None = None

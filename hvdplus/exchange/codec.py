@@ -7,9 +7,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Generic, NamedTuple
 
 from hvdplus.compression import Array, Compressor, Context, Ops
+from hvdplus.compression.contract import Piecewise
 from hvdplus.exchange.residual import left_after_flush
 
 
@@ -28,7 +30,8 @@ class Outgoing(NamedTuple, Generic[Array]):
 class Incoming(NamedTuple, Generic[Array]):
     """One bucket, decoded from the sum of all ranks' payloads."""
 
-    mean: Array
+    mean: Array | None
+    """None: it is where it shall be."""
     next_context: Context[Array] | None
     """None: nothing was learned."""
     sum_finite: Array | None
@@ -61,10 +64,23 @@ def send_bucket(
 
 
 def receive_bucket(
-    ops: Ops[Array], compressor: Compressor, ctx: Context[Array], total: Array, scale: float, check: bool
+    ops: Ops[Array],
+    compressor: Compressor,
+    ctx: Context[Array],
+    total: Array,
+    scale: float,
+    check: bool,
+    into: Sequence[Array] = (),
 ) -> Incoming[Array]:
-    """Decode the sum of all ranks' payloads, and learn from it. ``scale``: 1/N for means."""
-    mean = compressor.mean(ops, ctx, total, scale)
+    """Decode the sum of all ranks' payloads, and learn from it.
+
+    Args:
+        scale: 1/N for means.
+        check: as of ``send_bucket``.
+        into: the bucket's tensors (1-D, float32), where the mean shall be written if that saves a copy.
+    """
+    written = into and isinstance(compressor, Piecewise) and compressor.mean_into(ops, ctx, total, scale, into)
+    mean = None if written else compressor.mean(ops, ctx, total, scale)
     if not check:
         return Incoming(mean, None, ops.all_finite(total) if compressor.may_overflow else None)
     # Finite payloads can still have a sum beyond float32.

@@ -52,7 +52,7 @@ def send_left(x: EagerExchange[EagerArray]) -> bool:
     ]
     for state, handle in sums:
         left = x.transport.wait(handle)
-        state.mean = state.mean + left
+        state.mean = _mean(x, state) + left
         state.pending = x.backend.filled_like(left, 0.0)
     return x.backend.all_true([x.ops.all_finite(state.mean) for state, _ in sums])
 
@@ -67,7 +67,15 @@ def settle(x: EagerExchange[EagerArray], state: BucketState[EagerArray], healthy
         return
     state.pending = None
     if x.compressor(state.bucket, x.plan.level).needs_finite_check:  # deliver NaN, as a plain all-reduce would
-        state.mean = x.backend.filled_like(state.mean, math.nan)
+        state.mean = x.backend.filled_like(_mean(x, state), math.nan)
+
+
+def _mean(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> EagerArray:
+    """A bucket's mean, which may be in its gradients' places by now."""
+    if state.mean is None:
+        state.mean = x.backend.empty(state.bucket.spec.size, "float32")
+        x.backend.join(x.backend.places(state.bucket), state.mean, 1.0)
+    return state.mean
 
 
 def deliver(x: EagerExchange[EagerArray], used: Sequence[bool]) -> None:
@@ -91,6 +99,8 @@ def deliver(x: EagerExchange[EagerArray], used: Sequence[bool]) -> None:
 
 
 def _deliver_bucket(x: EagerExchange[EagerArray], state: BucketState[EagerArray], users: Sequence[bool]) -> None:
+    if state.mean is None:
+        return
     sent = [array for array in (state.flat, state.payload) if array is not None]
     adopt = not any(x.backend.shares_memory(state.mean, array) for array in sent)
     for i, (part, _) in state.places.items():

@@ -73,7 +73,8 @@ def decode(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None
     """Sum of payloads -> mean of gradients, and the next context."""
     compressor, check = x.compressor(state.bucket, x.plan.level), x.checks and state.bucket.compressible
     with x.backend.named("hvdplus.decode"):
-        got = receive_bucket(x.ops, compressor, x.context(state), state.total, x.scale * x.sent_scale, check)
+        into = x.backend.places(state.bucket) if compressor.keeps_residual else ()
+        got = receive_bucket(x.ops, compressor, x.context(state), state.total, x.scale * x.sent_scale, check, into)
         state.mean, state.next_context, state.sum_finite = got
         if check and x.plan.warms_up:
             state.next_context = learned(x, state, state.total)
