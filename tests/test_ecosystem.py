@@ -83,7 +83,12 @@ RECIPES = {
     # heading of the page: package, what comes before, what comes after, launched by
     "With Lightning": ("lightning", LIGHTNING, "finish(trainer.lightning_module.net, attach.attached)", torchrun),
     "With Accelerate": ("accelerate", "import accelerate", "finish(model, attached)", torchrun),
-    "With the Trainer of Hugging Face": ("transformers", TRAINER, "finish(trainer.model.net, attach.attached)", torchrun),
+    "With the Trainer of Hugging Face": (
+        "transformers",
+        TRAINER,
+        "finish(trainer.model.net, attach.attached)",
+        torchrun,
+    ),
     "With Ray Train": ("ray", RAY, "", None),
 }
 

@@ -2,8 +2,8 @@
 
 PyTorch's reducer waits for gradients and copies them into its buckets, in an order that all ranks share. Its hook hands
 them to the engine as they come, and the engine's own buckets leave as soon as they are full; plain dense steps sum the
-reducer's buckets where they are. With the last of those the backward pass is over: then the hook waits for all sums, and
-writes the means into the reducer's buckets, from where PyTorch brings them to ``.grad``. So means are there when
+reducer's buckets where they are. With the last of those the backward pass is over: then the hook waits for all sums,
+and writes the means into the reducer's buckets, from where PyTorch brings them to ``.grad``. So means are there when
 ``backward()`` returns, as always.
 
 Residuals and contexts belong to parameters and the engine's buckets: it does not matter to them that the reducer makes

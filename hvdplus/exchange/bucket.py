@@ -165,7 +165,7 @@ class BucketState(Generic[Array]):
     """Of the all-reduce under way."""
     total: Array = NOT_YET
     """Sum of all ranks' payloads."""
-    mean: Array = NOT_YET
+    mean: Array | None = NOT_YET
     """Mean of all ranks' gradients (or their sum, if that was asked for), decoded; None: it was written to
     ``Backend.places``."""
     next_context: Context[Array] | None = None

@@ -54,7 +54,7 @@ def send_left(x: EagerExchange[EagerArray]) -> bool:
         left = x.transport.wait(handle)
         state.mean = _mean(x, state) + left
         state.pending = x.backend.filled_like(left, 0.0)
-    return x.backend.all_true([x.ops.all_finite(state.mean) for state, _ in sums])
+    return x.backend.all_true([x.ops.all_finite(_mean(x, state)) for state, _ in sums])
 
 
 def settle(x: EagerExchange[EagerArray], state: BucketState[EagerArray], healthy: bool, learns: bool) -> None:
@@ -95,7 +95,7 @@ def deliver(x: EagerExchange[EagerArray], used: Sequence[bool]) -> None:
         if table.union is None:
             _deliver_bucket(x, table, users)
         elif users[table.parameter]:
-            x.backend.deliver_rows(table.parameter, table.union, table.mean)
+            x.backend.deliver_rows(table.parameter, table.union, _mean(x, table))
 
 
 def _deliver_bucket(x: EagerExchange[EagerArray], state: BucketState[EagerArray], users: Sequence[bool]) -> None:
