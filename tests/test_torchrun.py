@@ -147,6 +147,36 @@ def test_torchrun_restarts_a_job_that_goes_on_from_its_checkpoint(tmp_path):
     assert found[0] == found[1] and len(found[0]) == 1, found
 
 
+def test_what_torch_distributed_cannot_do_is_said(tmp_path):
+    path = script(
+        tmp_path,
+        """
+        import warnings
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        warnings.simplefilter("ignore")
+        hvd.init()
+        sharded = torch.nn.Linear(8, 8)
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+        whole = torch.nn.Linear(8, 8)
+        for what, call in {
+            "fsdp": lambda: hvd.DistributedOptimizer(torch.optim.SGD(sharded.parameters(), lr=0.1)),
+            "attach": lambda: hvd.ddp.attach(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1)),
+            "stale": lambda: hvd.DistributedOptimizer(torch.optim.SGD(whole.parameters(), lr=0.1), staleness=2, every=4),
+        }.items():
+            try:
+                call()
+            except ValueError as error:
+                print(what, "refused:", error, flush=True)
+        """,
+    )
+    code, output = start(path)
+    assert code == 0, output
+    assert output.count("fsdp refused: FSDP and its like shard parameters") == 2, output
+    assert output.count("attach refused: attach wants a DistributedDataParallel model (FSDP") == 2, output
+    assert output.count("stale refused: With staleness, all ranks add to a memory that MPI shares") == 2, output
+
+
 def test_tensorflow_under_torchrun_is_refused_and_told_what_works(tmp_path):
     need("tensorflow")
     path = tmp_path / "keras_script.py"

@@ -20,6 +20,7 @@ from hvdplus.adapters.torch.fragment import Fragment
 from hvdplus.adapters.transports.window import GONE, SharedVector
 from hvdplus.compression import Compressor, NoCompression, parse
 from hvdplus.compression.blocks import BlockSelection
+from hvdplus.transport import World
 
 
 class Asynchronous(Fragment):
@@ -206,8 +207,16 @@ def chosen_level(compression: Any) -> Compressor:
     return level
 
 
-def check(settings: Any, every: int) -> None:
-    """Raise ValueError where settings, or ``every``, ask for what such exchanges cannot do."""
+def check(settings: Any, every: int, world: World) -> None:
+    """Raise ValueError where settings, or ``every``, ask for what such exchanges cannot do, or the ranks of ``world``
+    are not those of MPI."""
+    transport = world.transport
+    if not transport.name.startswith(("horovod", "mpi4py")) or getattr(transport, "_set", None):
+        raise ValueError(
+            "With staleness, all ranks add to a memory that MPI shares between them: start the job with mpirun or srun "
+            "--mpi=pmix, and leave process sets and groups out. Received: "
+            + ("a process set or group" if getattr(transport, "_set", None) else f"transport {transport.name}")
+        )
     wrong: Mapping[str, bool] = {
         "every=auto": not every,
         f"outer={settings.outer}": settings.outer != "average",

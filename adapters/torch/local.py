@@ -101,7 +101,7 @@ def _fragments(
     waits = not settings.staleness or world.transport.size == 1
     level = None if waits else asynchronous.chosen_level(compression)
     if not waits:
-        asynchronous.check(settings, every)
+        asynchronous.check(settings, every, world)
     chosen = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     fragments = []
     for part in split([p.numel() for p in chosen], settings.fragments):

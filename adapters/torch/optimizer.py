@@ -417,6 +417,12 @@ def check_groups(groups: Any) -> None:
 
 def _check_devices(parameters: list[torch.nn.Parameter], world: World) -> None:
     """Raise ValueError where gradients cannot share a bucket, or cannot be sent."""
+    sharded = next((type(p).__name__ for p in parameters if hasattr(p, "device_mesh")), "")
+    if sharded:
+        raise ValueError(
+            "FSDP and its like shard parameters and exchange gradients themselves, in their own way. hvdplus exchanges "
+            f"gradients of whole parameters: with DistributedDataParallel, or without. Received: {sharded}"
+        )
     devices = sorted({str(p.device) for p in parameters})
     if len(devices) > 1:
         raise ValueError(f"One optimizer's parameters have to be on one device. Received: {', '.join(devices)}")

@@ -5,7 +5,9 @@ Each framework has its own binding with its own native library; only one of the 
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -28,6 +30,8 @@ class Horovod:
         """Starts Horovod; the arguments are those of ``horovod.init``."""
         self.binding: Any = binding
         self.binding.init(*arguments, **keywords)
+        self._set: dict[str, Any] = {}
+        """The process set, as an argument of Horovod's functions; none: all ranks."""
         self.name = "horovod-mpi" if self.binding.mpi_enabled() else "horovod-gloo"
         self.rank = self.binding.rank()
         self.size = self.binding.size()
@@ -45,7 +49,7 @@ class Horovod:
         return gather_in_parts(value, what, self.size, gather)
 
     def barrier(self) -> None:
-        self.binding.barrier() if hasattr(self.binding, "barrier") else self.gather_objects(None)
+        self.binding.barrier(**self._set) if hasattr(self.binding, "barrier") else self.gather_objects(None)
 
     def shutdown(self) -> None:
         self.binding.shutdown()
@@ -56,15 +60,43 @@ class HorovodTorch(Horovod):
 
     def start(self, array: Any, name: str, scale: float = 1.0) -> Any:
         self._check_size()
-        return self.binding.allreduce_async_(array, op=self.binding.Sum, name=name, postscale_factor=scale)
+        return self.binding.allreduce_async_(array, op=self.binding.Sum, name=name, postscale_factor=scale, **self._set)
 
     def start_all(self, arrays: Sequence[Any], name: str, scale: float = 1.0) -> Any:
         """As ``start``, for several arrays of one type at once; ``wait`` returns all sums."""
         self._check_size()
-        return self.binding.grouped_allreduce_async_(arrays, op=self.binding.Sum, name=name, postscale_factor=scale)
+        return self.binding.grouped_allreduce_async_(
+            arrays, op=self.binding.Sum, name=name, postscale_factor=scale, **self._set
+        )
+
+    def within(self, process_set: Any) -> HorovodTorch:
+        """The same for the ranks of a Horovod process set alone.
+
+        Raises:
+            ValueError: this rank is not among them.
+        """
+        if not process_set.included():
+            raise ValueError(f"This rank, {self.binding.rank()}, is not in the process set. Received: {process_set}")
+        inside = copy.copy(self)
+        inside._set, inside.rank, inside.size = {"process_set": process_set}, process_set.rank(), process_set.size()
+        return inside
+
+    def gather_objects(self, value: Any, what: str = OBJECTS) -> list[Any]:
+        if not self._set or self.size == 1:
+            return super().gather_objects(value, what)
+        return gather_in_parts(value, what, self.size, self._gather_within)
+
+    def _gather_within(self, value: Any) -> list[Any]:
+        """Horovod's own gathering of objects is for all ranks."""
+        import torch
+
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = self.binding.allgather(torch.tensor([len(mine)]), name="hvdplus.lengths", **self._set)
+        everyone = self.binding.allgather(mine, name="hvdplus.objects", **self._set)
+        return [pickle.loads(theirs.numpy().tobytes()) for theirs in everyone.split(lengths.tolist())]
 
     def _check_size(self) -> None:
-        if self.binding.size() != self.size:
+        if not self._set and self.binding.size() != self.size:
             raise TransportError(
                 f"The job had {self.size} ranks when hvd.init() was called and has {self.binding.size()} now. In "
                 "elastic jobs, wrap the training with hvdplus's own hvd.elastic.run, so that optimizers follow."

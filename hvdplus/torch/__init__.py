@@ -22,7 +22,7 @@ from hvdplus.adapters.torch import cpu, local, private
 from hvdplus.adapters.torch.collectives import Collectives
 from hvdplus.adapters.torch.optimizer import check_groups, refuses_join, wrap
 from hvdplus.adapters.transports import window
-from hvdplus.adapters.transports.connect import INSTALL_HOROVOD, Cpu, connect, wants_horovod
+from hvdplus.adapters.transports.connect import INSTALL_HOROVOD, Cpu, connect, learn, wants_horovod
 from hvdplus.agree import NO_JOIN, choose_rhythm
 from hvdplus.agree import Compression as WithoutHorovods
 from hvdplus.settings import Settings
@@ -31,7 +31,10 @@ from hvdplus.transport import NeedsHorovod, TransportError, World
 _BINDING = "horovod.torch"
 JOIN_SECONDS = 20.0
 """How long a rank whose ``join`` would be refused waits for the others."""
+_CPU = Cpu(cpu.expected, cpu.pin, cpu.capability)
 _world: World | None = None
+_sets: dict[int, tuple[Any, World]] = {}
+"""Number of a process set -> the set, and its ranks."""
 _collectives: Collectives | None = None
 
 
@@ -46,7 +49,7 @@ def init(*arguments: Any, **keywords: Any) -> None:
     """
     global _world, _collectives
     if _world is None:
-        _world = connect(_BINDING, Cpu(cpu.expected, cpu.pin, cpu.capability), *arguments, **keywords)
+        _world = connect(_BINDING, _CPU, *arguments, **keywords)
         for sentence in private.check():  # not before: it runs a kernel, which fixes the CPU capability
             print(f"hvdplus: {sentence}", file=sys.stderr, flush=True)
         if not _world.transport.name.startswith("horovod"):
@@ -60,6 +63,7 @@ def shutdown() -> None:
         window.end_all()
         _world.transport.shutdown()
     _world = _collectives = None
+    _sets.clear()
 
 
 def is_initialized() -> bool:
@@ -82,6 +86,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     grad_scaler: torch.amp.GradScaler | None = None,
     every: int | str | None = None,
     staleness: int | str | None = None,
+    process_group: Any = None,
 ) -> Any:
     """Wrap ``optimizer`` so that ``step`` first averages gradients over all ranks.
 
@@ -99,7 +104,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense: sparse gradients are exchanged dense. Otherwise, for gradients that are sparse in the first
             step, every step in which ranks use few rows exchanges these rows alone, exact and uncompressed, and any
             other step exchanges them dense. All come back sparse.
-        process_set: any but the global one runs on Horovod's own optimizer, with Horovod's compression.
+        process_set: Horovod's, of which this rank is one: only its ranks exchange, such as the copies of one part of a
+            model that is split over several ranks.
         settings: name -> value, over ``HVDPLUS_*`` and over the file that ``HVDPLUS_CONFIG`` names, e.g.
             ``{"dense_steps": 20, "ladder": ["none", "fp16"]}``; ``hvdplus doctor`` lists them.
         grad_scaler: the script's ``torch.amp.GradScaler``. Levels with a residual need the scale of losses; without
@@ -110,6 +116,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             ``compression="local:8+fp16"`` says both.
         staleness: exchanges by which a rank may be ahead of the slowest one; ``any``: nobody waits for anybody. Ranks
             then add to a memory that they share, by MPI; default: the setting of that name, 0: all exchange together.
+        process_group: as ``process_set``, of ``torch.distributed``, over which its ranks then exchange.
 
     Raises:
         ValueError: wrapped twice, bad names, types, arguments or settings, another model on another rank.
@@ -123,11 +130,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         groups = num_groups if groups is None else groups
     check_groups(groups)
     own_set = process_set is not None and getattr(process_set, "process_set_id", 0) != 0
-    if own_set or op not in (average, sum_):
+    if own_set and not _with_horovod():
+        raise NeedsHorovod(f"Process sets need Horovod (process_group= does not). {INSTALL_HOROVOD}.")
+    if op not in (average, sum_):
         return _horovods_own(
             optimizer,
             named_parameters,
-            "a process set" if own_set else "this op",
             compression=compression if inspect.isclass(compression) else None,
             backward_passes_per_step=backward_passes_per_step,
             op=op,
@@ -136,6 +144,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             sparse_as_dense=sparse_as_dense,
             process_set=process_set,
         )
+    if process_group is not None:
+        world = importlib.import_module("hvdplus.torch.ddp").world_of(process_group)
+    elif own_set:
+        world = _world_of(process_set)
     if gradient_predivide_factor != 1.0 and op != average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if staleness is not None:
@@ -249,17 +261,29 @@ def _require_world() -> World:
     return _world
 
 
-def _horovods_own(optimizer: Any, named_parameters: Any, what: str, **keywords: Any) -> Any:
-    """Horovod's own optimizer, for process sets and ops that hvdplus does not compress."""
+def _world_of(process_set: Any) -> World:
+    """The ranks of a Horovod process set."""
+    number = process_set.process_set_id
+    known, found = _sets.get(number, (None, None))
+    if found is None or known is not process_set:  # the number of one that was removed is given away again
+        world = _require_world()
+        inside = world.transport.within(process_set)  # type: ignore[attr-defined]
+        found = learn(_BINDING, _CPU, inside, world.collective)
+        _sets[number] = process_set, found
+    return found
+
+
+def _horovods_own(optimizer: Any, named_parameters: Any, **keywords: Any) -> Any:
+    """Horovod's own optimizer, for ops that hvdplus does not compress."""
     if not _with_horovod():
-        raise NeedsHorovod(f"Process sets and ops other than Average and Sum need Horovod. {INSTALL_HOROVOD}.")
+        raise NeedsHorovod(f"Ops other than Average and Sum need Horovod. {INSTALL_HOROVOD}.")
     import horovod.torch
 
     ops = [getattr(horovod.torch, name) for name in ("Average", "Sum", "Adasum")]
     if keywords["op"] not in ops:
         raise ValueError(f"op is one of hvd.Average, hvd.Sum and hvd.Adasum. Received: {keywords['op']!r}")
     warnings.warn(
-        f"hvdplus does not compress with {what}: Horovod's own DistributedOptimizer is used, with Horovod's own "
+        "hvdplus does not compress with this op: Horovod's own DistributedOptimizer is used, with Horovod's own "
         "compression, and without what hvdplus adds (settings, reports, `optimizer.record`, ...).",
         stacklevel=3,
     )

@@ -57,12 +57,15 @@ def attach(
         TransportError: ``torch.distributed`` has not been initialized.
     """
     if not isinstance(model, DistributedDataParallel):
-        raise ValueError(f"attach wants a DistributedDataParallel model. Received: {type(model).__name__}")
+        raise ValueError(
+            "attach wants a DistributedDataParallel model (FSDP and its like exchange gradients themselves, in their own "
+            f"way). Received: {type(model).__name__}"
+        )
     optimizers = [getattr(one, "optimizer", one) for one in (optimizer if _several(optimizer) else [optimizer])]
     odd = next((one for one in optimizers if not isinstance(one, torch.optim.Optimizer)), None)
     if odd is not None or not optimizers:
         raise ValueError(f"attach wants the model's torch.optim.Optimizer. Received: {type(odd or optimizer).__name__}")
-    world = _world_of(model.process_group)
+    world = world_of(model.process_group)
     return _attach(model, optimizers, world, compression=compression, settings=settings, grad_scaler=grad_scaler)
 
 
@@ -70,7 +73,7 @@ def _several(optimizer: Any) -> bool:
     return isinstance(optimizer, Iterable) and not isinstance(optimizer, torch.optim.Optimizer)
 
 
-def _world_of(group: Any) -> World:
+def world_of(group: Any) -> World:
     """The ranks of a process group, connected."""
     ranks = tuple(torch.distributed.get_process_group_ranks(group))
     if ranks not in _worlds:

@@ -1649,20 +1649,93 @@ def test_adasum_trains():
     assert hvd.identical(net) and not equal(net, before)
 
 
+class _Groups:
+    """Groups of ranks: Horovod's process sets, or torch.distributed's process groups."""
+
+    def __init__(self, *groups):
+        self.groups = [
+            hvd.add_process_set(ranks) if HOROVOD else torch.distributed.new_group(ranks) for ranks in groups
+        ]
+        (mine,) = (place for place, ranks in enumerate(groups) if RANK in ranks)
+        self.argument = {"process_set" if HOROVOD else "process_group": self.groups[mine]}
+
+    def __enter__(self):
+        return self.argument
+
+    def __exit__(self, *failure):
+        hvd.barrier()
+        for group in self.groups if HOROVOD else ():
+            hvd.remove_process_set(group)
+
+
+grouped = pytest.mark.skipif(
+    not (HOROVOD or hvd._require_world().transport.name.startswith("torch-")), reason="mpi4py knows no groups here"
+)
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.skipif(not HOROVOD, reason="Horovod's own optimizer")
-def test_process_sets_train_apart_and_dense():
-    sets = [hvd.add_process_set([rank]) for rank in range(SIZE)]
+@grouped
+def test_a_rank_in_a_group_of_its_own_trains_alone():
     net = model()
-    with pytest.warns(UserWarning, match="does not compress with a process set"):
-        optimizer = wrapped(net, "auto", process_set=sets[RANK])
-    train(net, optimizer, 3)
-    assert not hvd.identical(net)
+    with _Groups(*([rank] for rank in range(SIZE))) as mine:
+        train(net, wrapped(net, "auto", **mine), 3)
+        assert not hvd.identical(net)
     bare = model()
     train(bare, torch.optim.SGD(bare.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3), 3)
     assert equal(net, bare)
-    for each in sets:
-        hvd.remove_process_set(each)
+
+
+@pytest.mark.ranks(4)
+@grouped
+@pytest.mark.parametrize("level", ["none", "fp16"])
+def test_copies_of_a_model_that_is_split_exchange_among_themselves(level):
+    """Two halves x two copies: ranks 0 and 1 hold the first copy, 2 and 3 the second. Gradients are one process's."""
+    half, copy_ = RANK % 2, RANK // 2
+    torch.manual_seed(0)
+    halves = [torch.nn.Linear(40, 30), torch.nn.Linear(30, 5)]
+    whole = copy.deepcopy(halves)
+
+    def of_my_copy(values):
+        return hvd.allgather_object(values, name="copies")[2 * copy_ : 2 * copy_ + 2]
+
+    with _Groups([0, 2], [1, 3]) as mine:
+        optimizer = torch.optim.SGD(halves[half].parameters(), lr=0.5)
+        optimizer = hvd.DistributedOptimizer(optimizer, halves[half].named_parameters(), level, **mine)
+        reference = torch.optim.SGD([*whole[0].parameters(), *whole[1].parameters()], lr=0.5)
+        for step in range(3):
+            batches = [
+                torch.from_numpy(np.random.default_rng(10 * step + c).standard_normal((6, 40))).float() for c in (0, 1)
+            ]
+            reference.zero_grad()
+            (sum(whole[1](torch.tanh(whole[0](x))).pow(2).mean() for x in batches) / 2).backward()
+            optimizer.zero_grad()
+            hidden = torch.tanh(halves[0](batches[copy_]))
+            if half == 0:  # sends activations, and gets their gradient
+                of_my_copy(hidden.detach().numpy())
+                hidden.backward(torch.from_numpy(of_my_copy(None)[1]))
+            else:
+                hidden = torch.from_numpy(of_my_copy(None)[0]).requires_grad_()
+                halves[1](hidden).pow(2).mean().backward()
+                of_my_copy(hidden.grad.numpy())
+            optimizer.step()
+            reference.step()
+        tolerance = 1e-6 if level == "none" else 2e-3
+        for own, expected in zip(halves[half].parameters(), whole[half].parameters(), strict=True):
+            torch.testing.assert_close(own, expected, rtol=0, atol=tolerance)
+        assert optimizer.hvdplus.ranks == 2
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.skipif(not HOROVOD, reason="about process sets")
+def test_a_rank_outside_of_a_process_set_is_told_so():
+    inside = hvd.add_process_set([0, 1])
+    if RANK > 1:
+        with pytest.raises(ValueError, match=f"This rank, {RANK}, is not in the process set"):
+            wrapped(model(), "none", process_set=inside)
+    else:
+        wrapped(model(), "none", process_set=inside)
+    hvd.barrier()
+    hvd.remove_process_set(inside)
 
 
 @pytest.mark.skipif(HOROVOD, reason="about a job without Horovod")
