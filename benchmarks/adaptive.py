@@ -147,8 +147,8 @@ or 12 to 14, from one job to the next. Here nobody gives memory back, which is b
 
 
 @contextmanager
-def running(hosts: int, rates: Iterable[str], one_sided: bool = False) -> Iterator[Ranks]:
-    """A lab with a job of contestants: two hosts with a core each, more on all cores. ``one_sided``: as of ``Lab``."""
+def running(hosts: int, rates: Iterable[str], one_sided: bool = False, ranks_per_host: int = 1) -> Iterator[Ranks]:
+    """A lab with a job of contestants: two hosts with a core each, more on all cores. Others: as of ``Lab``."""
     cores = {"h1": "0", "h2": "1"} if hosts == 2 else None
     with Lab(hosts, "1gbit", cores) as lab, tempfile.TemporaryDirectory() as folder:
         for rate in rates:
@@ -164,6 +164,7 @@ def running(hosts: int, rates: Iterable[str], one_sided: bool = False) -> Iterat
         }
         command = [sys.executable, str(HERE / "contestants.py")]
         how = {"env": environment, "one_sided": one_sided, "timeout_seconds": JOB_SECONDS}
+        how["ranks_per_host"] = ranks_per_host
         with Listener(address) as listener, lab.start(command, **how) as job:
             listener._listener._socket.settimeout(120)  # type: ignore[attr-defined]
             try:

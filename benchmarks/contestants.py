@@ -10,7 +10,8 @@ same conditions. Rank 0 takes commands over the socket that CONTESTANTS names, t
     ddp, ddp fp16, ddp powersgd:R:S
                                PyTorch's own DistributedDataParallel over Gloo, with its communication hooks; PowerSGD
                                of rank R after S dense steps
-    hook NAME                  hvdplus at one level, or auto, as the hook of DistributedDataParallel
+    hook NAME [SETTING=VALUE ...]
+                               hvdplus at one level, or auto, as the hook of DistributedDataParallel
     local H NAME [SETTING=VALUE ...]
                                hvdplus, H local steps between two exchanges at a level
     stale S [SETTING=VALUE ...]
@@ -154,7 +155,9 @@ class Contestant:
             pass
         elif kind == "hook":
             self._forward = _ddp(self.model, "")
-            self.attached = hvd.ddp.attach(self._forward, self.optimizer, detail)
+            level, *others = detail.split()
+            own = {name: value for name, _, value in (other.partition("=") for other in others)}
+            self.attached = hvd.ddp.attach(self._forward, self.optimizer, level, settings=own)
         elif kind == "ddp":
             self._forward = _ddp(self.model, detail)
         elif kind in ("local", "stale"):

@@ -2,6 +2,7 @@
 
     python benchmarks/ddp.py            a perceptron of 10.2 M parameters, two hosts, 100 Mb/s and 1 Gb/s: some minutes
     python benchmarks/ddp.py --rates unshaped
+    python benchmarks/ddp.py --two-level   two hosts with two ranks each: do they send one stream a host sooner than two?
 
 Needs root (network namespaces; see ``hvdplus.lab``); nothing else may run on the machine meanwhile. All contestants
 train on real digits over Gloo, in one job, in blocks of steps that alternate (``adaptive.py`` has the how), with
@@ -66,13 +67,40 @@ def judge(rate: str, seconds: Seconds) -> list[str]:
     return lines
 
 
+def measure_two_level(rates: Sequence[str], rounds: int) -> list[str]:
+    """Two hosts with two ranks each, on one core a host: levels over two levels against the same over one."""
+    lines = []
+    levels = ("fp16", "int8", "lowrank:8+fp16")
+    people = [f"hook {level} two_level={how}" for level in levels for how in ("off", "on")]
+    with running(2, [rate for rate in rates if rate != UNSHAPED], ranks_per_host=2) as ranks:
+        for rate in rates:
+            ranks.model(name="mlp")
+            ranks.lab.shape(rate)
+            for who in people:
+                ranks.steps(who=who, count=6)
+            seconds = in_turns(ranks, people, rounds, lambda _: [], 0.0)
+            for level in levels:
+                off, on = (seconds[f"hook {level} two_level={how}"] for how in ("off", "on"))
+                lines.append(
+                    f"2 hosts x 2 ranks, mlp, {rate}, {level}: {statistics.median(off) * 1e3:.1f} ms over one level, "
+                    f"{statistics.median(on) * 1e3:.1f} over two: {ratio(on, off)}"
+                )
+                print(lines[-1], flush=True)
+    return lines
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, judge."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rates", default=",".join(RATES), help="with commas between them")
     parser.add_argument("--rounds", type=int, default=12, help="blocks of everybody")
+    parser.add_argument("--two-level", action="store_true", help="only two hosts with two ranks each")
     options = parser.parse_args(arguments)
     began, rates = time.monotonic(), options.rates.split(",")
+    if options.two_level:
+        lines = [machine(), *measure_two_level(rates, options.rounds), f"{time.monotonic() - began:.0f} s"]
+        (Path(__file__).parent / "results" / "ddp-two-level.txt").write_text("\n".join(lines) + "\n")
+        return 0
     found = measure(rates, options.rounds)
     lines = [f"{machine()}; ladder of auto {', '.join(Settings().ladder)}"]
     lines += [line for rate in rates for line in judge(rate, found[rate])]

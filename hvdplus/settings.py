@@ -81,6 +81,13 @@ def _any_or_at_least_0(value: Any) -> int | str:
     return "any" if value == "any" else _at_least(0)(value)
 
 
+def _two_level(value: Any) -> int | str:
+    """auto, on, off, or a whole number of at least 2"""
+    if isinstance(value, bool):  # as YAML reads on and off
+        return "on" if value else "off"
+    return value if value in ("auto", "on", "off") else _at_least(2)(value)
+
+
 def _yes_or_no(value: Any) -> bool:
     """yes or no (also 1 or 0, true or false)"""
     known = {"yes": True, "no": False, "1": True, "0": False, "true": True, "false": False}
@@ -122,6 +129,12 @@ class Settings:
     )
     timeout_seconds: float = _setting(
         1800.0, _above_zero, "how long a rank waits for another over torch.distributed before it ends the job"
+    )
+    two_level: int | str = _setting(
+        "auto",
+        _two_level,
+        "whether a host's ranks sum densely among themselves, and one compressed stream a host crosses the network: "
+        "auto (if that is faster), on, off, or the number of ranks that share",
     )
     ladder: tuple[str, ...] = _setting(
         ("none", "fp16", "int8", "lowrank:32+fp16", "lowrank:16+fp16", "lowrank:8+fp16"),

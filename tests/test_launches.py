@@ -20,6 +20,8 @@ LAUNCHES = [
     ("torch", torchrun, 4, "torch", "torch-gloo"),
     ("ddp", torchrun, 2, "auto", "torch-gloo"),
     ("ddp", torchrun, 4, "auto", "torch-gloo"),
+    ("two_level", torchrun, 4, "auto", "torch-gloo"),
+    ("two_level", mpirun, 4, "mpi4py", "mpi4py"),
     ("agreement", mpirun, 2, "auto", "horovod-mpi"),
     ("agreement", mpirun, 2, "mpi4py", "mpi4py"),
     ("agreement", torchrun, 2, "auto", "torch-gloo"),

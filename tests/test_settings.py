@@ -23,6 +23,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "compression": st.sampled_from(("auto", "none", "lowrank:4", "topk:0.05+int8")),
     "transport": st.sampled_from(("auto", "horovod", "mpi4py", "torch", "local")),
     "timeout_seconds": st.floats(1e-300, 1e300),
+    "two_level": st.sampled_from(("auto", "on", "off")) | st.integers(2, 10**6),
     "ladder": st.sampled_from((("none",), ("none", "fp16", "lowrank:1"), ("none", "topk:0.05+int8"))),
     "dense_steps": st.integers(0, 10**6),
     "warm_steps": WHOLE,

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from hvdplus.adapters.transports import launchers, openmpi
 from hvdplus.adapters.transports.horovod_private import LIBRARIES
 from hvdplus.adapters.transports.local import Local
+from hvdplus.exchange import two_level
 from hvdplus.settings import Settings, unknown
 from hvdplus.transport import Transport, TransportError, World
 
@@ -94,6 +95,8 @@ def learn(binding: str, cpu: Cpu, transport: Transport, collective: str) -> Worl
             if key != "host" and len({str(facts[key]) for facts in ranks}) > 1
         ),
     )
+    hosts_of_ranks = [facts["host"] for facts in ranks]
+    transport.two_level = two_level.split(transport, hosts_of_ranks, Settings.load().two_level)  # type: ignore[attr-defined]
     if transport.rank == 0:
         hosts = ", ".join(f"{host} x {count}" for host, count in world.hosts.items())
         _say(

@@ -34,6 +34,13 @@ class Hub:
         self._counts: list[dict[str, int]] = [{} for _ in range(ranks)]
         self._orders: list[list[str]] = [[] for _ in range(ranks)]
         self.failed: BaseException | None = None
+        self._parts: dict[tuple[int, ...], Hub] = {}
+
+    def part(self, ranks: tuple[int, ...]) -> Hub:
+        """Where some of the ranks meet by themselves."""
+        with self._lock:
+            fresh = Hub(len(ranks), in_order=self._in_order, patience_seconds=self._patience)
+            return self._parts.setdefault(ranks, fresh)
 
     def bring(self, rank: int, name: str, value: Any) -> tuple[str, int]:
         """One rank's part of a call; returns the call's key."""
@@ -74,6 +81,9 @@ class Hub:
         with self._lock:
             self.failed = self.failed or error
             self._lock.notify_all()
+            parts = list(self._parts.values())
+        for part in parts:
+            part.fail(error)
 
     def _check_order(self, rank: int, name: str) -> None:
         """Without negotiation, every rank has to begin the same sums in the same order."""
@@ -123,6 +133,11 @@ class InProcess:
             purposes = [purpose for purpose, _ in told]
             raise TransportError(f"Ranks gather for different purposes. Received, rank by rank: {purposes}")
         return [theirs for _, theirs in told]
+
+    def split(self, groups: Sequence[Sequence[int]]) -> InProcess:
+        """The transport of this rank's group alone; every rank calls it, with the same groups."""
+        (mine,) = (ranks for ranks in groups if self.rank in ranks)
+        return type(self)(self._hub.part(tuple(mine)), mine.index(self.rank))
 
     def barrier(self) -> None:
         self.gather_objects(None)

@@ -9,9 +9,10 @@ cannot mix with its calls. The main thread waits for both, and checks from time 
 from __future__ import annotations
 
 import atexit
+import copy
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -134,6 +135,18 @@ class Mpi4py:
             self._main.Barrier()
 
         self.wait(_Call(self._calls.submit(meet), "barrier"))
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Mpi4py:
+        """The transport of this rank's group alone; every rank of this transport calls it, with the same groups."""
+        (number,) = (number for number, ranks in enumerate(groups) if self.rank in ranks)
+        comm = self._main.Split(number, self.rank)
+        one = copy.copy(self)
+        one._main, one._sums = comm, comm.Dup()
+        one.rank, one.size = comm.Get_rank(), comm.Get_size()
+        one._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hvdplus-mpi-group")
+        one._calls = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hvdplus-mpi-group-calls")
+        atexit.register(one._leave)
+        return one
 
     def shutdown(self) -> None:
         self._thread.shutdown()

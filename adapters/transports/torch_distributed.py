@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -152,6 +153,12 @@ class TorchDistributed:
 
     def barrier(self) -> None:
         self._agree("barrier")
+
+    def split(self, groups: Sequence[Sequence[int]]) -> TorchDistributed:
+        """The transport of this rank's group alone; every rank of this transport calls it, with the same groups."""
+        (mine,) = (ranks for ranks in groups if self.rank in ranks)
+        ranks = [self._ranks[rank] for rank in mine]
+        return TorchDistributed(self._timeout_seconds, dist.new_group(ranks, use_local_synchronization=True))
 
     def shutdown(self) -> None:
         self._board.leave()

@@ -109,6 +109,14 @@ class StepMeter:
             self._busy.append((began, now))
 
     @contextmanager
+    def waits_in_codec(self) -> Iterator[None]:
+        """As ``exposed_comm``, inside of ``codec``."""
+        began = self._clock()
+        with self.exposed_comm():
+            yield
+        self._codec -= self._clock() - began
+
+    @contextmanager
     def probe(self) -> Iterator[None]:
         """Time spent inside counts as a bandwidth probe."""
         began = self._clock()

@@ -92,7 +92,8 @@ def save(x: Exchange[Array]) -> dict[str, Any]:
             }
             for state in x.states
         ],
-        "residuals": residuals(x),
+        # Of two levels, this rank's share of what its host holds back.
+        "residuals": {i: residual / x.sharers if x.sharers > 1 else residual for i, residual in residuals(x).items()},
     }
 
 
@@ -128,6 +129,7 @@ def load(x: Exchange[Array], state: Mapping[str, Any]) -> str:
     else:
         x.know_nothing()
     x.consolidated = state["rank"] is None
+    x.has_shares = True
     if resumed:
         x.coordinator.load(state["coordinator"])
     x.not_taken = resumed and state["not_taken"]
@@ -142,6 +144,18 @@ def load(x: Exchange[Array], state: Mapping[str, Any]) -> str:
     plain = state["ranks"], state["rank"] is None, resumed, state["coordinator"], own and state["order"], x.not_taken
     arrays = (array for levels in contexts.values() for those in levels.values() for array in those)
     return digest(*plain, arrays=[np.asarray(x.on_host(array)) for array in arrays])
+
+
+def join_shares(x: Exchange[Array]) -> None:
+    """If ranks of a host hold the same residual, make it of the shares that each of them has loaded; all ranks call it,
+    once after a state was loaded."""
+    if x.two_level is None or not x.has_shares:
+        return
+    x.has_shares, local = False, x.two_level.local
+    for state in x.states:
+        if state.residual is not None:
+            name = f"{x.prefix}.shares.{state.bucket.number}"
+            state.residual = local.wait(local.start(x.copied(state.residual), name))
 
 
 def consolidate(x: Exchange[Array]) -> None:

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from hvdplus.compression import Context
+from hvdplus.compression import Context, Spec
 from hvdplus.control.meter import StepMeter
 from hvdplus.exchange.backend import Backend, EagerArray
 from hvdplus.exchange.bucket import BucketSet, BucketState, wide
@@ -18,6 +19,7 @@ from hvdplus.exchange.engine import Exchange
 from hvdplus.exchange.plan import Ladder, Plan
 from hvdplus.exchange.reporter import Reporter
 from hvdplus.exchange.sparse import Table
+from hvdplus.exchange.two_level import TwoLevel, pays
 from hvdplus.log.runlog import RunLog
 from hvdplus.settings import Settings
 from hvdplus.transport import Transport
@@ -61,7 +63,9 @@ class EagerExchange(Exchange[EagerArray]):
         """Returns the factor by which the script scales its losses, and so its gradients; None: no scaling."""
         self.loss_scale = 1.0
         """Of the current step."""
-        self.sparse_as_dense = sparse_as_dense
+        self.sparse_as_dense = sparse_as_dense or self.two_level is not None
+        self.on_host_level: list[tuple[BucketState[EagerArray], EagerArray, Any]] = []
+        """Buckets that are being summed over this host's ranks, with their vectors and handles."""
         self.agreed = False
         """Whether ranks have agreed, in the first step, which gradients are sparse, in which order gradients become
         ready, and that all resume from the same state."""
@@ -77,10 +81,27 @@ class EagerExchange(Exchange[EagerArray]):
 
     # -- plans and buckets
 
+    def choose_two_level(self, measure: bool) -> TwoLevel | None:
+        """As offered by the transport; if the user leaves it open, only if it is faster."""
+        levels: TwoLevel | None = getattr(self.transport, "two_level", None)
+        if levels is None or self.settings.two_level == "off":
+            return None
+        if self.settings.two_level == "auto":
+            elements = sum(math.prod(shape) for shape in self.shapes)
+            spec = Spec(tuple(self.shapes), 0, 0, self.transport.size)
+            least = min(compressor.payload_bytes(spec) for compressor in self.ladder.compressors)
+            return levels if measure and pays(self.ops, levels, 4 * elements, least) else None
+        return levels
+
+    @property
+    def sharers(self) -> int:
+        """Ranks that hold the same residual."""
+        return self.two_level.local.size if self.two_level else 1
+
     @property
     def sums_in_place(self) -> bool:
         """Whether the transport negotiates and sums groups: gradients then need no agreed order, and so no bucket."""
-        return self.transport.negotiates and hasattr(self.transport, "start_all")
+        return self.wire.negotiates and hasattr(self.wire, "start_all")
 
     def make_sets(self) -> None:
         """Make new states of all buckets."""
@@ -123,6 +144,10 @@ class EagerExchange(Exchange[EagerArray]):
         """The context of a bucket at ``level``; None: the step's."""
         level = self.plan.level if level is None else level
         return state.context(self.ops, level, self.compressor(state.bucket, level), self.plan.side)
+
+    def is_on_host_level(self, state: BucketState[EagerArray]) -> bool:
+        """Whether a bucket is being summed over this host's ranks."""
+        return any(state is other for other, *_ in self.on_host_level)
 
     def tensor_name(self, state: BucketState[EagerArray]) -> str:
         """Name of a bucket's all-reduce."""
@@ -206,7 +231,7 @@ class EagerExchange(Exchange[EagerArray]):
 
     def abandon(self) -> None:
         """Forget all sums in flight after the transport has failed or ended."""
-        self.ready, self.next_bucket, self._begun = [], 0, False
+        self.ready, self.on_host_level, self.next_bucket, self._begun = [], [], 0, False
         self.reporter.forget()
         self.meter = StepMeter()
         for state in (*self.joined.states, *self._tables, *(self._plain.states if self._plain else ())):
@@ -226,6 +251,7 @@ class EagerExchange(Exchange[EagerArray]):
 
     def know_gradients(self, order: Sequence[int], sparse: Sequence[int], tables: Sequence[int]) -> None:
         """Take over from a checkpoint the order and sparsity that a first step would show."""
+        tables = [] if self.two_level else tables
         self.order, self.sparse, self.tables, self.order_known = list(order), set(sparse), list(tables), True
         self._start_anew()
 

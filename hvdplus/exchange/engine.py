@@ -19,6 +19,7 @@ from hvdplus.exchange import checkpoint
 from hvdplus.exchange.bucket import Bucket, BucketState, bytes_per_step, compressor_for, itemsize, make_buckets
 from hvdplus.exchange.coordinator import Coordinator
 from hvdplus.exchange.plan import Ladder, Plan
+from hvdplus.exchange.two_level import TwoLevel
 from hvdplus.log.runlog import RunLog
 from hvdplus.settings import Settings
 from hvdplus.transport import Transport
@@ -59,6 +60,9 @@ class Exchange(ABC, Generic[Array]):
         self.shapes, self.dtypes = list(shapes), list(dtypes)
         self.transport, self.settings, self.ladder = transport, settings, ladder
         self.prefix = prefix
+        self.two_level = self.choose_two_level(tries_codecs)
+        self.wire: Transport = self.two_level or transport
+        """What carries payloads; all else travels over ``transport``."""
         self.average = average
         self.scale = 1.0 / transport.size if average else 1.0
         self.alone = transport.size == 1 and (auto or ladder.names == ("none",))
@@ -75,6 +79,8 @@ class Exchange(ABC, Generic[Array]):
         """Whether a step, or a checkpoint, has shown the order and which gradients are sparse."""
         self.not_taken = False
         """Whether a residual's share was sent in a step that the optimizer has not taken (yet)."""
+        self.has_shares = False
+        """Whether residuals are shares of what all ranks of a host will hold alike."""
         self.consolidated = False
         """Whether residuals are all ranks' mean, so that one rank's state is complete."""
         self.buckets = self.make_buckets()
@@ -86,13 +92,29 @@ class Exchange(ABC, Generic[Array]):
             self._codec_seconds = codec_seconds(ops, specs, ladder.compressors, transport, compiled)
         self.coordinator = Coordinator(ladder, settings, auto=auto, ranks=transport.size, costs=self.costs(), log=log)
         if tries_codecs and auto and transport.size > 1:
-            self.coordinator.begin(probe(ops, transport, self.coordinator.payload_bytes[0]))
+            self.coordinator.begin(probe(ops, self.wire, self.coordinator.payload_bytes[0]))
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes of all gradients in their own types."""
         elements = (bucket.spec.size * itemsize(bucket.dtype) for bucket in self.buckets)
         return sum(elements)
+
+    def choose_two_level(self, measure: bool) -> TwoLevel | None:
+        """The two levels that payloads travel over; None: there is one.
+
+        Args:
+            measure: whether ``auto`` may measure which way is faster.
+
+        Raises:
+            ValueError: two levels are asked for, and there are none in this framework.
+        """
+        if self.settings.two_level not in ("auto", "off"):
+            raise ValueError(
+                f"Two levels are exchanged over in PyTorch, not in {self.framework}. Received: "
+                f"{self.settings.whence('two_level')}={self.settings.two_level}"
+            )
+        return None
 
     def sums(self, dtype: str) -> bool:
         """Whether the transport can add up arrays of this type."""
@@ -114,7 +136,7 @@ class Exchange(ABC, Generic[Array]):
             [self.shapes[i] for i in chosen],
             [self.dtypes[i] for i in chosen],
             bucket_bytes=PLAIN_BUCKET_BYTES if plain else self.settings.bucket_bytes,
-            ranks=self.transport.size,
+            ranks=self.wire.size,
             seed=self.settings.seed,
             tapering=plain,
             apart=[] if plain else [chosen.index(i) for i in tables],
@@ -145,6 +167,11 @@ class Exchange(ABC, Generic[Array]):
     def compressor(self, bucket: Bucket, level: int) -> Compressor:
         """The compressor of a bucket at a level."""
         return compressor_for(bucket, self.ladder.compressors[level])
+
+    @property
+    def sharers(self) -> int:
+        """Ranks that hold the same residual."""
+        return 1
 
     # -- where residuals and contexts are, for checkpoints. Those hold arrays of the framework or of NumPy: Any.
 

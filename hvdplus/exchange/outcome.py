@@ -21,10 +21,10 @@ def send_overflowed_again(x: EagerExchange[EagerArray], states: Sequence[BucketS
     if x.backend.all_true(_looked_at(narrow)):
         return
     for state in (state for state in narrow if not state.sum_finite):
-        if x.together:
+        if x.together and not x.two_level:  # whose vectors are the hosts' sums
             x.backend.join(x.backend.parts(state.bucket), vector(x, state), 1.0)
         name = f"{x.tensor_name(state)}.again"
-        state.mean = x.transport.wait(x.transport.start(vector(x, state), name, x.scale))
+        state.mean = x.wire.wait(x.wire.start(vector(x, state), name, x.scale))
         state.sum_finite = x.ops.all_finite(state.mean)
 
 
@@ -46,12 +46,12 @@ def send_left(x: EagerExchange[EagerArray]) -> bool:
     """
     scale = x.scale * x.sent_scale
     sums = [
-        (state, x.transport.start(x.backend.clone(state.pending), f"{x.tensor_name(state)}.left", scale))
+        (state, x.wire.start(x.backend.clone(state.pending), f"{x.tensor_name(state)}.left", scale))
         for state in x.states
         if state.pending is not None and state.finite is not None
     ]
     for state, handle in sums:
-        left = x.transport.wait(handle)
+        left = x.wire.wait(handle)
         state.mean = _mean(x, state) + left
         state.pending = x.backend.filled_like(left, 0.0)
     return x.backend.all_true([x.ops.all_finite(_mean(x, state)) for state, _ in sums])

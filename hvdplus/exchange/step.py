@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hvdplus.exchange import checkpoint, outcome, sparse, transfer
+from hvdplus.exchange import checkpoint, outcome, sparse, transfer, two_level
 from hvdplus.exchange.backend import EagerArray
 from hvdplus.exchange.metadata import check_agreement
 
@@ -78,6 +78,7 @@ def agree_on_first_step(x: EagerExchange[EagerArray]) -> None:
     told = x.transport.gather_objects((mine, x.resumed, x.ready), f"first step of {x.prefix}")
     x.ready = []
     checkpoint.check_same([digest for _, digest, _ in told])
+    checkpoint.join_shares(x)
     if x.order_known:
         return
     x.order_known = True
@@ -101,8 +102,9 @@ def send_rest(x: EagerExchange[EagerArray]) -> list[bool]:
     used = [x.backend.gradient(i) is not None for i in range(len(x.shapes))]
     with x.meter.codec():
         for state in x.now.states:
-            if state.handle is None:
+            if state.handle is None and not x.is_on_host_level(state):
                 transfer.complete(x, state)
+        two_level.send_rest(x)
         for table in x.tables_now:  # in the same order on all ranks: every bucket has left
             sparse.start_mask(x, table)
     for table in x.tables_now:
@@ -119,7 +121,7 @@ def receive(x: EagerExchange[EagerArray]) -> None:
     for state in (*(() if x.now.in_place else x.now.states), *x.tables_now):
         if state.handle is not None:
             with x.meter.awaited(state.bucket.number), x.backend.named("hvdplus.wait"):
-                state.total = x.transport.wait(state.handle)
+                state.total = (x.transport if state.is_table else x.wire).wait(state.handle)
         with x.meter.codec():
             if isinstance(state, sparse.Table) and state.union is not None:
                 sparse.receive_rows(x, state)
@@ -158,4 +160,4 @@ def probe(x: EagerExchange[EagerArray]) -> None:
         with x.meter.exposed_comm():  # once the metadata are here, all ranks have sent everything
             x.reporter.metadata.read()
         with x.meter.probe():
-            x.transport.wait(x.transport.start(zeros, f"{x.prefix}.probe"))
+            x.wire.wait(x.wire.start(zeros, f"{x.prefix}.probe"))

@@ -6,6 +6,7 @@ import functools
 from typing import TYPE_CHECKING, cast
 
 from hvdplus.compression import Context
+from hvdplus.exchange import two_level
 from hvdplus.exchange.backend import EagerArray
 from hvdplus.exchange.bucket import BucketState, wide
 from hvdplus.exchange.codec import receive_bucket, send_bucket
@@ -27,8 +28,9 @@ def fill(x: EagerExchange[EagerArray], state: BucketState[EagerArray], i: int) -
     fraction = x.plan.flush_fraction
     residual = state.residual[part] if state.residual is not None and fraction else None
     # Residuals are in units of the unscaled loss, and so are sent values at levels that keep residuals or contexts.
-    x.backend.fill(i, vector(x, state)[part], residual, fraction * (x.loss_scale / x.sent_scale), x.sent_scale)
-    if x.plan.measurement:
+    share = fraction * (x.loss_scale / x.sent_scale) / x.sharers
+    x.backend.fill(i, vector(x, state)[part], residual, share, x.sent_scale)
+    if x.plan.measurement and not x.two_level:
         x.reporter.note_gradients(x, [i], [x.backend.flat(i)])
 
 
@@ -46,7 +48,7 @@ def complete(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> No
 
 def send_full(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
     """Send the bucket if it is full. Without negotiation, buckets leave in the same order on every rank."""
-    if x.transport.negotiates:
+    if x.wire.negotiates:
         if not state.missing:
             send(x, state)
         return
@@ -62,11 +64,16 @@ def send(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
     if x.now.in_place and not state.is_table:
         state.summed = _in_place(x, state)
         state.handle = cast(Grouping, x.transport).start_all(state.summed, name, x.scale)
+    elif x.two_level:
+        if x.together:
+            x.backend.join(x.backend.parts(state.bucket), vector(x, state), x.sent_scale)
+        two_level.send(x, state, vector(x, state))
+        return
     else:
         with x.backend.named("hvdplus.encode"):
             _encode(x, state)
-        state.handle = x.transport.start(state.payload, name)
-    x.meter.sum_begins(state.bucket.number, functools.partial(x.transport.done, state.handle))
+        state.handle = x.wire.start(state.payload, name)
+    x.meter.sum_begins(state.bucket.number, functools.partial(x.wire.done, state.handle))
 
 
 def decode(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:

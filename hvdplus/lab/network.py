@@ -235,6 +235,7 @@ class Lab:
             "PATH": f"{self.folder}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "GLOO_SOCKET_IFNAME": "eth0",
         }
         if one_sided:  # else UCX would find that the hosts are one machine, and use its memory
             environment |= {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0"}

@@ -58,8 +58,8 @@ def attach(
     """
     if not isinstance(model, DistributedDataParallel):
         raise ValueError(
-            "attach wants a DistributedDataParallel model (FSDP and its like exchange gradients themselves, in their own "
-            f"way). Received: {type(model).__name__}"
+            "attach wants a DistributedDataParallel model (FSDP and its like exchange gradients themselves). Received: "
+            f"{type(model).__name__}"
         )
     optimizers = [getattr(one, "optimizer", one) for one in (optimizer if _several(optimizer) else [optimizer])]
     odd = next((one for one in optimizers if not isinstance(one, torch.optim.Optimizer)), None)

@@ -1,0 +1,197 @@
+"""Two levels: a host's ranks add up their gradients densely, and one compressed stream a host crosses the network.
+
+    gradients ─► sum over the host's ranks (dense, shared memory) ─► + residual ─► encode ─┐
+    mean ◄─ decode ◄─ every rank of the host gets the total ◄─ sum over hosts, by one rank each ◄┘
+
+So a residual, the head room of integers and the noise of rounding are a host's and not a rank's. All ranks of a host
+hold the same residual and encode the same vector; each bucket's payload is sent by another one of them. Whatever its
+name, the first level may be any part of a host, such as the devices that NVLink connects.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from hvdplus.compression import Array, Ops
+from hvdplus.exchange.backend import EagerArray
+from hvdplus.exchange.codec import send_bucket
+from hvdplus.transport import OBJECTS, Transport
+
+if TYPE_CHECKING:
+    from hvdplus.exchange.bucket import BucketState
+    from hvdplus.exchange.eager import EagerExchange
+
+RUNS = 3
+SAMPLE_BYTES = 8 << 20
+"""Most bytes of a sum by which the two ways are compared."""
+BETTER = 0.9
+"""Two levels are chosen if they take at most so many times as long as one."""
+
+
+class _Call(NamedTuple):
+    array: Any
+    sending: Any
+    """Handle of the sum over hosts; None: another rank of this host sends."""
+    name: str
+    scale: float
+
+
+class TwoLevel:
+    """A transport (see ``hvdplus.transport.Transport``) of payloads that are the same on all ranks of a host."""
+
+    negotiates = False
+
+    def __init__(self, everyone: Transport, local: Transport, between: Transport) -> None:
+        """
+        Args:
+            everyone: of all ranks.
+            local: of this host's ranks.
+            between: of the ranks that have this one's place on their hosts.
+        """
+        self.everyone, self.local, self.between = everyone, local, between
+        self.name, self.summable = everyone.name, everyone.summable
+        self.rank, self.size = between.rank, between.size
+        self.local_rank, self.local_size = everyone.local_rank, everyone.local_size
+        self._next = 0
+
+    def start(self, array: Any, name: str, scale: float = 1.0) -> _Call:
+        sender, self._next = self._next, (self._next + 1) % self.local.size
+        mine = sender == self.local.rank
+        return _Call(array, self.between.start(array, name) if mine else None, name, scale)
+
+    def done(self, handle: _Call) -> bool:
+        return handle.sending is None or self.between.done(handle.sending)
+
+    def wait(self, handle: _Call) -> Any:
+        mine = handle.sending is not None
+        total = self.between.wait(handle.sending) if mine else _zeros(handle.array)
+        return self.local.wait(self.local.start(total, f"{handle.name}.shared", handle.scale))
+
+    def gather_objects(self, value: Any, what: str = OBJECTS) -> list[Any]:
+        return self.everyone.gather_objects(value, what)
+
+    def barrier(self) -> None:
+        self.everyone.barrier()
+
+    def shutdown(self) -> None:
+        self.between.shutdown()
+        self.local.shutdown()
+
+
+def _zeros(array: Any) -> Any:
+    """As many of the same type; of a tensor, a tensor."""
+    return array.new_zeros(array.shape) if hasattr(array, "new_zeros") else np.zeros_like(array)
+
+
+def groups(hosts: Sequence[str], share: int = 0) -> tuple[list[list[int]], list[list[int]]]:
+    """Ranks that share the first level, and ranks that exchange over the second; each rank is in one group of each.
+
+    Args:
+        hosts: of every rank.
+        share: so many neighbouring ranks share the first level; 0: all of a host.
+
+    Raises:
+        ValueError: groups of unequal numbers of ranks.
+    """
+    of_host = [[rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)]
+    if share:
+        of_host = [ranks[at : at + share] for ranks in of_host for at in range(0, len(ranks), share)]
+    sizes = sorted({len(ranks) for ranks in of_host})
+    if len(sizes) > 1:
+        raise ValueError(
+            "Two levels want the same number of ranks on every host"
+            + (f", and one that {share} divides" if share else "")
+            + f". Received: {' and '.join(map(str, sizes))}"
+        )
+    return of_host, [list(ranks) for ranks in zip(*of_host, strict=True)]
+
+
+def split(transport: Any, hosts: Sequence[str], wanted: int | str) -> TwoLevel | None:
+    """The two levels of a job; None: there are none. All ranks call it.
+
+    Args:
+        wanted: the setting ``two_level``.
+
+    Raises:
+        ValueError: two levels are asked for, and cannot be.
+    """
+    if wanted == "off" or transport.size == 1:
+        return None
+    share = int(wanted) if wanted not in ("auto", "on") else 0
+    try:
+        shared, between = groups(hosts, share)
+        if len(shared) == 1 or len(between) == 1:
+            raise ValueError(
+                "Two levels want several hosts, with several ranks on each. Received: "
+                f"{len(shared)} x {len(between)} ranks"
+            )
+        if not hasattr(transport, "split"):
+            raise ValueError(
+                "Two levels need torch.distributed or mpi4py (HVDPLUS_TRANSPORT=torch or mpi4py). Received: transport "
+                f"{transport.name}"
+            )
+    except ValueError:
+        if wanted == "auto":
+            return None
+        raise
+    return TwoLevel(transport, transport.split(shared), transport.split(between))
+
+
+def pays(ops: Ops[Array], levels: TwoLevel, dense_bytes: int, payload_bytes: int) -> bool:
+    """Whether two levels take less time than one for a step's sums, measured; the same on every rank."""
+
+    def seconds(transport: Any, size: int, name: str) -> float:
+        sample = min(size, SAMPLE_BYTES) // 4 * 4
+        took = []
+        for run in range(RUNS):
+            array = ops.from_numpy(np.zeros(max(1, sample // 4), np.float32))
+            levels.barrier()
+            began = time.perf_counter()
+            ops.to_numpy(ops.reshape(transport.wait(transport.start(array, f"{name}.{run}")), (-1,))[:1])
+            took.append(time.perf_counter() - began)
+        return median(took) * max(1.0, size / max(4, sample))
+
+    one = seconds(levels.everyone, payload_bytes, "hvdplus.one_level")
+    two = seconds(levels.local, dense_bytes, "hvdplus.host") + seconds(levels, payload_bytes, "hvdplus.two_levels")
+    ranks = levels.gather_objects((one, two), "one level or two")
+    return bool(max(two for _, two in ranks) < BETTER * max(one for one, _ in ranks))
+
+
+# -- in a step
+
+
+def send(x: EagerExchange[EagerArray], state: BucketState[EagerArray], vector: EagerArray) -> None:
+    """Begin the sum of a packed bucket over this host's ranks. The bucket before, whose sum has had time, goes on."""
+    assert x.two_level is not None
+    name = f"{x.tensor_name(state)}.host"
+    x.on_host_level.append((state, vector, x.two_level.local.start(vector, name)))
+    if len(x.on_host_level) > 1:
+        _go_on(x)
+
+
+def send_rest(x: EagerExchange[EagerArray]) -> None:
+    """Encode and send every bucket that is still being summed over the host."""
+    while x.on_host_level:
+        _go_on(x)
+
+
+def _go_on(x: EagerExchange[EagerArray]) -> None:
+    state, _, handle = x.on_host_level.pop(0)
+    assert x.two_level is not None
+    with x.meter.waits_in_codec(), x.backend.named("hvdplus.wait"):
+        vector = x.two_level.local.wait(handle)
+    with x.backend.named("hvdplus.encode"):
+        fraction = x.plan.flush_fraction
+        residual = state.residual if fraction else None
+        if x.plan.measurement:
+            held = None if residual is None else residual * (fraction * (x.loss_scale / x.sent_scale))
+            x.reporter.note_norms(x, [(vector if held is None else vector - held) * x.sent_scale])
+        compressor, check = x.compressor(state.bucket, x.plan.level), x.checks and state.bucket.compressible
+        out = send_bucket(x.ops, compressor, x.context(state), vector, residual, fraction, check)
+        state.payload, state.pending, state.finite, state.overflow = out
+    state.handle = x.two_level.start(state.payload, x.tensor_name(state))

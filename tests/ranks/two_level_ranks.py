@@ -1,0 +1,142 @@
+"""Two levels in PyTorch: four ranks of this machine, of which two each count as a host."""
+
+import os
+
+os.environ["HVDPLUS_TWO_LEVEL"] = "2"  # read when the transport starts
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+import hvdplus.torch as hvd
+
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+torch.set_num_threads(1)
+
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(40, 80), torch.nn.Tanh(), torch.nn.Linear(80, 40), torch.nn.Linear(40, 4)
+    )
+
+
+def batch(step, rank=RANK):
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(8, 40, generator=draw)
+    return x, x[:, :4].argmax(1)
+
+
+def wrapped(net, level, **settings):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    return hvd.DistributedOptimizer(
+        optimizer, net.named_parameters(), level, settings={"bucket_bytes": 8000, **settings}
+    )
+
+
+def train(net, optimizer, steps, first=0):
+    losses = []
+    for step in range(first, first + steps):
+        x, y = batch(step % 4)
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_the_two_levels():
+    levels = hvd._require_world().transport.two_level
+    assert (levels.local.size, levels.between.size) == (2, 2)
+    assert levels.local.gather_objects(RANK) == ([0, 1] if RANK < 2 else [2, 3])
+    assert levels.between.gather_objects(RANK) == ([0, 2] if RANK % 2 == 0 else [1, 3])
+    total = levels.wait(levels.start(torch.full((3,), float(1 + RANK // 2)), "sum", 0.5))
+    assert total.tolist() == [1.5] * 3, "of hosts, and the same on all ranks"
+
+
+def test_dense_steps_are_one_processs():
+    net, bare = model(), model()
+    train(net, wrapped(net, "none"), 4)
+    optimizer = torch.optim.SGD(bare.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        optimizer.zero_grad()
+        for rank in range(SIZE):
+            x, y = batch(step, rank)
+            (torch.nn.functional.cross_entropy(bare(x), y) / SIZE).backward()
+        optimizer.step()
+    for a, b in zip(net.parameters(), bare.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    assert hvd.identical(net)
+
+
+@pytest.mark.parametrize("level", ["fp16", "int8", "topk:0.1:16", "lowrank:2+fp16", "auto"])
+def test_levels_learn_and_ranks_stay_identical(level):
+    net = model()
+    optimizer = wrapped(net, level)
+    losses = train(net, optimizer, 40)
+    assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
+    assert hvd.identical(net)
+    exchange = optimizer._exchange
+    assert exchange.two_level is not None and all(bucket.spec.ranks == 2 for bucket in exchange.buckets)
+    held = [torch.cat([r.flatten() for r in _residuals(exchange)])] if _residuals(exchange) else []
+    for mine in held:  # the same on the ranks of a host, and another one elsewhere
+        everyone = hvd.allgather_object(mine, name="residuals")
+        assert torch.equal(everyone[0], everyone[1]) and torch.equal(everyone[2], everyone[3])
+        assert not torch.equal(everyone[0], everyone[2])
+
+
+def _residuals(exchange):
+    from hvdplus.exchange import checkpoint
+
+    return [residual for _, residual in sorted(checkpoint.residuals(exchange).items())]
+
+
+def test_a_checkpoint_goes_on():
+    net = model()
+    optimizer = wrapped(net, "lowrank:2")
+    train(net, optimizer, 5)
+    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    train(net, optimizer, 4, first=5)
+    other = model()
+    again = wrapped(other, "lowrank:2")
+    other.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    train(other, again, 4, first=5)
+    for a, b in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+def test_sparse_gradients():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.EmbeddingBag(60, 40, sparse=True), torch.nn.Linear(40, 4))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters(), "lowrank:2")
+    for step in range(4):
+        draw = torch.Generator().manual_seed(10 * step + RANK)
+        optimizer.zero_grad()
+        words, labels = torch.randint(0, 60, (6, 3), generator=draw), torch.randint(0, 4, (6,), generator=draw)
+        torch.nn.functional.cross_entropy(net(words), labels).backward()
+        optimizer.step()
+    assert hvd.identical(net)
+
+
+def test_what_cannot_be_is_said():
+    with pytest.raises(ValueError, match="two_level .*wants auto, on, off, or a whole number of at least 2"):
+        wrapped(model(), "none", two_level=1)
+    net = model()
+    assert wrapped(net, "none", two_level="off")._exchange.two_level is None
+
+
+@pytest.mark.skipif(not hvd._require_world().transport.name.startswith("torch-"), reason="about DDP")
+def test_the_hook_of_ddp():
+    net = model()
+    parallel = torch.nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    attached = hvd.ddp.attach(parallel, optimizer, "lowrank:2+fp16")
+    losses = train(parallel, optimizer, 40)
+    assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5]) and hvd.identical(net)
+    assert attached._exchange.two_level is not None
