@@ -2,7 +2,7 @@
 
     python benchmarks/ddp.py            a perceptron of 10.2 M parameters, two hosts, 100 Mb/s and 1 Gb/s: some minutes
     python benchmarks/ddp.py --rates unshaped
-    python benchmarks/ddp.py --two-level   two hosts with two ranks each: do they send one stream a host sooner than two?
+    python benchmarks/ddp.py --two-level   two hosts with two ranks each: one stream a host, or two?
 
 Needs root (network namespaces; see ``hvdplus.lab``); nothing else may run on the machine meanwhile. All contestants
 train on real digits over Gloo, in one job, in blocks of steps that alternate (``adaptive.py`` has the how), with

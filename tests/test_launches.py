@@ -22,6 +22,7 @@ LAUNCHES = [
     ("ddp", torchrun, 4, "auto", "torch-gloo"),
     ("two_level", torchrun, 4, "auto", "torch-gloo"),
     ("two_level", mpirun, 4, "mpi4py", "mpi4py"),
+    ("two_level", mpirun, 4, "auto", "horovod-mpi"),
     ("agreement", mpirun, 2, "auto", "horovod-mpi"),
     ("agreement", mpirun, 2, "mpi4py", "mpi4py"),
     ("agreement", torchrun, 2, "auto", "torch-gloo"),

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdplus.cli import main
+from hvdplus.cli.text import read_log
 from hvdplus.control.link import ALL_REDUCES, LevelCost, Link, Wire, ring_all_reduce
 from hvdplus.exchange.metadata import Slot
 from hvdplus.log.forecast import (
@@ -29,6 +30,7 @@ from hvdplus.log.forecast import (
     costs_on,
     pays_up_to,
     predict,
+    predict_two_level,
     what_the_run_showed,
 )
 
@@ -343,6 +345,20 @@ def test_what_the_run_showed_stands_first(log: str, capsys: pytest.CaptureFixtur
 def test_the_usual_questions_and_the_runs_own_rate(log: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = [(ranks, rate) for ranks in ("8", "64", "1,024", "4,096") for rate in ("0.5", "1", "10", "25", "100")]
     assert list(forecasts(printed(capsys, log))) == asked
+
+
+def test_two_levels_are_worked_out_by_hand(log: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Dense sums within a host on top of a job of as many ranks as there are hosts."""
+    text = printed(capsys, log, "--ranks", "8x4,16", "--gbit", "1", "--local-gbit", "40")
+    assert "Two levels (HVDPLUS_TWO_LEVEL), 40 Gbit/s within a host" in text and " 8x4 " in text
+    shown = what_the_run_showed(read_log(log))
+    wire, inside = Wire(20e-6, 8e-9), Wire(2e-6, 8e-9 / 40)
+    for name, cost in costs_on(shown, 8)[0].items():
+        step, alone = predict_two_level(shown, cost, 8, 4, wire, inside), predict(shown, cost, 8, wire)
+        dense = 2 * 3 * (2e-6 + 4 * shown.elements / 4 * 8e-9 / 40)
+        shared = cost.messages * 2 * 3 * 2e-6 + 2 * 3 * cost.payload_bytes / 4 * 8e-9 / 40
+        assert step.seconds == pytest.approx(alone.seconds + dense + shared), name
+    assert "Two levels" not in printed(capsys, log, "--ranks", "16", "--gbit", "1")
 
 
 def test_where_compression_stops_paying(log: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import pickle
 import signal
 import sys
@@ -80,6 +81,20 @@ class HorovodTorch(Horovod):
         inside = copy.copy(self)
         inside._set, inside.rank, inside.size = {"process_set": process_set}, process_set.rank(), process_set.size()
         return inside
+
+    def split(self, groups: Sequence[Sequence[int]]) -> HorovodTorch:
+        """The transport of this rank's group alone; every rank calls it, with the same groups.
+
+        Raises:
+            ValueError: Horovod was started without process sets that are made later.
+        """
+        if os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") not in ("1", "true", "True"):
+            raise ValueError(
+                "Two levels over Horovod are process sets: set HOROVOD_DYNAMIC_PROCESS_SETS=1 before hvd.init(), or "
+                "use torch.distributed or mpi4py (HVDPLUS_TRANSPORT=torch or mpi4py)."
+            )
+        sets = [self.binding.add_process_set(list(ranks)) for ranks in groups]
+        return next(self.within(one) for one in sets if one.included())
 
     def gather_objects(self, value: Any, what: str = OBJECTS) -> list[Any]:
         if not self._set or self.size == 1:

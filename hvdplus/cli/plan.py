@@ -33,6 +33,7 @@ from hvdplus.log.forecast import (
     costs_on,
     pays_up_to,
     predict,
+    predict_two_level,
     what_the_run_showed,
 )
 from hvdplus.log.words import count
@@ -46,6 +47,8 @@ RANKS, RATES = "8,64,1024,4096", "1,10,25,100"
 """Ranks and rates for which a run log is extrapolated by default."""
 LATENCY_US = "20"
 """Microseconds that a message takes between hosts: some tens by TCP over Ethernet of 1 to 10 Gbit/s."""
+LOCAL_GBIT = "80"
+"""What ranks of a host exchange through its memory: some 10 GB/s. NVLink has ten times as much."""
 LINE = 110
 """Letters in a line of text."""
 
@@ -73,7 +76,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shape", action="append", metavar="AxB", help="shape of a tensor, such as 4096x1024 or 1024; once for each"
     )
     parser.add_argument("--parameters", metavar="D", help="number of parameters, instead of shapes, such as 25M")
-    parser.add_argument("--ranks", metavar="N", help=f"number of ranks (default: 2; with a run log, several: {RANKS})")
+    parser.add_argument(
+        "--ranks", metavar="N",
+        help=f"number of ranks (default: 2; with a run log, several: {RANKS}; 8x4 means 8 hosts of 4 ranks each, and "
+        "says what two levels bring)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--local-gbit", metavar="RATE", help=f"with 8x4: rate within a host in Gbit/s (default: {LOCAL_GBIT})"
+    )
     parser.add_argument(
         "--gbit", metavar="RATE",
         help="rate of a rank's link in Gbit/s; adds the ring's time (with a run log, several: the run's own and "
@@ -227,12 +237,17 @@ def _from_run_log(args: argparse.Namespace, path: str) -> str:
         raise ValueError(
             f"{path} is a run log, which brings its own model and levels: name one, and no compressors or shapes"
         )
-    ranks = [whole("--ranks", text) for text in (RANKS if args.ranks is None else args.ranks).split(",")]
+    told = (RANKS if args.ranks is None else args.ranks).split(",")
+    grids = [[whole("--ranks", part) for part in text.split("x")] for text in told]
+    ranks = [math.prod(grid) for grid in grids]
     if min(ranks) < 2:
         raise ValueError(f"--ranks wants at least 2 with a run log. Received: {args.ranks!r}")
     rates = [_rate(text) for text in (RATES if args.gbit is None else args.gbit).split(",")]
     latency = 1e-6 * _above_zero(
         "--latency-us", "microseconds above 0, such as 20", LATENCY_US if args.latency_us is None else args.latency_us
+    )
+    inside = _above_zero(
+        "--local-gbit", "a rate above 0, such as 80", LOCAL_GBIT if args.local_gbit is None else args.local_gbit
     )
     kinds = ALL_REDUCES
     if args.all_reduce is not None:
@@ -248,6 +263,7 @@ def _from_run_log(args: argparse.Namespace, path: str) -> str:
             _what_it_showed(shown),
             _forecasts(shown, ranks, rates, latency, kinds),
             _local_steps(shown, ranks, rates, latency, kinds),
+            *_two_levels(shown, [(h, r) for h, *rest in grids for r in rest if r > 1], rates, latency, inside),
             _limits(shown, ranks, latency, kinds),
             _assumed(shown, latency, kinds),
         )
@@ -330,6 +346,27 @@ def _local_steps(
             gain = steps[best].seconds * shown.prices.get(best, 1.0) / local.cost
             rows.append([f"{number:,}", f"{gbit:.3g}", str(local.every), local.level, f"{gain:.2f} x"])
     return "Local steps (every=auto), to the same loss:\n" + columns(rows, (0, 1, 2, 4))
+
+
+def _two_levels(
+    shown: Shown, grids: Sequence[tuple[int, int]], rates: Sequence[float], latency: float, inside: float
+) -> list[str]:
+    """Hosts of several ranks: the best level over one level of ranks, and over two."""
+    rows = [["hosts x", "Gbit/s", "one level", "ms", "two levels", "ms", "sooner"], ["ranks", "", "", "", "", "", ""]]
+    for hosts, each in grids:
+        for gbit in rates:
+            wire, within = _wire(gbit, latency), _wire(inside, latency / 10)
+            costs, between = costs_on(shown, hosts * each)[0], costs_on(shown, hosts)[0]
+            one = {name: predict(shown, cost, hosts * each, wire) for name, cost in costs.items()}
+            two = {name: predict_two_level(shown, cost, hosts, each, wire, within) for name, cost in between.items()}
+            best, other = best_level(one, shown.prices), best_level(two, shown.prices)
+            gain = one[best].seconds * shown.prices.get(best, 1.0) / two[other].seconds / shown.prices.get(other, 1.0)
+            rows.append([
+                f"{hosts}x{each}", f"{gbit:.3g}", best, _ms(one[best].seconds), other, _ms(two[other].seconds),
+                f"{gain:.2f} x",
+            ])  # fmt: skip
+    title = f"Two levels (HVDPLUS_TWO_LEVEL), {inside:g} Gbit/s within a host:\n"
+    return [title + columns(rows, (0, 1, 3, 5, 6))] if grids else []
 
 
 def _limits(shown: Shown, ranks: Sequence[int], latency: float, kinds: Mapping[str, Collective]) -> str:

@@ -81,8 +81,8 @@ class EagerExchange(Exchange[EagerArray]):
 
     # -- plans and buckets
 
-    def choose_two_level(self, measure: bool) -> TwoLevel | None:
-        """As offered by the transport; if the user leaves it open, only if it is faster."""
+    def choose_two_level(self) -> TwoLevel | None:
+        """As offered by the transport; if the user leaves it open, only if measurements say that it is faster."""
         levels: TwoLevel | None = getattr(self.transport, "two_level", None)
         if levels is None or self.settings.two_level == "off":
             return None
@@ -90,7 +90,7 @@ class EagerExchange(Exchange[EagerArray]):
             elements = sum(math.prod(shape) for shape in self.shapes)
             spec = Spec(tuple(self.shapes), 0, 0, self.transport.size)
             least = min(compressor.payload_bytes(spec) for compressor in self.ladder.compressors)
-            return levels if measure and pays(self.ops, levels, 4 * elements, least) else None
+            return levels if pays(self.ops, levels, 4 * elements, least) else None
         return levels
 
     @property

@@ -60,7 +60,7 @@ class Exchange(ABC, Generic[Array]):
         self.shapes, self.dtypes = list(shapes), list(dtypes)
         self.transport, self.settings, self.ladder = transport, settings, ladder
         self.prefix = prefix
-        self.two_level = self.choose_two_level(tries_codecs)
+        self.two_level = self.choose_two_level()
         self.wire: Transport = self.two_level or transport
         """What carries payloads; all else travels over ``transport``."""
         self.average = average
@@ -100,11 +100,8 @@ class Exchange(ABC, Generic[Array]):
         elements = (bucket.spec.size * itemsize(bucket.dtype) for bucket in self.buckets)
         return sum(elements)
 
-    def choose_two_level(self, measure: bool) -> TwoLevel | None:
+    def choose_two_level(self) -> TwoLevel | None:
         """The two levels that payloads travel over; None: there is one.
-
-        Args:
-            measure: whether ``auto`` may measure which way is faster.
 
         Raises:
             ValueError: two levels are asked for, and there are none in this framework.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hvdplus.exchange.eager import EagerExchange
 
 RUNS = 3
-SAMPLE_BYTES = 8 << 20
+SAMPLE_BYTES = 1 << 20
 """Most bytes of a sum by which the two ways are compared."""
 BETTER = 0.9
 """Two levels are chosen if they take at most so many times as long as one."""
@@ -135,11 +135,11 @@ def split(transport: Any, hosts: Sequence[str], wanted: int | str) -> TwoLevel |
                 "Two levels need torch.distributed or mpi4py (HVDPLUS_TRANSPORT=torch or mpi4py). Received: transport "
                 f"{transport.name}"
             )
+        return TwoLevel(transport, transport.split(shared), transport.split(between))
     except ValueError:
         if wanted == "auto":
             return None
         raise
-    return TwoLevel(transport, transport.split(shared), transport.split(between))
 
 
 def pays(ops: Ops[Array], levels: TwoLevel, dense_bytes: int, payload_bytes: int) -> bool:

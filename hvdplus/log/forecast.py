@@ -19,7 +19,17 @@ from typing import Any, NamedTuple
 from hvdplus.compression import NoCompression, Spec, parse
 from hvdplus.control import interval
 from hvdplus.control.controller import Config
-from hvdplus.control.link import ALL_REDUCES, Collective, LevelCost, Link, Wire, fit_link, job_link, ring_wire
+from hvdplus.control.link import (
+    ALL_REDUCES,
+    Collective,
+    LevelCost,
+    Link,
+    Wire,
+    fit_link,
+    job_link,
+    ring_all_reduce,
+    ring_wire,
+)
 from hvdplus.exchange.metadata import Slot
 from hvdplus.log.facts import (
     Record,
@@ -282,6 +292,18 @@ def predict(
         return Step(shown.compute + cost.codec + exposed, exposed, name)
 
     return min(map(by, collectives), key=lambda step: round(step.seconds, 9))  # equal to a nanosecond is equal
+
+
+def predict_two_level(shown: Shown, cost: LevelCost, hosts: int, ranks_a_host: int, wire: Wire, inside: Wire) -> Step:
+    """A step on hosts whose ranks sum densely among themselves (``hvdplus.exchange.two_level``).
+
+    Args:
+        wire, inside: links between hosts, and within one. What is summed inside of hosts is not hidden.
+    """
+    between = predict(shown, cost, hosts, wire)
+    dense = ring_all_reduce(4.0 * shown.elements, ranks_a_host, inside)
+    shared = cost.messages * ring_all_reduce(cost.payload_bytes / cost.messages, ranks_a_host, inside)
+    return Step(between.seconds + dense + shared, between.exposed + dense + shared, between.collective)
 
 
 def best_level(steps: Mapping[str, Step], prices: Mapping[str, float]) -> str:

@@ -3,6 +3,7 @@
 import os
 
 os.environ["HVDPLUS_TWO_LEVEL"] = "2"  # read when the transport starts
+os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
 
 import copy
 
