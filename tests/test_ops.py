@@ -334,6 +334,31 @@ def test_products(framework: str) -> None:
             assert product.shape == (*batch, 5, 4) and norm(product - a @ b) <= 1e-6 * norm(product) + 1e-6
 
 
+def test_products_have_full_precision_whatever_the_script_has_chosen() -> None:
+    torch = need("torch")
+    from hvdplus.adapters.torch import private
+
+    assert len(private._products) == 2, "this PyTorch has both"
+    before = [one.fp32_precision for one in private._products]
+    torch.set_float32_matmul_precision("medium")
+    try:
+        chosen = [one.fp32_precision for one in private._products]
+        assert set(chosen) & {"tf32", "bf16"}
+        with private.full_precision():
+            assert {one.fp32_precision for one in private._products} <= {"ieee", "none"}
+        assert [one.fp32_precision for one in private._products] == chosen
+        ops = ops_of("torch")
+        a, b = (ops.from_numpy(random_values(64 * 64, seed).reshape(64, 64)) for seed in (1, 2))
+        expected = a.double() @ b.double()
+        assert float((ops.matmul(a, b) - expected).abs().max()) < 1e-4
+        whole = ops.assemble([Product(a, b)]).view(64, 64)
+        assert float((whole - a.double() @ b.double().T).abs().max()) < 1e-4
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        for one, value in zip(private._products, before, strict=True):
+            one.fp32_precision = value
+
+
 @every_framework
 @pytest.mark.parametrize("kind", ["full", "deficient", "one column zero", "zero", "tiny", "square"])
 def test_orthonormal_whatever_comes(framework: str, kind: str) -> None:

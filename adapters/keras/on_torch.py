@@ -18,7 +18,7 @@ from hvdplus.exchange.metadata import hash_flags
 from hvdplus.transport import Transport
 
 BINDING = "horovod.torch"
-CPU = Cpu(cpu.expected, cpu.pin, cpu.capability)
+CPU = Cpu(cpu.expected, cpu.pin, cpu.capability, cpu.device)
 make_ops = TorchOps
 outside_of_traces = nullcontext
 without_gradients = torch.no_grad

@@ -1,4 +1,4 @@
-"""Which vector instructions PyTorch uses, and how to make ranks agree on them.
+"""Which vector instructions and devices PyTorch uses, and how to make ranks agree on them.
 
 The same sum or product gives other bits with AVX2 than with AVX-512, so ranks on unequal CPUs drift apart, also where
 nothing is compressed. PyTorch reads ``ATEN_CPU_CAPABILITY``, and MKL ``MKL_CBWR``, when the first kernel runs. Only
@@ -39,6 +39,11 @@ def pin(everyone: Sequence[str]) -> None:
         least = min(everyone, key=_LEVELS.index)
         os.environ["ATEN_CPU_CAPABILITY"] = least.lower()
         os.environ.setdefault("MKL_CBWR", "COMPATIBLE")  # products by the same code path on every CPU
+
+
+def device() -> str:
+    """The kind of CUDA device that is the current one; empty: there is none."""
+    return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else ""
 
 
 def capability() -> str:

@@ -87,7 +87,8 @@ class TorchOps(PackingOps):
         for part, piece in zip(parts, pieces, strict=True):
             if isinstance(piece, Product):
                 matrix = part.view(len(piece.left), len(piece.right))
-                torch.addmm(matrix, piece.left, piece.right.t(), beta=0, alpha=scale, out=matrix)
+                with private.full_precision():
+                    torch.addmm(matrix, piece.left, piece.right.t(), beta=0, alpha=scale, out=matrix)
             elif isinstance(piece, Rows):
                 part.zero_()
                 values = piece.values if scale == 1 else piece.values * scale
@@ -112,7 +113,8 @@ class TorchOps(PackingOps):
         for part, piece in zip(_split(values, pieces), pieces, strict=True):
             if isinstance(piece, Product):
                 matrix = part.view(len(piece.left), len(piece.right))
-                torch.addmm(matrix, piece.left, piece.right.t(), alpha=-1, out=matrix)
+                with private.full_precision():
+                    torch.addmm(matrix, piece.left, piece.right.t(), alpha=-1, out=matrix)
             elif isinstance(piece, Rows):
                 part.view(piece.height, -1).index_add_(0, piece.rows.long(), piece.values, alpha=-1)
             elif isinstance(piece, Halves):
@@ -128,7 +130,8 @@ class TorchOps(PackingOps):
         return values
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor, transpose_a: bool = False) -> torch.Tensor:
-        with torch.autocast(self._device.type, enabled=False):  # a script may call step() inside autocast
+        # A script may call step() inside autocast.
+        with torch.autocast(self._device.type, enabled=False), private.full_precision():
             if transpose_a:  # this way round both are read along their rows
                 return torch.matmul(b.mT, a).mT
             return torch.matmul(a, b)

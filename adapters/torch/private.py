@@ -4,10 +4,15 @@ version of PyTorch broke one. hvdplus works without them: slower, or less strict
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+_backends: list[Any] = [getattr(torch.backends.cuda, "matmul", None), getattr(torch.backends.mkldnn, "matmul", None)]
+_products = [one for one in _backends if hasattr(one, "fp32_precision")]
+"""Where PyTorch's precisions of products are; older versions have one for devices alone."""
 _use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 
 
@@ -42,6 +47,24 @@ def profiles() -> bool:
     """Whether a profiler runs."""
     enabled = getattr(torch.autograd, "_profiler_enabled", None)
     return bool(enabled is not None and enabled())
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Products of float32 in float32, whatever precision the script has chosen for its own.
+
+    TF32 on devices and bfloat16 on CPUs are too coarse: bases of ``lowrank`` have to be orthonormal, and a residual has
+    to be what was really not sent.
+    """
+    reduced = [one for one in _products if one.fp32_precision not in ("none", "ieee")]
+    chosen = [one.fp32_precision for one in reduced]
+    for one in reduced:
+        one.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for one, before in zip(reduced, chosen, strict=True):
+            one.fp32_precision = before
 
 
 def check() -> list[str]:

@@ -45,6 +45,8 @@ class Cpu(NamedTuple):
     """Limit this rank to the least capability that any rank expects, where that is possible."""
     capability: Callable[[], str]
     """What it really uses."""
+    device: Callable[[], str] = lambda: ""
+    """The device that this rank computes on, if it is not the CPU: products differ between kinds of them."""
 
 
 def connect(binding: str, cpu: Cpu, *arguments: Any, **keywords: Any) -> World:
@@ -83,6 +85,7 @@ def learn(binding: str, cpu: Cpu, transport: Transport, collective: str) -> Worl
     if len(set(expected)) > 1:
         cpu.pin(expected)
     mine = {"host": socket.gethostname(), "CPU": cpu.capability(), "machine": platform.machine(), **_versions(binding)}
+    mine["device"] = cpu.device()
     ranks = transport.gather_objects(mine, "hvd.init (host and versions)")
     world = World(
         transport,
@@ -96,7 +99,9 @@ def learn(binding: str, cpu: Cpu, transport: Transport, collective: str) -> Worl
         ),
     )
     hosts_of_ranks = [facts["host"] for facts in ranks]
-    transport.two_level = two_level.split(transport, hosts_of_ranks, Settings.load().two_level)  # type: ignore[attr-defined]
+    transport.two_level = two_level.split(  # type: ignore[attr-defined]
+        transport, hosts_of_ranks, Settings.load().two_level
+    )
     if transport.rank == 0:
         hosts = ", ".join(f"{host} x {count}" for host, count in world.hosts.items())
         _say(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -139,7 +139,7 @@ class Mpi4py:
     def split(self, groups: Sequence[Sequence[int]]) -> Mpi4py:
         """The transport of this rank's group alone; every rank of this transport calls it, with the same groups."""
         (number,) = (number for number, ranks in enumerate(groups) if self.rank in ranks)
-        comm = self._main.Split(number, self.rank)
+        comm = cast(MPI.Intracomm, self._main.Split(number, self.rank))
         one = copy.copy(self)
         one._main, one._sums = comm, comm.Dup()
         one.rank, one.size = comm.Get_rank(), comm.Get_size()

@@ -31,7 +31,7 @@ from hvdplus.transport import NeedsHorovod, TransportError, World
 _BINDING = "horovod.torch"
 JOIN_SECONDS = 20.0
 """How long a rank whose ``join`` would be refused waits for the others."""
-_CPU = Cpu(cpu.expected, cpu.pin, cpu.capability)
+_CPU = Cpu(cpu.expected, cpu.pin, cpu.capability, cpu.device)
 _world: World | None = None
 _sets: dict[int, tuple[Any, World]] = {}
 """Number of a process set -> the set, and its ranks."""

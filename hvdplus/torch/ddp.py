@@ -78,6 +78,6 @@ def world_of(group: Any) -> World:
     ranks = tuple(torch.distributed.get_process_group_ranks(group))
     if ranks not in _worlds:
         transport = TorchDistributed(Settings.load().timeout_seconds, group)
-        binding = Cpu(cpu.expected, cpu.pin, cpu.capability)
+        binding = Cpu(cpu.expected, cpu.pin, cpu.capability, cpu.device)
         _worlds[ranks] = learn("horovod.torch", binding, transport, COLLECTIVES[transport.name])
     return _worlds[ranks]
