@@ -41,6 +41,7 @@ HOSTS, RATE, JOBS, HOST_BLOCKS, HOST_BLOCK_STEPS, HOST_TRAINED = 4, "1gbit", 4, 
 SHARED = {
     "OMP_NUM_THREADS": "1",
     "OMPI_MCA_mpi_yield_when_idle": "1",
+    "OMPI_MCA_btl_tcp_flags": "9",
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "TF_NUM_INTRAOP_THREADS": "1",
 }

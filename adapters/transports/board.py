@@ -8,11 +8,9 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
-
-import torch.distributed
 
 from hvdplus.transport import check_same_call
 
@@ -92,13 +90,3 @@ class Board:
             if self._store.check([f"{key}.{rank}"]):
                 return bytes(self._store.get(f"{key}.{rank}")).decode()
         return ""
-
-
-def open_board(rank: int, ranks: Sequence[int], times: int) -> Board:
-    """The board of some of the job's ``ranks``, who have joined each other so many ``times`` before.
-
-    ``rank``: this one, among them.
-    """
-    distributed: Any = torch.distributed
-    name = f"hvdplus.{'.'.join(map(str, ranks))}.{times}"
-    return Board(distributed.PrefixStore(name, distributed.distributed_c10d._get_default_store()), rank, len(ranks))

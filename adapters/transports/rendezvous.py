@@ -37,7 +37,7 @@ def meeting(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
         found = _of_mpi(environ) if not found.keys() >= set(MEETING) and importlib.util.find_spec("mpi4py") else found
     elif not found and not announced(environ):  # a process by itself
         found = {"RANK": "0", "WORLD_SIZE": "1"}
-        found["MASTER_ADDR"], found["MASTER_PORT"] = map(str, _own_address([], environ))
+        found["MASTER_ADDR"], found["MASTER_PORT"] = map(str, own_address([], environ))
     missing = [name for name in MEETING if name not in found]
     if missing:
         raise TransportError(
@@ -83,7 +83,7 @@ def _of_mpi(environ: Mapping[str, str]) -> dict[str, str]:
 
     world = MPI.COMM_WORLD
     hosts = world.allgather(socket.gethostname())
-    address, port = world.bcast(_own_address(hosts, environ) if world.rank == 0 else None)
+    address, port = world.bcast(own_address(hosts, environ) if world.rank == 0 else None)
     on_this_host = world.Split_type(MPI.COMM_TYPE_SHARED)
     found = {
         "RANK": world.rank,
@@ -97,7 +97,7 @@ def _of_mpi(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: str(value) for name, value in found.items()}
 
 
-def _own_address(hosts: Sequence[str], environ: Mapping[str, str]) -> tuple[str, int]:
+def own_address(hosts: Sequence[str], environ: Mapping[str, str]) -> tuple[str, int]:
     """An address of this host that the others reach, and a port that is free there now."""
     interface = environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     address = "127.0.0.1"

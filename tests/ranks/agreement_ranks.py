@@ -84,8 +84,8 @@ def test_sums_of_an_exchange_are_compared_too():
 
 @without_negotiation
 def test_a_rank_that_waits_says_for_which_call(monkeypatch, capfd):
-    monkeypatch.setattr(f"{type(WORLD.transport).__module__}.WARN_SECONDS", 0.5)
-    monkeypatch.setattr(f"{type(WORLD.transport).__module__}.LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(f"{type(WORLD.transport).wait.__module__}.WARN_SECONDS", 0.5)
+    monkeypatch.setattr(f"{type(WORLD.transport).wait.__module__}.LOOK_SECONDS", 0.1)
     hvd.barrier()
     time.sleep(1.3 if RANK else 0)
     hvd.allreduce(torch.ones(2, 3), name="late")
@@ -144,7 +144,7 @@ def short_messages(monkeypatch):
         return original(value, what, size, measured)
 
     monkeypatch.setattr(hvdplus.transport, "PART_BYTES", 2000)
-    module = "hvdplus.adapters.transports.horovod" if HOROVOD else type(WORLD.transport).__module__
+    module = "hvdplus.adapters.transports.horovod" if HOROVOD else type(WORLD.transport).gather_objects.__module__
     monkeypatch.setattr(f"{module}.gather_in_parts", watched)
     return longest
 
