@@ -25,7 +25,7 @@ def start(path, ranks=2, timeout_seconds=120, launcher=torchrun, **environment):
 
 @pytest.mark.parametrize("example", ["pytorch_digits.py", "pytorch_ddp.py"])
 def test_examples_under_torchrun(example):
-    command = torchrun(2, "python", str(EXAMPLES / example), "--epochs", "4")
+    command = torchrun(2, "python", str(EXAMPLES / example), "--epochs", "12")
     code, output = run(command, 300, PYTHONPATH=f"{EXAMPLES}:{os.environ.get('PYTHONPATH', '')}")
     assert code == 0, output
     assert "transport torch-gloo" in output
@@ -55,7 +55,8 @@ def test_a_process_group_of_the_scripts_is_used(tmp_path):
         hvd.init()
         one = torch.ones(1)
         dist.all_reduce(one)
-        print("theirs", one.item(), "ours", hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
+        ours = hvd.allreduce(torch.ones(1), op=hvd.Sum)
+        print(f"theirs {one.item()} ours {ours.item()}\\n", end="", flush=True)
         hvd.shutdown()
         dist.barrier()
         """,

@@ -10,15 +10,17 @@ import numpy as np
 from hvdplus.compression import Array, Ops
 from hvdplus.transport import Transport
 
-RUNS, STAGGER = 5, 0.0002
-"""Small sums, and by how many seconds each begins later after a barrier than the one before. Horovod begins sums in
-turns, one a millisecond, and what a sum takes depends on how long it waits for its turn. So they are spread over one,
-and the median counts. A single large one follows."""
-SMALL, LEAST, MOST = 4 << 10, 64 << 10, 2 << 20
+RUNS, LARGE_RUNS, STAGGER = 5, 3, 0.0002
+"""Small sums and large ones, and by how many seconds each begins later after a barrier than the one before.
+
+Horovod begins sums in turns, one a millisecond, and what a sum takes depends on how long it waits for its turn; over
+Gloo within one host, every other sum takes some milliseconds longer. So there are several, spread over a turn, and
+medians count."""
+SMALL, LEAST, MOST = 4 << 10, 64 << 10, 1 << 20
 """Bytes. A small sum shows what every all-reduce takes, a large one (of so many bytes) what its bytes take: links may
 carry some 100 kB at any speed after a rest."""
-SHARE = 0.15
-"""What a large one sends within these limits, as a share of a dense step's bytes."""
+SHARE = 0.06
+"""What a large one sends within these limits, as a share of a dense step's bytes. All of them together: 0.2 steps."""
 
 
 def sizes(dense_bytes: int) -> tuple[int, int]:
@@ -40,6 +42,6 @@ def probe(ops: Ops[Array], transport: Transport, dense_bytes: int) -> list[tuple
         return time.perf_counter() - began
 
     small, large = sizes(dense_bytes)
-    own = [median(seconds(small, run) for run in range(RUNS)), seconds(large, RUNS // 2)]
+    own = [median(seconds(size, run) for run in range(runs)) for size, runs in ((small, RUNS), (large, LARGE_RUNS))]
     ranks = transport.gather_objects(own, "seconds of probes")
     return [(size, max(same)) for size, *same in zip(sizes(dense_bytes), *ranks, strict=True)]
