@@ -380,6 +380,12 @@ class Job:
         contestant = self._people[who]
         return (contestant.attached or contestant.optimizer).hvdplus.log.records
 
+    def knowledge(self, who: str) -> dict[str, Any]:
+        """What the controller of ``who`` has learned."""
+        contestant = self._people[who]
+        controller = (contestant.attached or contestant.optimizer).hvdplus._controller
+        return {"memory": controller.memory(), "costs": [tuple(cost) for cost in controller.costs]}
+
     def identical(self, who: str) -> bool:
         return hvd.identical(self._people[who].model)
 

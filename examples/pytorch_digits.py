@@ -2,6 +2,7 @@
 
     horovodrun -np 2 python examples/pytorch_digits.py
     mpirun -np 2 python examples/pytorch_digits.py
+    torchrun --nproc-per-node 2 examples/pytorch_digits.py
 
 Change the import back and what is left is a script for Horovod, but for the lines that watch and report.
 """
@@ -24,9 +25,13 @@ args = parser.parse_args()
 hvd.init()
 torch.manual_seed(1 + hvd.rank())  # ranks start apart on purpose: the broadcast below has to make them equal
 torch.set_num_threads(1)
+device = torch.device("cpu")
+if torch.cuda.is_available():  # one device a rank
+    device = torch.device("cuda", hvd.local_rank())
+    torch.cuda.set_device(device)
 
 train_x, train_y, test_x, test_y = load_digits_shard(hvd.rank(), hvd.size(), channels_last=False)
-train_x, train_y, test_x, test_y = map(torch.from_numpy, (train_x, train_y, test_x, test_y))
+train_x, train_y, test_x, test_y = (torch.from_numpy(array).to(device) for array in (train_x, train_y, test_x, test_y))
 
 model = torch.nn.Sequential(
     torch.nn.Conv2d(1, 32, 3, padding="same"),
@@ -38,7 +43,7 @@ model = torch.nn.Sequential(
     torch.nn.Linear(1024, 128),
     torch.nn.ReLU(),
     torch.nn.Linear(128, 10),
-)
+).to(device)
 optimizer = torch.optim.SGD(model.parameters(), lr=args.learning_rate * hvd.size(), momentum=0.9)
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=args.compression)
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)

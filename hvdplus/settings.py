@@ -289,12 +289,12 @@ def _checked(arguments: Any) -> Mapping[str, Any]:
         return {}
     if not isinstance(arguments, Mapping):
         raise ValueError(f"settings= wants names with values, such as {{'dense_steps': 20}}. Received: {arguments!r}")
-    if "transport" in arguments:
-        raise ValueError(
-            "transport (argument) comes too late: hvd.init() starts it before there is an optimizer. Set "
-            f"{variable('transport')}, or transport in the file that {CONFIG} names. "
-            f"Received: transport={arguments['transport']!r}"
-        )
+    for name in ("transport", "timeout_seconds"):
+        if name in arguments:
+            raise ValueError(
+                f"{name} (argument) comes too late: hvd.init() starts the transport before there is an optimizer. Set "
+                f"{variable(name)}, or {name} in the file that {CONFIG} names. Received: {name}={arguments[name]!r}"
+            )
     return arguments
 
 

@@ -470,11 +470,7 @@ def test_probes_cost_little_and_go_along_with_compressed_steps_only(job: Job) ->
 
 @pytest.mark.parametrize(
     "burst",
-    [
-        1e5,
-        1e6,
-        pytest.param(1e9, marks=pytest.mark.xfail(reason="nothing then says that bytes cost at all", strict=True)),
-    ],
+    [1e5, 1e6, 1e9],
 )
 def test_what_a_link_carries_for_nothing_deceives_a_probe_and_costs_little(burst: float) -> None:
     """Of the least that is probed, of most, and of all."""

@@ -102,6 +102,16 @@ def test_a_broken_horovod_is_a_line_of_the_table(
     assert "Horovod that works with torch" in text
 
 
+def test_pytorch_alone_is_enough_for_torchrun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = {"torch": {"capability": "AVX2", "distributed": True, "error": "no module named horovod"}}
+    assert _run(monkeypatch, answers, {"torch": "2"}) == 0
+    text = capsys.readouterr().out
+    assert text.splitlines()[-1] == "Training on several ranks works through: torch.distributed (torchrun)."
+    assert re.search(r"Horovod \(optional\) +hvdplus install-horovod", text)
+
+
 @pytest.fixture
 def settings_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
     """Run the command where ranks can train, in an environment with these settings: exit code, section, last line."""

@@ -17,7 +17,6 @@ LAUNCHES = [
     ("torch", mpirun, 2, "mpi4py", "mpi4py"),
     ("torch", mpirun, 1, "local", "local"),
     ("torch", torchrun, 2, "auto", "torch-gloo"),
-    ("torch", torchrun, 4, "torch", "torch-gloo"),
     ("ddp", torchrun, 2, "auto", "torch-gloo"),
     ("ddp", torchrun, 4, "auto", "torch-gloo"),
     ("two_level", torchrun, 4, "auto", "torch-gloo"),
@@ -50,7 +49,6 @@ LAUNCHES = [
     ("backends torch", mpirun, 2, "auto", "horovod-mpi"),
     ("backends torch", mpirun, 4, "auto", "horovod-mpi"),
     ("backends torch", mpirun, 2, "mpi4py", "mpi4py"),
-    ("backends torch", mpirun, 2, "torch", "torch-gloo"),
     ("backends torch", torchrun, 2, "auto", "torch-gloo"),
 ]
 """Keras' backend stands behind the name of a body that runs on several."""

@@ -89,7 +89,7 @@ def test_a_rank_that_ends_early_is_named(tmp_path):
 def test_an_exception_on_one_rank_is_told_to_the_others(tmp_path):
     each = 'if step == 2 and hvd.rank() == 1: raise ValueError("no such file")'
     code, output = start(script(tmp_path, STEPS.format(steps=5, each=each)))
-    assert code != 0 and "ValueError: no such file" in output, output
+    assert code != 0 and "Rank 1 has ended with ValueError: no such file." in output, output
 
 
 def test_a_rank_that_never_comes_is_named_after_the_time_that_was_set(tmp_path):

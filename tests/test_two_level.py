@@ -145,6 +145,7 @@ def test_checkpoints_cross_from_one_level_to_two_and_back(before: list[str] | No
 
     total, loaded, arrived, left = run(4, body)[0]
     for i in range(len(SHAPES)):
+        np.testing.assert_allclose(loaded[i], total[i], atol=1e-5, err_msg="saved again before a step")
         brought = sum(gradients(step, rank)[i].astype(np.float64) for step in range(4, 8) for rank in range(4))
         np.testing.assert_allclose(arrived[i] + left[i], brought + total[i], atol=1e-3)
 

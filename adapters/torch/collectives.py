@@ -64,8 +64,11 @@ class Collectives:
         """Begin to reduce ``tensor`` in place. ``op``: Average (default) or Sum."""
         if op not in (None, Average, Sum):
             raise TransportError(f"Without Horovod, op is Average or Sum. Received: op={op!r}")
-        if tensor.device.type != "cpu" or not tensor.is_contiguous():
-            raise TransportError("Without Horovod, in-place reductions need a contiguous tensor on the CPU.")
+        if not tensor.is_contiguous() or (tensor.device.type != "cpu" and self._transport.name == "mpi4py"):
+            raise TransportError(
+                "In-place reductions need a contiguous tensor, over mpi4py one on the CPU. Received: one on "
+                f"{tensor.device}, strides {tensor.stride()}"
+            )
         op = op or (Sum if average is False else Average)
         # Blocking: without negotiation nothing would order this sum among gradients in flight.
         with torch.no_grad():

@@ -26,6 +26,7 @@ from torch.futures import Future
 
 from hvdplus.adapters.torch.backend import TorchBackend, real_view, type_name
 from hvdplus.adapters.torch.ops import TorchOps
+from hvdplus.adapters.torch.optimizer import fitting
 from hvdplus.agree import FLOATS, check_types, choose_ladder, choose_rhythm, join, next_instance
 from hvdplus.exchange import step
 from hvdplus.exchange.bucket import Bucket, BucketSet
@@ -88,13 +89,15 @@ class HookExchange(EagerExchange[torch.Tensor]):
 
     def _sum_in_place(self) -> None:
         """From now on, plain dense steps sum the reducer's buckets, and need none of the engine's."""
-        if self._plain is None and not self.sparse and all(map(self.sums, self.dtypes)):
+        if self._plain is None and not self.two_level and not self.sparse and all(map(self.sums, self.dtypes)):
             self._plain = BucketSet([], f"{self.prefix}.plain", in_place=True)
             self.follow(self.plan)
 
     def hand_over(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """The reducer's bucket is full; returns what will hold its means."""
-        buffer, places = bucket.buffer(), [self._place[id(parameter)] for parameter in bucket.parameters()]
+        if not self._waiting and self._to_commit:  # another backward pass adds to the means of the last one
+            self.stepped()
+        buffer, places = bucket.buffer(), [self._place_of(parameter) for parameter in bucket.parameters()]
         gradients = [buffer] if buffer.is_sparse else bucket.gradients()
         devices: list[Any] = [buffer.device] if buffer.device.type != "cpu" else []
         future: Future[torch.Tensor] = Future(devices=devices)
@@ -126,6 +129,23 @@ class HookExchange(EagerExchange[torch.Tensor]):
             future.set_result(self.backend.views[first] if buffer is None else buffer)
         self.backend.views = {}
         self._to_commit = True
+
+    def forward_begins(self) -> None:
+        """The next step's computation begins. If the means of the last step are gone, that step was skipped."""
+        if self._to_commit:
+            gradients = (p.grad for p in self.backend.parameters if p.grad is not None)
+            self._to_commit = any(bool(gradient.any()) for gradient in gradients)  # almost always the first one tells
+        self.meter.input_arrived()
+
+    def _place_of(self, parameter: torch.Tensor) -> int:
+        try:
+            return self._place[id(parameter)]
+        except KeyError:
+            raise ValueError(
+                "A parameter of DistributedDataParallel's was frozen when attach() was called. Freeze parameters "
+                "before the model is wrapped, or unfreeze them before attach(). Received: one of shape "
+                f"{tuple(parameter.shape)}"
+            ) from None
 
     def stepped(self) -> None:
         """The optimizer has taken its step."""
@@ -194,6 +214,7 @@ def attach(
     ignored = set(getattr(model, "parameters_to_ignore", ()))
     named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored]
     names, parameters = [name for name, _ in named], [parameter for _, parameter in named]
+    world = fitting(parameters, world)
     check_types(names, [type_name(p) for p in parameters], (*FLOATS, "complex64", "complex128"))
     exchange: HookExchange = join(
         functools.partial(HookExchange, parameters, names=names, average=True),
@@ -252,4 +273,4 @@ _Hook.call.__annotations__.update({"bucket": GradBucket, "return": Future[torch.
 def _input_arrived(exchange: weakref.ref[HookExchange]) -> None:
     found = exchange()
     if found is not None:
-        found.meter.input_arrived()
+        found.forward_begins()

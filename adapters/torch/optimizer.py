@@ -8,7 +8,7 @@ import sys
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,7 +60,7 @@ def wrap(
     names = names_of(optimizer, named_parameters)
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     check_types([names[id(p)] for p in parameters], list(map(type_name, parameters)), TYPES)
-    _check_devices(parameters, world)
+    world = fitting(parameters, world)
     resolved, number, kind_name = Settings.load(settings), next_instance(), optimizer.__class__.__name__
 
     def join_ranks(world: World, parameters: list[torch.nn.Parameter], times: int) -> HookedExchange:
@@ -415,8 +415,12 @@ def check_groups(groups: Any) -> None:
         raise ValueError("A parameter can only appear once in groups.")
 
 
-def _check_devices(parameters: list[torch.nn.Parameter], world: World) -> None:
-    """Raise ValueError where gradients cannot share a bucket, or cannot be sent."""
+def fitting(parameters: Sequence[torch.nn.Parameter], world: World) -> World:
+    """The world as these parameters see it: on the CPU, it does not matter that ranks' devices differ.
+
+    Raises:
+        ValueError: their gradients cannot share a bucket, or cannot be sent.
+    """
     sharded = next((type(p).__name__ for p in parameters if hasattr(p, "device_mesh")), "")
     if sharded:
         raise ValueError(
@@ -431,6 +435,9 @@ def _check_devices(parameters: list[torch.nn.Parameter], world: World) -> None:
             f"The mpi4py transport sums on the host, and parameters are on {devices[0]}. Use torch.distributed "
             "(torchrun, or HVDPLUS_TRANSPORT=torch), or Horovod (`hvdplus install-horovod`)."
         )
+    if devices in ([], ["cpu"]):
+        return world._replace(differences=tuple(each for each in world.differences if not each.startswith("device:")))
+    return world
 
 
 def _restored(kind: type[torch.optim.Optimizer], state: dict[str, Any]) -> torch.optim.Optimizer:

@@ -86,7 +86,15 @@ def learn(binding: str, cpu: Cpu, transport: Transport, collective: str) -> Worl
         cpu.pin(expected)
     mine = {"host": socket.gethostname(), "CPU": cpu.capability(), "machine": platform.machine(), **_versions(binding)}
     mine["device"] = cpu.device()
+    mine["two levels"] = str(Settings.load().two_level)
     ranks = transport.gather_objects(mine, "hvd.init (host and versions)")
+    asked = sorted({facts.pop("two levels") for facts in ranks})
+    if len(asked) > 1:
+        raise ValueError(
+            f"Ranks differ in HVDPLUS_TWO_LEVEL: {' and '.join(asked)}. Give all ranks the same (mpirun passes a "
+            "variable on to other hosts with -x NAME)."
+        )
+    mine.pop("two levels")
     world = World(
         transport,
         hosts=dict(Counter(facts["host"] for facts in ranks)),

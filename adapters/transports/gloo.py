@@ -26,8 +26,14 @@ from hvdplus.transport import OBJECTS, TransportError, digest, gather_in_parts, 
 
 LOOK_SECONDS = 5.0
 """A rank that has waited so long tells the others what for, and looks again as often for ranks that have ended."""
+LOOKS = 3
+"""So many looks have to find that a rank has ended: its last sums may still be on their way."""
+DEVICE_LOOK_SECONDS = 0.0002
+"""A device's sum is asked this often whether it has ended."""
 WARN_SECONDS = 60.0
 """A waiting rank prints a line this often."""
+END_SECONDS = 1.0
+"""What this process waits for its thread at its end."""
 GRACE_SECONDS = 60.0
 """So much longer than this transport's patience is that of Gloo, whose messages name nobody."""
 dist: Any = torch.distributed
@@ -76,11 +82,12 @@ class Gloo:
             for what in ("main", "compared", "sums", "devices")
         )
         self._numbers = {id(self._main): itertools.count(), id(self._compared): itertools.count()}
-        self._to_begin: queue.SimpleQueue[_Call] = queue.SimpleQueue()
-        # A daemon: while it waits for a rank that never comes, this process can end all the same.
-        threading.Thread(target=self._begin_sums, name="hvdplus-torch", daemon=True).start()
+        self._to_begin: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._begin_sums, name="hvdplus-torch", daemon=True)
+        self._thread.start()
         self._board.tell_of_exceptions()
-        atexit.register(self._board.leave)
+        atexit.register(self._end)
 
     # -- sums
 
@@ -102,7 +109,7 @@ class Gloo:
             RuntimeError: a rank that the call waits for has ended.
         """
         self._settle(handle.comparison, self._compared)
-        self._wait(handle.work.result(), handle.comparison.words)
+        self._wait(handle.work.result(), handle.comparison.words, on_device=handle.array.device.type != "cpu")
         return handle.array.mul_(handle.scale) if handle.scale != 1.0 else handle.array
 
     def sum_now(self, array: Any, what: str = "sum") -> Any:
@@ -127,7 +134,8 @@ class Gloo:
         self._agree("barrier")
 
     def shutdown(self) -> None:
-        self._board.leave()
+        self._end()
+        atexit.unregister(self._end)
 
     def _begin(self, call: _Call) -> None:
         """Begin a sum: on the host once all ranks have come to it, on a device in the order of the device's work."""
@@ -151,12 +159,32 @@ class Gloo:
         """In the thread: begin the host's sums in order, each as soon as all ranks have come to it."""
         while True:
             call = self._to_begin.get()
+            if call is None:
+                return
             try:
-                call.comparison.work.wait()
+                self._come_to(call.comparison.work)
                 if _alike(call.comparison):
                     call.work.set_result(dist.all_reduce(call.array, group=self._sums, async_op=True))
             except BaseException as error:  # of a rank that has ended: `wait` meets it in the comparison, too
                 call.work.set_exception(error)
+
+    def _come_to(self, work: Any) -> None:
+        """In the thread: wait for a comparison, but no longer than this process lives."""
+        while not self._ended.is_set():
+            try:
+                work.wait(timedelta(seconds=END_SECONDS / 4))
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()
+                    return
+
+    def _end(self) -> None:
+        """Tell the others, and end the thread: at the interpreter's own end it would be torn out of Gloo's code."""
+        self._board.leave()
+        self._ended.set()
+        self._to_begin.put(None)
+        self._thread.join(END_SECONDS)
 
     # -- the same call everywhere
 
@@ -180,22 +208,18 @@ class Gloo:
 
     # -- waiting
 
-    def _wait(self, work: Any, words: str) -> None:
-        """Wait for ``work``, and for the ranks that it needs as long as there is patience."""
-        began, warnings, told = time.monotonic(), 0, False
+    def _wait(self, work: Any, words: str, *, on_device: bool = False) -> None:
+        """Wait for ``work``, and for the ranks that it needs as long as there is patience.
+
+        ``on_device``: the work's own ``wait`` makes the device's stream wait, and gives up where it is given a time.
+        """
+        began, warnings, looks = time.monotonic(), 0, 0
         try:
-            while True:
-                try:
-                    work.wait(timedelta(seconds=LOOK_SECONDS))
-                    return
-                except RuntimeError as error:
-                    if work.is_completed():  # it has not only taken long, but failed
-                        gone = self._board.gone() or f"A rank has ended and left no note ({_first_line(error)})."
-                        raise RuntimeError(f"{gone} {_waits(self.rank, words)}") from error
+            while not self._is_over(work, words, on_device):
                 self._board.wait_in(words)
-                told = True
                 seconds, gone = time.monotonic() - began, self._board.gone()
-                if gone:
+                looks += bool(gone)
+                if looks >= LOOKS:
                     raise RuntimeError(f"{gone} {_waits(self.rank, words)}")
                 if seconds > self._timeout_seconds:
                     raise TransportError(
@@ -208,8 +232,29 @@ class Gloo:
                     line = f"rank {self.rank} has waited {seconds:.0f} seconds in: {words}."
                     print(f"hvdplus: {line} {self._board.missing(words)}", file=sys.stderr, flush=True)
         finally:
-            if told:
+            if time.monotonic() - began >= LOOK_SECONDS:
                 self._board.go_on()
+
+    def _is_over(self, work: Any, words: str, on_device: bool) -> bool:
+        """Wait for ``LOOK_SECONDS``; whether the work has come to its end. Raises RuntimeError: it has failed."""
+        try:
+            if on_device:
+                deadline = time.monotonic() + LOOK_SECONDS
+                while not work.is_completed() and time.monotonic() < deadline:
+                    time.sleep(DEVICE_LOOK_SECONDS)
+            else:
+                work.wait(timedelta(seconds=LOOK_SECONDS))
+                return True
+        except RuntimeError:
+            pass  # it takes longer, or has failed: its own wait says which
+        if not work.is_completed():
+            return False
+        try:
+            work.wait()
+        except RuntimeError as error:
+            gone = self._board.gone() or f"A rank has ended and left no note ({_first_line(error)})."
+            raise RuntimeError(f"{gone} {_waits(self.rank, words)}") from error
+        return True
 
 
 def _words(what: str, array: torch.Tensor, name: str = "", scale: float = 1.0) -> str:

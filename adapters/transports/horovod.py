@@ -59,6 +59,11 @@ class Horovod:
 class HorovodTorch(Horovod):
     """PyTorch: sums in place, asynchronously."""
 
+    part = ""
+    """Of the name of a log, if these are not all ranks."""
+    splits_unasked = False
+    """Groups are process sets, of which the script may want some itself."""
+
     def start(self, array: Any, name: str, scale: float = 1.0) -> Any:
         self._check_size()
         return self.binding.allreduce_async_(array, op=self.binding.Sum, name=name, postscale_factor=scale, **self._set)
@@ -79,6 +84,7 @@ class HorovodTorch(Horovod):
         if not process_set.included():
             raise ValueError(f"This rank, {self.binding.rank()}, is not in the process set. Received: {process_set}")
         inside = copy.copy(self)
+        inside.part = f".ranks{'-'.join(map(str, process_set.ranks))}"
         inside._set, inside.rank, inside.size = {"process_set": process_set}, process_set.rank(), process_set.size()
         return inside
 
@@ -86,8 +92,10 @@ class HorovodTorch(Horovod):
         """The transport of this rank's group alone; every rank calls it, with the same groups.
 
         Raises:
-            ValueError: Horovod was started without process sets that are made later.
+            ValueError: Horovod was started without process sets that are made later, or this is one.
         """
+        if self._set:
+            raise ValueError("A process set of Horovod's has no process sets, and so no two levels.")
         if os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") not in ("1", "true", "True"):
             raise ValueError(
                 "Two levels over Horovod are process sets: set HOROVOD_DYNAMIC_PROCESS_SETS=1 before hvd.init(), or "

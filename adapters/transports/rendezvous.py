@@ -31,10 +31,11 @@ def meeting(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
         TransportError: neither says which rank this is, or where rank 0 is.
     """
     found = {name: environ[name] for name in (*MEETING, "LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in environ}
-    if "SLURM_PROCID" in environ and not {"RANK", "WORLD_SIZE"} <= found.keys():
+    over_mpi = "OMPI_COMM_WORLD_SIZE" in environ or "PMI_SIZE" in environ
+    if over_mpi and not found.keys() >= set(MEETING) and importlib.util.find_spec("mpi4py"):
+        found = _of_mpi(environ)
+    elif "SLURM_PROCID" in environ and not {"RANK", "WORLD_SIZE"} <= found.keys():  # mpirun's ranks inherit it
         found = {**_of_slurm(environ), **{name: found[name] for name in found if name.startswith("MASTER_")}}
-    if "OMPI_COMM_WORLD_SIZE" in environ or "PMI_SIZE" in environ:
-        found = _of_mpi(environ) if not found.keys() >= set(MEETING) and importlib.util.find_spec("mpi4py") else found
     elif not found and not announced(environ):  # a process by itself
         found = {"RANK": "0", "WORLD_SIZE": "1"}
         found["MASTER_ADDR"], found["MASTER_PORT"] = map(str, own_address([], environ))

@@ -6,6 +6,7 @@ script does with its own process groups cannot mix with these.
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from collections import Counter
@@ -19,6 +20,8 @@ from hvdplus.adapters.transports.gloo import GRACE_SECONDS, Gloo, dist
 from hvdplus.adapters.transports.rendezvous import meeting
 from hvdplus.transport import TransportError
 
+_times_begun = itertools.count()
+"""How often this process has made the default process group: the store keeps what was said before."""
 _times_joined: Counter[tuple[int, ...]] = Counter()
 """Ranks of a group -> how often they have joined."""
 
@@ -52,6 +55,7 @@ class TorchDistributed(Gloo):
 
     def _join(self, ranks: tuple[int, ...], timeout_seconds: float) -> None:
         self._ranks = ranks
+        self.part = "" if len(ranks) == dist.get_world_size() else f".ranks{'-'.join(map(str, ranks))}"
         times, _times_joined[ranks] = _times_joined[ranks], _times_joined[ranks] + 1
         store = dist.PrefixStore(
             f"hvdplus.{'.'.join(map(str, ranks))}.{times}", dist.distributed_c10d._get_default_store()
@@ -87,7 +91,8 @@ def _begin(timeout_seconds: float) -> None:
     try:
         store, rank, size = next(dist.rendezvous("env://", timeout=patience))
         # torchrun keeps the store when it restarts ranks, with the addresses of those that are gone.
-        store = dist.PrefixStore(f"hvdplus.attempt.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_times_begun)}"
+        store = dist.PrefixStore(f"hvdplus.attempt.{attempt}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
     except dist.DistError as error:
         raise TransportError(

@@ -44,7 +44,7 @@ _BUILT = "{k: bool(getattr(hvd, k + '_built')()) for k in ('mpi', 'gloo', 'nccl'
 PROBES = {
     "torch": f"""
 import json, torch
-seen = dict(capability=torch.backends.cpu.get_cpu_capability())
+seen = dict(capability=torch.backends.cpu.get_cpu_capability(), distributed=torch.distributed.is_available())
 try:
     import horovod.torch as hvd
     seen.update({_BUILT})
@@ -229,7 +229,8 @@ def _ways(frameworks: list[str], seen: dict[str, dict[str, Any]]) -> list[str]:
     """Return the ways to train on several ranks that work here."""
     ways = [f"Horovod ({framework})" for framework in frameworks if "error" not in seen[framework]]
     mpi4py = "library" in seen.get("mpi4py", {}) and which("mpirun", "mpiexec")
-    return [*ways, *(["mpi4py"] if mpi4py and frameworks else [])]
+    distributed = ["torch.distributed (torchrun)"] if seen.get("torch", {}).get("distributed") else []
+    return [*ways, *(["mpi4py"] if mpi4py and frameworks else []), *distributed]
 
 
 def _findings(frameworks: list[str], seen: dict[str, dict[str, Any]]) -> Iterator[Finding]:
@@ -237,11 +238,13 @@ def _findings(frameworks: list[str], seen: dict[str, dict[str, Any]]) -> Iterato
         if module not in frameworks:
             yield Finding(name, f"pip install 'hvdplus[{extra}]'", optional=bool(frameworks))
     if frameworks and package_version("horovod") is None:
-        yield Finding("Horovod", f"hvdplus install-horovod    (minutes; {default_jobs()} compiler jobs at a time)")
+        command = f"hvdplus install-horovod    (minutes; {default_jobs()} compiler jobs at a time)"
+        yield Finding("Horovod", command, optional=bool(_ways(frameworks, seen)))
     else:
         for framework in frameworks:
             if "error" in seen[framework]:
-                yield Finding(f"Horovod that works with {framework}", "hvdplus install-horovod")
+                without = framework == "torch" and bool(seen[framework].get("distributed"))
+                yield Finding(f"Horovod that works with {framework}", "hvdplus install-horovod", optional=without)
             elif not seen[framework]["mpi"] and find_mpi():
                 yield Finding(f"Horovod built with MPI for {framework}", "hvdplus install-horovod", optional=True)
     if not which("mpirun", "mpiexec"):

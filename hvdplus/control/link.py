@@ -10,6 +10,7 @@ other collectives follows from the textbook formulas below (Thakur, Rabenseifner
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -92,7 +93,15 @@ class LinkEstimate(NamedTuple):
         off, known = seconds - expected, self
         if not same and expected and off * off > FAR**2 * (self.variance(cost) + noise):
             share = (off / expected) ** 2
-            known = self.older(share)._replace(ab=self.ab + share * self.alpha * self.beta / 2)
+            # Rates change by any factor, and what an all-reduce takes however small seldom by more than two.
+            slower = min(share, 1.0)
+            known = LinkEstimate(
+                self.alpha,
+                self.beta,
+                self.aa + slower * self.alpha**2,
+                self.ab + math.sqrt(slower * share) * self.alpha * self.beta / 2,
+                self.bb + share * self.beta**2,
+            )
         pa, pb = m * known.aa + b * known.ab, m * known.ab + b * known.bb
         total = m * pa + b * pb + noise
         ka, kb = pa / total, pb / total

@@ -74,6 +74,7 @@ def save(x: Exchange[Array]) -> dict[str, Any]:
 
     Arrays (the framework's, copied), numbers, text, and lists and dictionaries of them.
     """
+    whole = x.sharers == 1 or x.has_shares
     return {
         "format": FORMAT,
         "framework": x.framework,
@@ -93,7 +94,7 @@ def save(x: Exchange[Array]) -> dict[str, Any]:
             for state in x.states
         ],
         # Of two levels, this rank's share of what its host holds back.
-        "residuals": {i: residual / x.sharers if x.sharers > 1 else residual for i, residual in residuals(x).items()},
+        "residuals": {i: residual if whole else residual / x.sharers for i, residual in residuals(x).items()},
     }
 
 

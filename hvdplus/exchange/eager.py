@@ -5,21 +5,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from hvdplus.compression import Context, Spec
+from hvdplus.compression import Context
 from hvdplus.control.meter import StepMeter
+from hvdplus.exchange import two_level
 from hvdplus.exchange.backend import Backend, EagerArray
 from hvdplus.exchange.bucket import BucketSet, BucketState, wide
 from hvdplus.exchange.engine import Exchange
 from hvdplus.exchange.plan import Ladder, Plan
 from hvdplus.exchange.reporter import Reporter
 from hvdplus.exchange.sparse import Table
-from hvdplus.exchange.two_level import TwoLevel, pays
+from hvdplus.exchange.two_level import TwoLevel
 from hvdplus.log.runlog import RunLog
 from hvdplus.settings import Settings
 from hvdplus.transport import Transport
@@ -83,15 +83,7 @@ class EagerExchange(Exchange[EagerArray]):
 
     def choose_two_level(self) -> TwoLevel | None:
         """As offered by the transport; if the user leaves it open, only if measurements say that it is faster."""
-        levels: TwoLevel | None = getattr(self.transport, "two_level", None)
-        if levels is None or self.settings.two_level == "off":
-            return None
-        if self.settings.two_level == "auto":
-            elements = sum(math.prod(shape) for shape in self.shapes)
-            spec = Spec(tuple(self.shapes), 0, 0, self.transport.size)
-            least = min(compressor.payload_bytes(spec) for compressor in self.ladder.compressors)
-            return levels if pays(self.ops, levels, 4 * elements, least) else None
-        return levels
+        return two_level.choose(self)
 
     @property
     def sharers(self) -> int:
@@ -144,10 +136,6 @@ class EagerExchange(Exchange[EagerArray]):
         """The context of a bucket at ``level``; None: the step's."""
         level = self.plan.level if level is None else level
         return state.context(self.ops, level, self.compressor(state.bucket, level), self.plan.side)
-
-    def is_on_host_level(self, state: BucketState[EagerArray]) -> bool:
-        """Whether a bucket is being summed over this host's ranks."""
-        return any(state is other for other, *_ in self.on_host_level)
 
     def tensor_name(self, state: BucketState[EagerArray]) -> str:
         """Name of a bucket's all-reduce."""

@@ -102,7 +102,7 @@ def send_rest(x: EagerExchange[EagerArray]) -> list[bool]:
     used = [x.backend.gradient(i) is not None for i in range(len(x.shapes))]
     with x.meter.codec():
         for state in x.now.states:
-            if state.handle is None and not x.is_on_host_level(state):
+            if state.handle is None and not two_level.is_under_way(x, state):
                 transfer.complete(x, state)
         two_level.send_rest(x)
         for table in x.tables_now:  # in the same order on all ranks: every bucket has left

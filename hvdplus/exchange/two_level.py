@@ -10,6 +10,8 @@ name, the first level may be any part of a host, such as the devices that NVLink
 
 from __future__ import annotations
 
+import functools
+import math
 import time
 from collections.abc import Sequence
 from statistics import median
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hvdplus.compression import Array, Ops
+from hvdplus.compression import Array, Ops, Spec
 from hvdplus.exchange.backend import EagerArray
 from hvdplus.exchange.codec import send_bucket
 from hvdplus.transport import OBJECTS, Transport
@@ -65,7 +67,7 @@ class TwoLevel:
         return _Call(array, self.between.start(array, name) if mine else None, name, scale)
 
     def done(self, handle: _Call) -> bool:
-        return handle.sending is None or self.between.done(handle.sending)
+        return handle.sending is not None and self.between.done(handle.sending)  # of others' sums nothing is known
 
     def wait(self, handle: _Call) -> Any:
         mine = handle.sending is not None
@@ -120,7 +122,8 @@ def split(transport: Any, hosts: Sequence[str], wanted: int | str) -> TwoLevel |
     Raises:
         ValueError: two levels are asked for, and cannot be.
     """
-    if wanted == "off" or transport.size == 1:
+    unasked = wanted == "auto" and not getattr(transport, "splits_unasked", True)
+    if wanted == "off" or unasked or transport.size == 1:
         return None
     share = int(wanted) if wanted not in ("auto", "on") else 0
     try:
@@ -132,7 +135,7 @@ def split(transport: Any, hosts: Sequence[str], wanted: int | str) -> TwoLevel |
             )
         if not hasattr(transport, "split"):
             raise ValueError(
-                "Two levels need torch.distributed or mpi4py (HVDPLUS_TRANSPORT=torch or mpi4py). Received: transport "
+                "Two levels need PyTorch, and torch.distributed, mpi4py or Horovod over MPI. Received: transport "
                 f"{transport.name}"
             )
         return TwoLevel(transport, transport.split(shared), transport.split(between))
@@ -162,7 +165,36 @@ def pays(ops: Ops[Array], levels: TwoLevel, dense_bytes: int, payload_bytes: int
     return bool(max(two for _, two in ranks) < BETTER * max(one for one, _ in ranks))
 
 
+def choose(x: EagerExchange[EagerArray]) -> TwoLevel | None:
+    """The two levels that an exchange's payloads travel over: those that the transport has, and with ``auto`` only if
+    they are faster. The same on every rank.
+
+    Raises:
+        ValueError: the exchange's own settings ask for others than there are.
+    """
+    levels: TwoLevel | None = getattr(x.transport, "two_level", None)
+    wanted, there = x.settings.two_level, levels.local.size if levels else 1
+    if wanted == "off" or x.transport.size == 1 or (wanted == "auto" and levels is None):
+        return None
+    if levels is None or wanted not in ("auto", "on", there):
+        raise ValueError(
+            f"two_level is settled when hvd.init() starts the transport: set HVDPLUS_TWO_LEVEL. There, {there} "
+            f"rank{'s share' if there > 1 else ' shares'} a level. Received: {x.settings.whence('two_level')}={wanted}"
+        )
+    if wanted != "auto":
+        return levels
+    elements = sum(math.prod(shape) for shape in x.shapes)
+    spec = Spec(tuple(x.shapes), 0, 0, x.transport.size)
+    least = min(compressor.payload_bytes(spec) for compressor in x.ladder.compressors)
+    return levels if pays(x.ops, levels, 4 * elements, least) else None
+
+
 # -- in a step
+
+
+def is_under_way(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> bool:
+    """Whether a bucket is being summed over this host's ranks."""
+    return any(state is other for other, *_ in x.on_host_level)
 
 
 def send(x: EagerExchange[EagerArray], state: BucketState[EagerArray], vector: EagerArray) -> None:
@@ -195,3 +227,4 @@ def _go_on(x: EagerExchange[EagerArray]) -> None:
         out = send_bucket(x.ops, compressor, x.context(state), vector, residual, fraction, check)
         state.payload, state.pending, state.finite, state.overflow = out
     state.handle = x.two_level.start(state.payload, x.tensor_name(state))
+    x.meter.sum_begins(state.bucket.number, functools.partial(x.two_level.done, state.handle))

@@ -132,6 +132,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     own_set = process_set is not None and getattr(process_set, "process_set_id", 0) != 0
     if own_set and not _with_horovod():
         raise NeedsHorovod(f"Process sets need Horovod (process_group= does not). {INSTALL_HOROVOD}.")
+    if own_set and process_group is not None:
+        raise ValueError("Give process_set= (Horovod's) or process_group= (torch.distributed's). Received: both")
     if op not in (average, sum_):
         return _horovods_own(
             optimizer,

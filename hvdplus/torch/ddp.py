@@ -27,7 +27,7 @@ from hvdplus.transport import World
 __all__ = ["Attached", "attach"]
 
 _worlds: dict[tuple[int, ...], World] = {}
-"""Ranks of a process group -> their world."""
+"""The default process group and ranks of one -> their world."""
 
 
 def attach(
@@ -65,6 +65,10 @@ def attach(
     odd = next((one for one in optimizers if not isinstance(one, torch.optim.Optimizer)), None)
     if odd is not None or not optimizers:
         raise ValueError(f"attach wants the model's torch.optim.Optimizer. Received: {type(odd or optimizer).__name__}")
+    if any(hasattr(one, "hvdplus") for one in optimizers):
+        raise ValueError(
+            "This optimizer is a DistributedOptimizer already, and would average twice. Give the bare one."
+        )
     world = world_of(model.process_group)
     return _attach(model, optimizers, world, compression=compression, settings=settings, grad_scaler=grad_scaler)
 
@@ -74,8 +78,15 @@ def _several(optimizer: Any) -> bool:
 
 
 def world_of(group: Any) -> World:
-    """The ranks of a process group, connected."""
-    ranks = tuple(torch.distributed.get_process_group_ranks(group))
+    """The ranks of a process group, connected.
+
+    Raises:
+        ValueError: this rank is not one of them.
+    """
+    if group is torch.distributed.GroupMember.NON_GROUP_MEMBER or torch.distributed.get_rank(group) < 0:
+        raise ValueError(f"This rank, {torch.distributed.get_rank()}, is not in the process group.")
+    whole = torch.distributed.group.WORLD  # another one, if the script has ended the first
+    ranks = (id(whole), *torch.distributed.get_process_group_ranks(group))
     if ranks not in _worlds:
         transport = TorchDistributed(Settings.load().timeout_seconds, group)
         binding = Cpu(cpu.expected, cpu.pin, cpu.capability, cpu.device)

@@ -326,6 +326,29 @@ def _equal(one, other):
     return all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
 
 
+def test_backward_passes_that_add_up_without_no_sync_lose_nothing():
+    """As in plain DDP: each is exchanged, and the optimizer takes the sum of the means."""
+    model, _ = wrapped()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    attached = attach(model, optimizer, "lowrank:2" if SIZE == 2 else "topk:0.1")
+    start, brought = weights(model), torch.zeros(len(weights(model)))
+    for step in range(6):
+        optimizer.zero_grad()
+        for part in range(2):
+            x, y = batch(2 * step + part)
+            twin = copy.deepcopy(model.module)
+            twin.zero_grad()
+            cross_entropy(twin(x), y).backward()
+            mine = torch.cat([p.grad.flatten() for p in twin.parameters()])
+            dist.all_reduce(mine)
+            brought += mine / SIZE
+            cross_entropy(model(x), y).backward()
+        optimizer.step()
+    held = torch.cat([torch.as_tensor(r).flatten() for _, r in sorted(attached.state_dict()["residuals"].items())])
+    dist.all_reduce(held)
+    torch.testing.assert_close(start - weights(model) + held / SIZE, brought, rtol=0, atol=1e-4)
+
+
 def test_the_report_and_on_window(tmp_path):
     model, optimizer = wrapped()
     seen = []
