@@ -94,7 +94,7 @@ def learn(binding: str, cpu: Cpu, transport: Transport, collective: str) -> Worl
             f"Ranks differ in HVDPLUS_TWO_LEVEL: {' and '.join(asked)}. Give all ranks the same (mpirun passes a "
             "variable on to other hosts with -x NAME)."
         )
-    mine.pop("two levels")
+    mine.pop("two levels", None)  # of one rank it is the same
     world = World(
         transport,
         hosts=dict(Counter(facts["host"] for facts in ranks)),

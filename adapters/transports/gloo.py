@@ -83,6 +83,8 @@ class Gloo:
         )
         self._numbers = {id(self._main): itertools.count(), id(self._compared): itertools.count()}
         self._to_begin: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._last: dict[str, Any] = {}
+        """The last work of every kind: what was begun before it has ended before."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._begin_sums, name="hvdplus-torch", daemon=True)
         self._thread.start()
@@ -164,7 +166,8 @@ class Gloo:
             try:
                 self._come_to(call.comparison.work)
                 if _alike(call.comparison):
-                    call.work.set_result(dist.all_reduce(call.array, group=self._sums, async_op=True))
+                    self._last["sum"] = dist.all_reduce(call.array, group=self._sums, async_op=True)
+                    call.work.set_result(self._last["sum"])
             except BaseException as error:  # of a rank that has ended: `wait` meets it in the comparison, too
                 call.work.set_exception(error)
 
@@ -180,11 +183,23 @@ class Gloo:
                     return
 
     def _end(self) -> None:
-        """Tell the others, and end the thread: at the interpreter's own end it would be torn out of Gloo's code."""
+        """Tell the others, and end all threads, which the interpreter's own end would tear out of Gloo's code.
+
+        Where an exception ends the process, or a sum still waits for others, Gloo's threads are torn all the same.
+        """
         self._board.leave()
         self._ended.set()
         self._to_begin.put(None)
         self._thread.join(END_SECONDS)
+        deadline = time.monotonic() + END_SECONDS
+        while not all(work.is_completed() for work in self._last.values()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if all(work.is_completed() for work in self._last.values()) and not hasattr(sys, "last_value"):
+            self._release()
+
+    def _release(self) -> None:
+        """End Gloo's threads: nothing is under way."""
+        self._main = self._compared = self._sums = self._device_sums = None
 
     # -- the same call everywhere
 
@@ -192,6 +207,7 @@ class Gloo:
         mine = digest(words)
         extremes = torch.tensor([mine, -mine])
         work = dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        self._last["call" if group is self._main else "comparison"] = work
         return _Comparison(work, extremes, words, next(self._numbers[id(group)]))
 
     def _agree(self, words: str) -> None:

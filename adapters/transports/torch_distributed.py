@@ -75,11 +75,11 @@ class TorchDistributed(Gloo):
             part._use_nccl()
         return part
 
-    def shutdown(self) -> None:
-        super().shutdown()
+    def _release(self) -> None:
         if self.name == "torch-nccl":
             dist.destroy_process_group(self._device_sums)
-        if self._owns:
+        super()._release()
+        if self._owns and dist.is_initialized():
             dist.destroy_process_group()
 
 
