@@ -10,15 +10,13 @@ import keras
 import numpy as np
 import torch
 
-from hvdplus.adapters.torch import cpu
+from hvdplus.adapters.torch.cpu import CPU as CPU
 from hvdplus.adapters.torch.hooks import HookedExchange
 from hvdplus.adapters.torch.ops import TorchOps
-from hvdplus.adapters.transports.connect import Cpu
 from hvdplus.exchange.metadata import hash_flags
 from hvdplus.transport import Transport
 
 BINDING = "horovod.torch"
-CPU = Cpu(cpu.expected, cpu.pin, cpu.capability, cpu.device)
 make_ops = TorchOps
 outside_of_traces = nullcontext
 without_gradients = torch.no_grad

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from hvdplus.adapters.transports.connect import Cpu
+
 _LEVELS = ("DEFAULT", "AVX2", "AVX512")
 """PyTorch's names on x86-64, least first."""
 
@@ -49,3 +51,7 @@ def device() -> str:
 def capability() -> str:
     """The capability that PyTorch uses; from now on it can no longer be changed."""
     return str(torch.backends.cpu.get_cpu_capability())
+
+
+CPU = Cpu(expected, pin, capability, device)
+"""What every user of PyTorch's numbers connects with."""

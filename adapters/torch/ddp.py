@@ -26,8 +26,8 @@ from torch.futures import Future
 
 from hvdplus.adapters.torch.backend import TorchBackend, real_view, type_name
 from hvdplus.adapters.torch.ops import TorchOps
-from hvdplus.adapters.torch.optimizer import fitting
-from hvdplus.agree import FLOATS, check_types, choose_ladder, choose_rhythm, join, next_instance
+from hvdplus.adapters.torch.optimizer import TYPES, fitting
+from hvdplus.agree import check_types, choose_ladder, choose_rhythm, join, next_instance
 from hvdplus.exchange import step
 from hvdplus.exchange.bucket import Bucket, BucketSet
 from hvdplus.exchange.eager import EagerExchange
@@ -215,7 +215,7 @@ def attach(
     named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored]
     names, parameters = [name for name, _ in named], [parameter for _, parameter in named]
     world = fitting(parameters, world)
-    check_types(names, [type_name(p) for p in parameters], (*FLOATS, "complex64", "complex128"))
+    check_types(names, [type_name(p) for p in parameters], TYPES)
     exchange: HookExchange = join(
         functools.partial(HookExchange, parameters, names=names, average=True),
         world,

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 
 from hvdplus.adapters.torch import collectives as _functions
-from hvdplus.adapters.torch import cpu, local, private
+from hvdplus.adapters.torch import local, private
 from hvdplus.adapters.torch.collectives import Collectives
+from hvdplus.adapters.torch.cpu import CPU
 from hvdplus.adapters.torch.optimizer import check_groups, refuses_join, wrap
 from hvdplus.adapters.transports import window
-from hvdplus.adapters.transports.connect import INSTALL_HOROVOD, Cpu, connect, learn, wants_horovod
+from hvdplus.adapters.transports.connect import INSTALL_HOROVOD, connect, learn, wants_horovod
 from hvdplus.agree import NO_JOIN, choose_rhythm
 from hvdplus.agree import Compression as WithoutHorovods
 from hvdplus.settings import Settings
@@ -31,7 +32,6 @@ from hvdplus.transport import NeedsHorovod, TransportError, World
 _BINDING = "horovod.torch"
 JOIN_SECONDS = 20.0
 """How long a rank whose ``join`` would be refused waits for the others."""
-_CPU = Cpu(cpu.expected, cpu.pin, cpu.capability, cpu.device)
 _world: World | None = None
 _sets: dict[int, tuple[Any, World]] = {}
 """Number of a process set -> the set, and its ranks."""
@@ -49,7 +49,7 @@ def init(*arguments: Any, **keywords: Any) -> None:
     """
     global _world, _collectives
     if _world is None:
-        _world = connect(_BINDING, _CPU, *arguments, **keywords)
+        _world = connect(_BINDING, CPU, *arguments, **keywords)
         for sentence in private.check():  # not before: it runs a kernel, which fixes the CPU capability
             print(f"hvdplus: {sentence}", file=sys.stderr, flush=True)
         if not _world.transport.name.startswith("horovod"):
@@ -270,7 +270,7 @@ def _world_of(process_set: Any) -> World:
     if found is None or known is not process_set:  # the number of one that was removed is given away again
         world = _require_world()
         inside = world.transport.within(process_set)  # type: ignore[attr-defined]
-        found = learn(_BINDING, _CPU, inside, world.collective)
+        found = learn(_BINDING, CPU, inside, world.collective)
         _sets[number] = process_set, found
     return found
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from hvdplus.adapters.torch import cpu
+from hvdplus.adapters.torch.cpu import CPU
 from hvdplus.adapters.torch.ddp import Attached
 from hvdplus.adapters.torch.ddp import attach as _attach
-from hvdplus.adapters.transports.connect import COLLECTIVES, Cpu, learn
+from hvdplus.adapters.transports.connect import COLLECTIVES, learn
 from hvdplus.adapters.transports.torch_distributed import TorchDistributed
 from hvdplus.settings import Settings
 from hvdplus.transport import World
@@ -89,6 +89,5 @@ def world_of(group: Any) -> World:
     ranks = (id(whole), *torch.distributed.get_process_group_ranks(group))
     if ranks not in _worlds:
         transport = TorchDistributed(Settings.load().timeout_seconds, group)
-        binding = Cpu(cpu.expected, cpu.pin, cpu.capability, cpu.device)
-        _worlds[ranks] = learn("horovod.torch", binding, transport, COLLECTIVES[transport.name])
+        _worlds[ranks] = learn("horovod.torch", CPU, transport, COLLECTIVES[transport.name])
     return _worlds[ranks]
