@@ -61,10 +61,10 @@ LAUNCHES = [
 def test_launch(framework, launcher, ranks, asked, expected, tmp_path):
     framework, _, backend = framework.partition(" ")
     body = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "--color=no"]
-    body += ["-o", "faulthandler_timeout=120"]  # a rank that waits says where
+    body += ["-o", "faulthandler_timeout=240", "-o", "faulthandler_exit_on_timeout=true"]  # says where it waits
     code, output = run(
         launcher(ranks, *body, f"{framework}_ranks.py"),
-        timeout_seconds=1500,
+        timeout_seconds=900,
         cwd=TESTS / "ranks",
         PYTHONPATH=str(TESTS / "ranks"),
         KERAS_BACKEND=backend or "tensorflow",

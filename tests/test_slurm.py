@@ -103,11 +103,32 @@ def test_batch_script(framework, launcher, tmp_path):
     assert (tmp_path / "run.jsonl").stat().st_size > 0
 
 
+@pytest.fixture
+def srun(tmp_path):
+    """Two ranks that no MPI plugin of Slurm's tells of each other."""
+
+    def start(**environ):
+        script = tmp_path / "job.py"
+        script.write_text(
+            "import hvdplus.torch as hvd, torch\n"
+            "hvd.init()\n"
+            "print('trained', hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist())\n"
+        )
+        return run(["srun", "-n2", "--mpi=none", str(BIN / "python"), str(script)], 120, cwd=tmp_path, **environ)
+
+    return start
+
+
 @on_slurm
-def test_srun_without_an_mpi_plugin_is_an_error_not_two_jobs_of_one_rank(tmp_path):
-    script = tmp_path / "job.py"
-    script.write_text("import hvdplus.torch as hvd\nhvd.init()\nprint('trained apart')\n")
-    code, said = run(["srun", "-n2", "--mpi=none", str(BIN / "python"), str(script)], 120, cwd=tmp_path)
+def test_srun_without_an_mpi_plugin_is_one_job_over_torch_distributed(srun):
+    code, said = srun()
+    assert code == 0 and said.count("trained [2.0, 2.0]") == 2 and "transport torch-gloo" in said, said
+
+
+@on_slurm
+@pytest.mark.parametrize("transport", ["horovod", "mpi4py"])
+def test_srun_without_an_mpi_plugin_is_an_error_not_two_jobs_of_one_rank(transport, srun):
+    code, said = srun(HVDPLUS_TRANSPORT=transport)
     assert code != 0
     assert "srun --mpi=pmix" in said
-    assert "trained apart" not in said
+    assert "trained" not in said

@@ -105,7 +105,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             step, every step in which ranks use few rows exchanges these rows alone, exact and uncompressed, and any
             other step exchanges them dense. All come back sparse.
         process_set: Horovod's, of which this rank is one: only its ranks exchange, such as the copies of one part of a
-            model that is split over several ranks.
+            model that is split over several ranks. Horovod numbers collectives without a name by the calls of each
+            process: give ``hvd.allreduce`` and its like a ``name=`` if sets exchange unequal numbers of tensors.
         settings: name -> value, over ``HVDPLUS_*`` and over the file that ``HVDPLUS_CONFIG`` names, e.g.
             ``{"dense_steps": 20, "ladder": ["none", "fp16"]}``; ``hvdplus doctor`` lists them.
         grad_scaler: the script's ``torch.amp.GradScaler``. Levels with a residual need the scale of losses; without

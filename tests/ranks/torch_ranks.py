@@ -1728,14 +1728,27 @@ def test_copies_of_a_model_that_is_split_exchange_among_themselves(level):
 @pytest.mark.ranks(4)
 @pytest.mark.skipif(not HOROVOD, reason="about process sets")
 def test_a_rank_outside_of_a_process_set_is_told_so():
-    inside = hvd.add_process_set([0, 1])
-    if RANK > 1:
-        with pytest.raises(ValueError, match=f"This rank, {RANK}, is not in the process set"):
-            wrapped(model(), "none", process_set=inside)
-    else:
-        wrapped(model(), "none", process_set=inside)
+    sets = [hvd.add_process_set(ranks) for ranks in ([0, 1], [2, 3])]
+    with pytest.raises(ValueError, match=f"This rank, {RANK}, is not in the process set"):
+        wrapped(model(), "none", process_set=sets[RANK < 2])
     hvd.barrier()
-    hvd.remove_process_set(inside)
+    for one in sets:
+        hvd.remove_process_set(one)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.skipif(not HOROVOD, reason="about process sets")
+def test_process_sets_whose_ranks_exchange_more_and_less():
+    """Horovod numbers what has no name by the calls of each process, so here a sum over all ranks needs a name."""
+    with _Groups([0, 1, 2], [3]) as mine:
+        net = model()
+        train(net, wrapped(net, "fp16", **mine), 1 + RANK // 3)
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum, name="with a name").item() == SIZE
+        handle = hvd.allreduce_async(torch.ones(1), name="another")
+        hvd.synchronize(handle)
+        counts = hvd.allgather_object(handle)
+        for _ in range(max(counts) - counts[RANK]):  # as many calls everywhere, for what comes after this test
+            hvd.allreduce(torch.ones(1), process_set=mine["process_set"], name=f"of {RANK // 3}")
 
 
 @pytest.mark.skipif(HOROVOD, reason="about a job without Horovod")
