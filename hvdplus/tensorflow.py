@@ -75,7 +75,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         gradtape: the tape, before or after recording.
         compression, sparse_as_dense, op, gradient_predivide_factor, settings: as for ``DistributedOptimizer``.
         device_dense, device_sparse, num_groups, groups: accepted; TensorFlow places ops, hvdplus makes its own groups.
-        process_set: only the global one.
+        process_set: as for ``DistributedOptimizer``.
         scale_local_gradients: divide gradients of local sources (``tape.register_local_source``) by the number of
             ranks, as all others are.
 
@@ -84,8 +84,8 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
             for an unknown compression, a wrong setting, or other sources on another rank.
         TransportError: ``hvd.init()`` was not called.
     """
-    world = collectives.current()
-    average = front.check_op(op, process_set, gradient_predivide_factor)
+    world = front.world_of(process_set)
+    average = front.check_op(op, gradient_predivide_factor)
     return _tape.wrap(
         gradtape,
         world,

@@ -65,6 +65,28 @@ def test_a_process_group_of_the_scripts_is_used(tmp_path):
     assert code == 0 and output.count("theirs 2.0 ours 2.0") == 2, output
 
 
+def test_a_job_may_end_and_start_anew(tmp_path):
+    path = script(
+        tmp_path,
+        """
+        for time in range(2):
+            hvd.init()
+            group = torch.distributed.new_group([0, 1])
+            net = torch.nn.Linear(30, 30)
+            net.load_state_dict(hvd.broadcast_object(net.state_dict(), 0))
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters(), "fp16", process_group=group)
+            net(torch.full((4, 30), float(hvd.rank()))).sum().backward()
+            optimizer.step()
+            print(f"time {time} identical {hvd.identical(net)}\\n", end="", flush=True)
+            hvd.shutdown()
+            assert not torch.distributed.is_initialized()
+        """,
+    )
+    code, output = start(path)
+    assert code == 0 and output.count("time 0 identical True") == output.count("time 1 identical True") == 2, output
+
+
 STEPS = """
 hvd.init()
 torch.manual_seed(0)

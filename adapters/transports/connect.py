@@ -86,15 +86,7 @@ def learn(binding: str, cpu: Cpu, transport: Transport, collective: str) -> Worl
         cpu.pin(expected)
     mine = {"host": socket.gethostname(), "CPU": cpu.capability(), "machine": platform.machine(), **_versions(binding)}
     mine["device"] = cpu.device()
-    mine["two levels"] = str(Settings.load().two_level)
     ranks = transport.gather_objects(mine, "hvd.init (host and versions)")
-    asked = sorted({facts.pop("two levels") for facts in ranks})
-    if len(asked) > 1:
-        raise ValueError(
-            f"Ranks differ in HVDPLUS_TWO_LEVEL: {' and '.join(asked)}. Give all ranks the same (mpirun passes a "
-            "variable on to other hosts with -x NAME)."
-        )
-    mine.pop("two levels", None)  # of one rank it is the same
     world = World(
         transport,
         hosts=dict(Counter(facts["host"] for facts in ranks)),
@@ -106,10 +98,14 @@ def learn(binding: str, cpu: Cpu, transport: Transport, collective: str) -> Worl
             if key != "host" and len({str(facts[key]) for facts in ranks}) > 1
         ),
     )
+    asked = transport.gather_objects(Settings.load().two_level, "hvd.init (two levels)")
+    if len(set(asked)) > 1:
+        raise ValueError(
+            f"Ranks differ in HVDPLUS_TWO_LEVEL: {' and '.join(sorted(map(str, set(asked))))}. Give all ranks the same "
+            "(mpirun passes a variable on to other hosts with -x NAME)."
+        )
     hosts_of_ranks = [facts["host"] for facts in ranks]
-    transport.two_level = two_level.split(  # type: ignore[attr-defined]
-        transport, hosts_of_ranks, Settings.load().two_level
-    )
+    transport.two_level = two_level.split(transport, hosts_of_ranks, asked[0])  # type: ignore[attr-defined]
     if transport.rank == 0:
         hosts = ", ".join(f"{host} x {count}" for host, count in world.hosts.items())
         _say(

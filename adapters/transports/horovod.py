@@ -13,7 +13,9 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, Self
+
+import numpy as np
 
 from hvdplus.transport import OBJECTS, TransportError, gather_in_parts
 
@@ -26,6 +28,8 @@ class Horovod:
 
     negotiates = True
     summable = ("float16", "float32", "float64")
+    part = ""
+    """Of the name of a log, if these are not all ranks."""
 
     def __init__(self, binding: ModuleType, *arguments: Any, **keywords: Any) -> None:
         """Starts Horovod; the arguments are those of ``horovod.init``."""
@@ -47,7 +51,31 @@ class Horovod:
         # Horovod's default name contains the object's type, so ranks with different types would wait for ever. With one
         # name for all purposes, ranks that gather for different purposes meet and get an error.
         gather = functools.partial(self.binding.allgather_object, name="hvdplus.objects")
-        return gather_in_parts(value, what, self.size, gather)
+        return gather_in_parts(value, what, self.size, self._gather_within if self._set else gather)
+
+    def _gather_within(self, value: Any) -> list[Any]:
+        """Horovod's own gathering of objects is for all ranks."""
+        mine = np.frombuffer(pickle.dumps(value), np.uint8)
+        lengths = self._all_gather(np.array([len(mine)]), "hvdplus.lengths")
+        everyone = self._all_gather(mine, "hvdplus.objects")
+        return [pickle.loads(theirs.tobytes()) for theirs in np.split(everyone, np.cumsum(lengths)[:-1])]
+
+    def _all_gather(self, array: np.ndarray, name: str) -> np.ndarray:
+        """Every rank's array, end to end."""
+        raise NotImplementedError
+
+    def within(self, process_set: Any) -> Self:
+        """The same for the ranks of a Horovod process set alone.
+
+        Raises:
+            ValueError: this rank is not among them.
+        """
+        if not process_set.included():
+            raise ValueError(f"This rank, {self.binding.rank()}, is not in the process set. Received: {process_set}")
+        inside = copy.copy(self)
+        inside.part = f".ranks{'-'.join(map(str, process_set.ranks))}"
+        inside._set, inside.rank, inside.size = {"process_set": process_set}, process_set.rank(), process_set.size()
+        return inside
 
     def barrier(self) -> None:
         self.binding.barrier(**self._set) if hasattr(self.binding, "barrier") else self.gather_objects(None)
@@ -59,8 +87,6 @@ class Horovod:
 class HorovodTorch(Horovod):
     """PyTorch: sums in place, asynchronously."""
 
-    part = ""
-    """Of the name of a log, if these are not all ranks."""
     splits_unasked = False
     """Groups are process sets, of which the script may want some itself."""
 
@@ -74,19 +100,6 @@ class HorovodTorch(Horovod):
         return self.binding.grouped_allreduce_async_(
             arrays, op=self.binding.Sum, name=name, postscale_factor=scale, **self._set
         )
-
-    def within(self, process_set: Any) -> HorovodTorch:
-        """The same for the ranks of a Horovod process set alone.
-
-        Raises:
-            ValueError: this rank is not among them.
-        """
-        if not process_set.included():
-            raise ValueError(f"This rank, {self.binding.rank()}, is not in the process set. Received: {process_set}")
-        inside = copy.copy(self)
-        inside.part = f".ranks{'-'.join(map(str, process_set.ranks))}"
-        inside._set, inside.rank, inside.size = {"process_set": process_set}, process_set.rank(), process_set.size()
-        return inside
 
     def split(self, groups: Sequence[Sequence[int]]) -> HorovodTorch:
         """The transport of this rank's group alone; every rank calls it, with the same groups.
@@ -104,19 +117,11 @@ class HorovodTorch(Horovod):
         sets = [self.binding.add_process_set(list(ranks)) for ranks in groups]
         return next(self.within(one) for one in sets if one.included())
 
-    def gather_objects(self, value: Any, what: str = OBJECTS) -> list[Any]:
-        if not self._set or self.size == 1:
-            return super().gather_objects(value, what)
-        return gather_in_parts(value, what, self.size, self._gather_within)
-
-    def _gather_within(self, value: Any) -> list[Any]:
-        """Horovod's own gathering of objects is for all ranks."""
+    def _all_gather(self, array: np.ndarray, name: str) -> np.ndarray:
         import torch
 
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = self.binding.allgather(torch.tensor([len(mine)]), name="hvdplus.lengths", **self._set)
-        everyone = self.binding.allgather(mine, name="hvdplus.objects", **self._set)
-        return [pickle.loads(theirs.numpy().tobytes()) for theirs in everyone.split(lengths.tolist())]
+        found: np.ndarray = self.binding.allgather(torch.from_numpy(array.copy()), name=name, **self._set).numpy()
+        return found
 
     def _check_size(self) -> None:
         if not self._set and self.binding.size() != self.size:
@@ -137,8 +142,12 @@ class HorovodTensorFlow(Horovod):
 
     def start(self, array: Any, name: str, scale: float = 1.0) -> Any:
         return self.binding.allreduce(
-            array, op=self.binding.Sum, name=name, postscale_factor=scale, ignore_name_scope=True
+            array, op=self.binding.Sum, name=name, postscale_factor=scale, ignore_name_scope=True, **self._set
         )
+
+    def _all_gather(self, array: np.ndarray, name: str) -> np.ndarray:
+        found: np.ndarray = self.binding.allgather(array, name=name, ignore_name_scope=True, **self._set).numpy()
+        return found
 
     def done(self, handle: Any) -> bool:
         return True

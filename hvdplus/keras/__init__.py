@@ -14,6 +14,7 @@ from typing import Any
 
 import keras
 
+from hvdplus.adapters.transports import within
 from hvdplus.adapters.transports.connect import INSTALL_HOROVOD, connect, wants_horovod
 from hvdplus.agree import choose_rhythm
 from hvdplus.settings import Settings
@@ -48,6 +49,7 @@ def init(*arguments: Any, **keywords: Any) -> None:
 def shutdown() -> None:
     """End the transport."""
     if is_initialized():
+        within.end_all()
         _require_world().transport.shutdown()
     collectives.use(None)
 
@@ -97,7 +99,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             (Keras' own ``gradient_accumulation_steps``).
         average_aggregated_gradients: with several passes, Keras always averages them; False warns.
         num_groups, groups: accepted; hvdplus makes its own groups (buckets).
-        process_set: only the global one.
+        process_set: Horovod's, of which this rank is one: only its ranks exchange, such as the copies of one part of a
+            model that is split over several ranks.
         scale_local_gradients: divide the gradients of ``local_layers`` by the number of ranks, as all others are.
         settings: name -> value, over ``HVDPLUS_*`` and over the file that ``HVDPLUS_CONFIG`` names, e.g.
             ``{"dense_steps": 20, "ladder": ["none", "fp16"]}``; ``hvdplus doctor`` lists them.
@@ -112,8 +115,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             meaning here.
         TransportError: ``hvd.init()`` was not called.
     """
-    world = _require_world()
-    average = check_op(op, process_set, gradient_predivide_factor)
+    world = world_of(process_set)
+    average = check_op(op, gradient_predivide_factor)
     if backward_passes_per_step > 1 and not average_aggregated_gradients:
         warnings.warn(
             "Keras averages over accumulated passes; pass average_aggregated_gradients=True to silence this warning.",
@@ -191,14 +194,27 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     )
 
 
-def check_op(op: Any, process_set: Any, gradient_predivide_factor: float) -> bool:
+def world_of(process_set: Any) -> World:
+    """The ranks that exchange: those of a Horovod process set, or all.
+
+    Raises:
+        ValueError: this rank is not one of them.
+        NeedsHorovod: the job runs without Horovod.
+    """
+    world = _require_world()
+    return (
+        within.of_process_set(backend.BINDING, backend.CPU, world, process_set)
+        if within.is_part(process_set)
+        else world
+    )
+
+
+def check_op(op: Any, gradient_predivide_factor: float) -> bool:
     """Whether gradients are averaged (else added up). Raises ValueError for arguments that hvdplus cannot serve."""
     average, sum_ = __getattr__("Average"), __getattr__("Sum")
     op = average if op is None else op
     if op not in (average, sum_):
         raise ValueError(f"op currently only supports Average and Sum. Received: op={op!r}")
-    if process_set is not None and getattr(process_set, "process_set_id", 0) != 0:
-        raise ValueError(f"hvdplus exchanges over all ranks. Received: process_set={process_set}")
     if gradient_predivide_factor != 1.0 and op != average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     return bool(op == average)

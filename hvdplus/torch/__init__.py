@@ -22,8 +22,8 @@ from hvdplus.adapters.torch import local, private
 from hvdplus.adapters.torch.collectives import Collectives
 from hvdplus.adapters.torch.cpu import CPU
 from hvdplus.adapters.torch.optimizer import check_groups, refuses_join, wrap
-from hvdplus.adapters.transports import window
-from hvdplus.adapters.transports.connect import INSTALL_HOROVOD, connect, learn, wants_horovod
+from hvdplus.adapters.transports import window, within
+from hvdplus.adapters.transports.connect import INSTALL_HOROVOD, connect, wants_horovod
 from hvdplus.agree import NO_JOIN, choose_rhythm
 from hvdplus.agree import Compression as WithoutHorovods
 from hvdplus.settings import Settings
@@ -33,8 +33,6 @@ _BINDING = "horovod.torch"
 JOIN_SECONDS = 20.0
 """How long a rank whose ``join`` would be refused waits for the others."""
 _world: World | None = None
-_sets: dict[int, tuple[Any, World]] = {}
-"""Number of a process set -> the set, and its ranks."""
 _collectives: Collectives | None = None
 
 
@@ -61,9 +59,9 @@ def shutdown() -> None:
     global _world, _collectives
     if _world is not None:
         window.end_all()
+        within.end_all()
         _world.transport.shutdown()
     _world = _collectives = None
-    _sets.clear()
 
 
 def is_initialized() -> bool:
@@ -130,10 +128,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         warnings.warn("Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     check_groups(groups)
-    own_set = process_set is not None and getattr(process_set, "process_set_id", 0) != 0
-    if own_set and not _with_horovod():
-        raise NeedsHorovod(f"Process sets need Horovod (process_group= does not). {INSTALL_HOROVOD}.")
-    if own_set and process_group is not None:
+    if within.is_part(process_set) and process_group is not None:
         raise ValueError("Give process_set= (Horovod's) or process_group= (torch.distributed's). Received: both")
     if op not in (average, sum_):
         return _horovods_own(
@@ -148,9 +143,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             process_set=process_set,
         )
     if process_group is not None:
-        world = importlib.import_module("hvdplus.torch.ddp").world_of(process_group)
-    elif own_set:
-        world = _world_of(process_set)
+        world = within.of_process_group(CPU, process_group)
+    elif within.is_part(process_set):
+        world = within.of_process_set(_BINDING, CPU, world, process_set)
     if gradient_predivide_factor != 1.0 and op != average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if staleness is not None:
@@ -262,18 +257,6 @@ def _require_world() -> World:
     if _world is None:
         raise TransportError("hvdplus has not been initialized; call hvd.init() first.")
     return _world
-
-
-def _world_of(process_set: Any) -> World:
-    """The ranks of a Horovod process set."""
-    number = process_set.process_set_id
-    known, found = _sets.get(number, (None, None))
-    if found is None or known is not process_set:  # the number of one that was removed is given away again
-        world = _require_world()
-        inside = world.transport.within(process_set)  # type: ignore[attr-defined]
-        found = learn(_BINDING, CPU, inside, world.collective)
-        _sets[number] = process_set, found
-    return found
 
 
 def _horovods_own(optimizer: Any, named_parameters: Any, **keywords: Any) -> Any:

@@ -19,15 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from hvdplus.adapters.torch.cpu import CPU
 from hvdplus.adapters.torch.ddp import Attached
 from hvdplus.adapters.torch.ddp import attach as _attach
-from hvdplus.adapters.transports.connect import COLLECTIVES, learn
-from hvdplus.adapters.transports.torch_distributed import TorchDistributed
-from hvdplus.settings import Settings
-from hvdplus.transport import World
+from hvdplus.adapters.transports.within import of_process_group
 
 __all__ = ["Attached", "attach"]
-
-_worlds: dict[tuple[int, ...], World] = {}
-"""The default process group and ranks of one -> their world."""
 
 
 def attach(
@@ -69,25 +63,9 @@ def attach(
         raise ValueError(
             "This optimizer is a DistributedOptimizer already, and would average twice. Give the bare one."
         )
-    world = world_of(model.process_group)
+    world = of_process_group(CPU, model.process_group)
     return _attach(model, optimizers, world, compression=compression, settings=settings, grad_scaler=grad_scaler)
 
 
 def _several(optimizer: Any) -> bool:
     return isinstance(optimizer, Iterable) and not isinstance(optimizer, torch.optim.Optimizer)
-
-
-def world_of(group: Any) -> World:
-    """The ranks of a process group, connected.
-
-    Raises:
-        ValueError: this rank is not one of them.
-    """
-    if group is torch.distributed.GroupMember.NON_GROUP_MEMBER or torch.distributed.get_rank(group) < 0:
-        raise ValueError(f"This rank, {torch.distributed.get_rank()}, is not in the process group.")
-    whole = torch.distributed.group.WORLD  # another one, if the script has ended the first
-    ranks = (id(whole), *torch.distributed.get_process_group_ranks(group))
-    if ranks not in _worlds:
-        transport = TorchDistributed(Settings.load().timeout_seconds, group)
-        _worlds[ranks] = learn("horovod.torch", CPU, transport, COLLECTIVES[transport.name])
-    return _worlds[ranks]

@@ -3,6 +3,7 @@
 import os
 
 os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
+os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # some tests make some
 
 import keras
 import numpy as np
@@ -437,6 +438,52 @@ def test_bad_input_is_a_clear_error_on_every_rank():
         shapes = [(3, 3) if RANK == SIZE - 1 else (2, 2)]
         raises_everywhere(ValueError, "model differs between ranks", lambda: plain("none", shapes))
         raises_everywhere(ValueError, f"Received: {SIZE}", lambda: hvd.broadcast_global_variables(SIZE, model()))
+
+
+@pytest.fixture
+def halves():
+    """Process sets of the even and of the odd ranks."""
+    sets = [hvd.add_process_set(list(range(half, SIZE, 2))) for half in (0, 1)]
+    yield sets
+    hvd._require_world().transport.barrier()
+    for each in sets:
+        hvd.remove_process_set(each)
+
+
+in_sets = pytest.mark.skipif(not HOROVOD, reason="about process sets")
+
+
+@several
+@in_sets
+@pytest.mark.parametrize("level", ["none", "fp16", "lowrank:2"])
+def test_process_sets_exchange_by_themselves(level, halves):
+    """Two halves of a model with unlike shapes, a copy for each rank of a set: what arrives is the set's own mean."""
+    mine = range(RANK % 2, SIZE, 2)
+    shapes = SHAPES[: 4 + RANK % 2]
+    variables, optimizer = plain(level, shapes, process_set=halves[RANK % 2])
+    step = compiled(optimizer, variables)
+    for count in range(4):
+        step(gradients(count, RANK, shapes))
+    assert optimizer.hvdplus.ranks == len(mine)
+    given = [[gradients(count, rank, shapes) for count in range(4)] for rank in mine]
+    means = [-np.mean([np.sum([grads[i] for grads in each], 0) for each in given], 0) for i in range(len(shapes))]
+    told = hvd.allgather_object([np.asarray(variable) for variable in variables], name="variables")
+    for rank in mine:
+        assert all(np.array_equal(a, b) for a, b in zip(told[rank], told[RANK], strict=True))
+    if level != "lowrank:2":  # which holds something back
+        tolerance = 1e-6 if level == "none" else 1e-2
+        for variable, mean in zip(variables, means, strict=True):
+            np.testing.assert_allclose(variable, mean, rtol=0, atol=tolerance)
+
+
+@several
+@in_sets
+def test_a_rank_outside_of_a_process_set_is_told_so(halves):
+    raises_everywhere(
+        ValueError,
+        f"This rank, {RANK}, is not in the process set",
+        lambda: hvd.DistributedOptimizer(sgd(), process_set=halves[1 - RANK % 2]),
+    )
 
 
 def _build_complex():

@@ -4,6 +4,7 @@ import gc
 import os
 
 os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
+os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # one test makes some
 
 import keras
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 import hvdplus.tensorflow as hvd
+from hvdplus.adapters.keras import collectives
 from hvdplus.adapters.numpy.backend import NumpyExchange
 from hvdplus.adapters.tensorflow import tape as tapes
 from hvdplus.adapters.transports.in_process import run as run_in_process
@@ -50,6 +52,19 @@ def test_gradients_are_means(kind, compiled):
     for number in range(3):
         for got, expected in zip(step(*map(tf.constant, gradients(number, RANK))), mean(number), strict=True):
             np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+@several
+@pytest.mark.skipif(not collectives.current().transport.name.startswith("horovod"), reason="about process sets")
+def test_process_sets_exchange_by_themselves():
+    sets = [hvd.add_process_set(list(range(half, SIZE, 2))) for half in (0, 1)]
+    got = taped(variables(), gradients(0, RANK), compression="none", process_set=sets[RANK % 2])
+    theirs = [gradients(0, rank) for rank in range(RANK % 2, SIZE, 2)]
+    for array, arrays in zip(got, zip(*theirs, strict=True), strict=True):
+        np.testing.assert_allclose(array, np.mean(arrays, axis=0), atol=1e-5)
+    collectives.current().transport.barrier()
+    for each in sets:
+        hvd.remove_process_set(each)
 
 
 @several
