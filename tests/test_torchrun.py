@@ -108,6 +108,12 @@ def test_a_rank_that_ends_early_is_named(tmp_path):
     assert "Rank 1 has ended" in output and "Every rank has to take the same number of steps" in output, output
 
 
+def test_ranks_that_ask_for_unlike_levels_are_told_so(tmp_path):
+    path = script(tmp_path, 'os.environ["HVDPLUS_TWO_LEVEL"] = ["on", "off"][int(os.environ["RANK"])]; hvd.init()')
+    code, output = start(path)
+    assert code != 0 and "Ranks differ in HVDPLUS_TWO_LEVEL: off and on." in output, output
+
+
 def test_an_exception_on_one_rank_is_told_to_the_others(tmp_path):
     each = 'if step == 2 and hvd.rank() == 1: raise ValueError("no such file")'
     code, output = start(script(tmp_path, STEPS.format(steps=5, each=each)))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 from ranks.reference import Reference
 
+from hvdplus.adapters.numpy import NumpyOps
 from hvdplus.adapters.numpy.backend import NumpyExchange
 from hvdplus.adapters.transports.in_process import run
 from hvdplus.exchange import checkpoint
-from hvdplus.exchange.two_level import groups, split
+from hvdplus.exchange.two_level import groups, pays, split
 
 LEVELS = ["none", "fp16", "randomk:0.2:32", "topk:0.2:32", "lowrank:2", "int8"]
 LEVELS += ["int4", "signsgd", "topk:0.2:32+int8", "lowrank:2+fp16"]
@@ -207,3 +209,23 @@ def test_two_levels_that_cannot_be_are_an_error_where_they_are_asked_for(hosts: 
             split(transport, hosts, wanted)
 
     run(len(hosts), body)
+
+
+@pytest.mark.parametrize(("slow", "expected"), [("everyone", True), ("local", False)])
+def test_two_levels_are_chosen_where_they_are_faster(slow: str, expected: bool) -> None:
+    """The sums of one of them take 10 ms longer."""
+
+    def body(transport: Any) -> bool:
+        levels = split(transport, HOSTS, "on")
+        assert levels is not None
+        part = getattr(levels, slow)
+        wait = part.wait
+
+        def late(handle: Any) -> Any:
+            time.sleep(0.01)
+            return wait(handle)
+
+        part.wait = late
+        return pays(NumpyOps(), levels, 1 << 16, 1 << 12)
+
+    assert run(4, body) == [expected] * 4

@@ -228,9 +228,12 @@ def _wrong_levels(loaded: Settings) -> Iterator[str]:
 def _ways(frameworks: list[str], seen: dict[str, dict[str, Any]]) -> list[str]:
     """Return the ways to train on several ranks that work here."""
     ways = [f"Horovod ({framework})" for framework in frameworks if "error" not in seen[framework]]
-    mpi4py = "library" in seen.get("mpi4py", {}) and which("mpirun", "mpiexec")
     distributed = ["torch.distributed (torchrun)"] if seen.get("torch", {}).get("distributed") else []
-    return [*ways, *(["mpi4py"] if mpi4py and frameworks else []), *distributed]
+    return [*ways, *(["mpi4py"] if frameworks and _mpi4py_works(seen) else []), *distributed]
+
+
+def _mpi4py_works(seen: dict[str, dict[str, Any]]) -> bool:
+    return "library" in seen.get("mpi4py", {}) and bool(which("mpirun", "mpiexec"))
 
 
 def _findings(frameworks: list[str], seen: dict[str, dict[str, Any]]) -> Iterator[Finding]:
@@ -243,7 +246,7 @@ def _findings(frameworks: list[str], seen: dict[str, dict[str, Any]]) -> Iterato
     else:
         for framework in frameworks:
             if "error" in seen[framework]:
-                without = framework == "torch" and bool(seen[framework].get("distributed"))
+                without = _mpi4py_works(seen) or bool(seen[framework].get("distributed"))
                 yield Finding(f"Horovod that works with {framework}", "hvdplus install-horovod", optional=without)
             elif not seen[framework]["mpi"] and find_mpi():
                 yield Finding(f"Horovod built with MPI for {framework}", "hvdplus install-horovod", optional=True)

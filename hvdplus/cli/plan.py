@@ -117,7 +117,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _from_shapes(args: argparse.Namespace) -> str:
-    for option, value in (("--latency-us", args.latency_us), ("--all-reduce", args.all_reduce)):
+    with_log = {"--latency-us": args.latency_us, "--all-reduce": args.all_reduce, "--local-gbit": args.local_gbit}
+    for option, value in with_log.items():
         if value is not None:
             raise ValueError(f"{option} goes with a run log. Received: {option} {value}, and no run log")
     compressors = {spelling: _compressor(spelling) for spelling in _spellings(args.what or USUAL)}
@@ -240,6 +241,11 @@ def _from_run_log(args: argparse.Namespace, path: str) -> str:
     told = (RANKS if args.ranks is None else args.ranks).split(",")
     grids = [[whole("--ranks", part) for part in text.split("x")] for text in told]
     ranks = [math.prod(grid) for grid in grids]
+    if args.local_gbit is not None and all(len(grid) == 1 for grid in grids):
+        raise ValueError(
+            f"--local-gbit goes with --ranks such as 8x4. Received: --local-gbit {args.local_gbit}, and --ranks "
+            f"{args.ranks or RANKS}"
+        )
     if min(ranks) < 2:
         raise ValueError(f"--ranks wants at least 2 with a run log. Received: {args.ranks!r}")
     rates = [_rate(text) for text in (RATES if args.gbit is None else args.gbit).split(",")]
