@@ -339,14 +339,15 @@ def test_products_have_full_precision_whatever_the_script_has_chosen() -> None:
     from hvdplus.adapters.torch import private
 
     assert len(private._products) == 2, "this PyTorch has both"
-    before = [one.fp32_precision for one in private._products]
+    products = [one for one, *_ in private._products]
+    before = [one.fp32_precision for one in products]
     torch.set_float32_matmul_precision("medium")
     try:
-        chosen = [one.fp32_precision for one in private._products]
+        chosen = [one.fp32_precision for one in products]
         assert set(chosen) & {"tf32", "bf16"}
         with private.full_precision():
-            assert {one.fp32_precision for one in private._products} <= {"ieee", "none"}
-        assert [one.fp32_precision for one in private._products] == chosen
+            assert {one.fp32_precision for one in products} <= {"ieee", "none"}
+        assert [one.fp32_precision for one in products] == chosen
         ops = ops_of("torch")
         a, b = (ops.from_numpy(random_values(64 * 64, seed).reshape(64, 64)) for seed in (1, 2))
         expected = a.double() @ b.double()
@@ -355,8 +356,27 @@ def test_products_have_full_precision_whatever_the_script_has_chosen() -> None:
         assert float((whole - a.double() @ b.double().T).abs().max()) < 1e-4
     finally:
         torch.set_float32_matmul_precision("highest")
-        for one, value in zip(private._products, before, strict=True):
+        for one, value in zip(products, before, strict=True):
             one.fp32_precision = value
+
+
+def test_before_pytorch_2_9_only_devices_have_a_reduced_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    need("torch")
+    import importlib
+    from types import SimpleNamespace
+
+    from hvdplus.adapters.torch import private
+
+    matmul = SimpleNamespace(allow_tf32=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.backends.cuda.matmul", matmul)
+        patch.setattr("torch.backends.mkldnn.matmul", None)
+        importlib.reload(private)
+        with private.full_precision():
+            assert matmul.allow_tf32 is False
+        assert matmul.allow_tf32 is True
+    importlib.reload(private)
+    assert len(private._products) == 2
 
 
 @every_framework

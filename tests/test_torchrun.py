@@ -121,7 +121,7 @@ def test_an_exception_on_one_rank_is_told_to_the_others(tmp_path):
 
 
 def test_a_rank_that_never_comes_is_named_after_the_time_that_was_set(tmp_path):
-    each = "if step == 2 and hvd.rank() == 1: time.sleep(60)"
+    each = "if step == 2 and hvd.rank() == 1: time.sleep(600)"
     code, output = start(script(tmp_path, STEPS.format(steps=5, each=each)), HVDPLUS_TIMEOUT_SECONDS="6")
     assert code != 0
     assert "It is not known to wait anywhere: rank 1." in output and "HVDPLUS_TIMEOUT_SECONDS" in output, output

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import torch
 
+from hvdplus.adapters.torch.backend import loss_of
 from hvdplus.adapters.torch.cpu import CPU as CPU
 from hvdplus.adapters.torch.hooks import HookedExchange
 from hvdplus.adapters.torch.ops import TorchOps
@@ -84,7 +85,7 @@ class Exchange(HookedExchange):
 
     def hear(self, loss: torch.Tensor) -> None:
         """The step's loss, for the run log."""
-        self.reporter.loss = float(loss.detach())
+        self.reporter.loss = loss_of(loss)
 
     def scales_losses(self, scale: Callable[[], Any]) -> None:
         """Losses are scaled by ``scale()`` from now on."""

@@ -144,8 +144,10 @@ class NumpyBackend:
     def all_true(self, flags: Sequence[np.ndarray]) -> bool:
         return all(bool(flag) for flag in flags)
 
-    def any_true(self, flags: Sequence[np.ndarray]) -> bool:
-        return any(bool(flag) for flag in flags)
+    def checked(
+        self, finite: Sequence[np.ndarray], overflow: Sequence[np.ndarray], checksums: Sequence[np.ndarray]
+    ) -> tuple[bool, bool, int]:
+        return all(map(bool, finite)), any(map(bool, overflow)), sum(map(int, checksums))
 
     def clone(self, array: np.ndarray) -> np.ndarray:
         return np.array(array)

@@ -200,8 +200,15 @@ class TorchBackend:
     def all_true(self, flags: Sequence[torch.Tensor]) -> bool:
         return not flags or bool(torch.stack([torch.as_tensor(flag) for flag in flags]).all())
 
-    def any_true(self, flags: Sequence[torch.Tensor]) -> bool:
-        return bool(flags) and bool(torch.stack([torch.as_tensor(flag) for flag in flags]).any())
+    def checked(
+        self, finite: Sequence[torch.Tensor], overflow: Sequence[torch.Tensor], checksums: Sequence[torch.Tensor]
+    ) -> tuple[bool, bool, int]:
+        if self.on_host or not (finite or overflow or checksums):
+            return all(map(bool, finite)), any(map(bool, overflow)), sum(map(int, checksums))
+        nothing = torch.zeros(1, dtype=torch.int64, device=self.device)
+        sums = (torch.stack([*nothing, *some]).sum() for some in ([~one for one in finite], overflow, checksums))
+        infinite, over, total = torch.stack(tuple(sums)).tolist()
+        return not infinite, bool(over), total
 
     def clone(self, array: torch.Tensor) -> torch.Tensor:
         return array.detach().clone()
@@ -251,6 +258,13 @@ def like(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 def type_name(tensor: torch.Tensor) -> str:
     """``float32`` and the like."""
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def loss_of(loss: float | torch.Tensor) -> Any:
+    """A loss for ``Reporter.loss``; that of a device is read when the host waits for the device anyway."""
+    if not isinstance(loss, torch.Tensor):
+        return float(loss)
+    return float(loss.detach()) if loss.device.type == "cpu" else loss.detach().clone()
 
 
 def takes(grad: torch.Tensor, mean: torch.Tensor) -> bool:

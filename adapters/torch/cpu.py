@@ -43,9 +43,11 @@ def pin(everyone: Sequence[str]) -> None:
         os.environ.setdefault("MKL_CBWR", "COMPATIBLE")  # products by the same code path on every CPU
 
 
-def device() -> str:
-    """The kind of CUDA device that is the current one; empty: there is none."""
-    return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else ""
+def device(local_rank: int) -> str:
+    """The kind of CUDA device that scripts give to this rank; empty: there is none."""
+    if not torch.cuda.is_available():
+        return ""
+    return str(torch.cuda.get_device_name(local_rank % torch.cuda.device_count()))
 
 
 def capability() -> str:

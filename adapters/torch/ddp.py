@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 
-from hvdplus.adapters.torch.backend import TorchBackend, real_view, type_name
+from hvdplus.adapters.torch.backend import TorchBackend, loss_of, real_view, type_name
 from hvdplus.adapters.torch.ops import TorchOps
 from hvdplus.adapters.torch.optimizer import TYPES, fitting
 from hvdplus.agree import check_types, choose_ladder, choose_rhythm, join, next_instance
@@ -175,7 +175,7 @@ class Attached:
 
     def record(self, loss: float | torch.Tensor) -> None:
         """Put this step's loss into the run log; call it before ``loss.backward()``."""
-        self._exchange.reporter.loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
+        self._exchange.reporter.loss = loss_of(loss)
 
     def state_dict(self) -> dict[str, Any]:
         """Contexts, the controller's state and this rank's residuals, for a checkpoint between two steps; see

@@ -137,7 +137,8 @@ class TorchOps(PackingOps):
             return torch.matmul(a, b)
 
     def orthonormal(self, columns: torch.Tensor) -> torch.Tensor:
-        q, r = torch.linalg.qr(columns)
+        with private.full_precision():
+            q, r = torch.linalg.qr(columns)
         basis: torch.Tensor = q * (1.0 - 2.0 * (r.diagonal(dim1=-2, dim2=-1) < 0).to(q.dtype)).unsqueeze(-2)
         return basis
 
@@ -247,7 +248,10 @@ class DeviceOps(TorchOps):
     def all_finite(self, values: torch.Tensor) -> torch.Tensor:
         if not values.is_floating_point():
             return torch.ones((), dtype=torch.bool, device=self._device)
-        return torch.isfinite(values).all()
+        if not values.numel():
+            return torch.ones((), dtype=torch.bool, device=self._device)
+        least, largest = torch.aminmax(values)  # one pass; both are NaN if one value is
+        return torch.isfinite(least) & torch.isfinite(largest)
 
     def _number(self, value: torch.Tensor) -> Any:
         return value

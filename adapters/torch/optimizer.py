@@ -16,7 +16,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from hvdplus.adapters.torch import amp, private
-from hvdplus.adapters.torch.backend import type_name
+from hvdplus.adapters.torch.backend import loss_of, type_name
 from hvdplus.adapters.torch.hooks import HookedExchange
 from hvdplus.adapters.torch.ops import TorchOps
 from hvdplus.agree import FLOATS, TWICE, check_same_model, check_types, choose_ladder, join, next_instance
@@ -321,7 +321,7 @@ class Distributed(torch.optim.Optimizer):
 
     def record(self, loss: float | torch.Tensor) -> None:
         """Put this step's loss into the run log; call it before ``step``."""
-        self._exchange.reporter.loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
+        self._exchange.reporter.loss = loss_of(loss)
 
     @property
     def hvdplus(self) -> Any:

@@ -11,8 +11,12 @@ from typing import Any
 import torch
 
 _backends: list[Any] = [getattr(torch.backends.cuda, "matmul", None), getattr(torch.backends.mkldnn, "matmul", None)]
-_products = [one for one in _backends if hasattr(one, "fp32_precision")]
-"""Where PyTorch's precisions of products are; older versions have one for devices alone."""
+_products: list[tuple[Any, str, Any]] = [
+    (one, "fp32_precision", "ieee") for one in _backends if hasattr(one, "fp32_precision")
+]
+"""Where PyTorch's precisions of products are: object, attribute, its value for full precision."""
+if not _products and hasattr(_backends[0], "allow_tf32"):  # before PyTorch 2.9, for devices alone
+    _products = [(_backends[0], "allow_tf32", False)]
 _use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 
 
@@ -56,15 +60,15 @@ def full_precision() -> Iterator[None]:
     TF32 on devices and bfloat16 on CPUs are too coarse: bases of ``lowrank`` have to be orthonormal, and a residual has
     to be what was really not sent.
     """
-    reduced = [one for one in _products if one.fp32_precision not in ("none", "ieee")]
-    chosen = [one.fp32_precision for one in reduced]
-    for one in reduced:
-        one.fp32_precision = "ieee"
+    chosen = [(one, name, getattr(one, name), full) for one, name, full in _products]
+    reduced = [each for each in chosen if each[2] not in ("none", each[3])]
+    for one, name, _, full in reduced:
+        setattr(one, name, full)
     try:
         yield
     finally:
-        for one, before in zip(reduced, chosen, strict=True):
-            one.fp32_precision = before
+        for one, name, before, _ in reduced:
+            setattr(one, name, before)
 
 
 def check() -> list[str]:

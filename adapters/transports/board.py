@@ -6,10 +6,7 @@ A rank that waits long says so here, and a rank that ends as well: whoever waits
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
-from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 from hvdplus.transport import check_same_call
@@ -69,17 +66,10 @@ class Board:
             time.sleep(0.01)
         check_same_call([theirs or "a call that it did not tell of" for theirs in told], hint)
 
-    def tell_of_exceptions(self) -> None:
-        """If an exception ends this process, the others learn which."""
-        previous: Callable[..., Any] = sys.excepthook
-
-        def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            previous(kind, error, trace)
-            if not hasattr(sys, "ps1"):  # an interactive session goes on
-                first = next(iter(str(error).splitlines()), "")
-                self.leave(f"has ended with {kind.__name__}: {first}".rstrip(".: "))
-
-        sys.excepthook = tell
+    def fail(self, error: BaseException) -> None:
+        """An exception ends this rank."""
+        first = next(iter(str(error).splitlines()), "")
+        self.leave(f"has ended with {type(error).__name__}: {first}".rstrip(".: "))
 
     def _write(self, key: str, value: str) -> None:
         with contextlib.suppress(RuntimeError):

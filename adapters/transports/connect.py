@@ -45,8 +45,8 @@ class Cpu(NamedTuple):
     """Limit this rank to the least capability that any rank expects, where that is possible."""
     capability: Callable[[], str]
     """What it really uses."""
-    device: Callable[[], str] = lambda: ""
-    """The device that this rank computes on, if it is not the CPU: products differ between kinds of them."""
+    device: Callable[[int], str] = lambda local_rank: ""
+    """The kind of device that a rank computes on, if it is not the CPU: products differ between kinds of them."""
 
 
 def connect(binding: str, cpu: Cpu, *arguments: Any, **keywords: Any) -> World:
@@ -85,7 +85,7 @@ def learn(binding: str, cpu: Cpu, transport: Transport, collective: str) -> Worl
     if len(set(expected)) > 1:
         cpu.pin(expected)
     mine = {"host": socket.gethostname(), "CPU": cpu.capability(), "machine": platform.machine(), **_versions(binding)}
-    mine["device"] = cpu.device()
+    mine["device"] = cpu.device(transport.local_rank)
     ranks = transport.gather_objects(mine, "hvd.init (host and versions)")
     world = World(
         transport,

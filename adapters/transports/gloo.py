@@ -22,6 +22,7 @@ import torch
 import torch.distributed
 
 from hvdplus.adapters.transports.board import Board
+from hvdplus.adapters.transports.ending import end_soon, on_exception
 from hvdplus.transport import OBJECTS, TransportError, digest, gather_in_parts, words_of
 
 LOOK_SECONDS = 5.0
@@ -88,7 +89,7 @@ class Gloo:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._begin_sums, name="hvdplus-torch", daemon=True)
         self._thread.start()
-        self._board.tell_of_exceptions()
+        on_exception(self._fail)
         atexit.register(self._end)
 
     # -- sums
@@ -139,12 +140,17 @@ class Gloo:
         self._end()
         atexit.unregister(self._end)
 
+    def _fail(self, error: BaseException) -> None:
+        self._board.fail(error)
+        end_soon()  # Gloo's threads wait for sums that other ranks have not come to
+
     def _begin(self, call: _Call) -> None:
         """Begin a sum: on the host once all ranks have come to it, on a device in the order of the device's work."""
         if call.array.device.type == "cpu":
             self._to_begin.put(call)
         else:
-            call.work.set_result(dist.all_reduce(call.array, group=self._device_sums, async_op=True))
+            self._last["device"] = dist.all_reduce(call.array, group=self._device_sums, async_op=True)
+            call.work.set_result(self._last["device"])
 
     def _gather(self, value: Any, words: str) -> list[Any]:
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)

@@ -9,18 +9,14 @@ import copy
 import functools
 import os
 import pickle
-import signal
-import sys
-from collections.abc import Callable, Sequence
-from types import ModuleType, TracebackType
+from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, Self
 
 import numpy as np
 
+from hvdplus.adapters.transports.ending import end_soon, on_exception
 from hvdplus.transport import OBJECTS, TransportError, gather_in_parts
-
-SECONDS_TO_END = 20
-"""Time that a failed rank has for an orderly exit. Then it is killed, so that the others stop waiting for it."""
 
 
 class Horovod:
@@ -43,7 +39,7 @@ class Horovod:
         self.local_rank = self.binding.local_rank()
         self.local_size = self.binding.local_size()
         if self.size > 1:
-            _end_soon_on_exception()
+            on_exception(lambda _: end_soon())  # Horovod's orderly shutdown, at exit, can wait for other ranks
 
     def gather_objects(self, value: Any, what: str = OBJECTS) -> list[Any]:
         if self.size == 1:
@@ -154,23 +150,3 @@ class HorovodTensorFlow(Horovod):
 
     def wait(self, handle: Any) -> Any:
         return handle
-
-
-def _end_soon_on_exception() -> None:
-    """Bound the time that a failed rank takes to exit.
-
-    Horovod's orderly shutdown, at exit, tells the other ranks; but it can hang while they wait for this one, and then
-    the launcher never learns that a rank has failed. A timer of the operating system also works while the interpreter
-    is being taken down: it ends the process, and so the job.
-    """
-    previous: Callable[..., Any] = sys.excepthook
-
-    def bounded(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        previous(kind, error, trace)
-        if not hasattr(sys, "ps1"):  # an interactive session goes on
-            sys.stdout.flush()
-            sys.stderr.flush()
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(SECONDS_TO_END)
-
-    sys.excepthook = bounded

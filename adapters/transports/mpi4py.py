@@ -12,15 +12,15 @@ import atexit
 import copy
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 from mpi4py import MPI
 
+from hvdplus.adapters.transports.ending import on_exception
 from hvdplus.transport import OBJECTS, TransportError, check_same_call, digest, gather_in_parts, words_of
 
 LOOK_SECONDS, LOOKS = 5.0, 12
@@ -69,7 +69,7 @@ class Mpi4py:
             )
         self.rank = MPI.COMM_WORLD.Get_rank()
         self.size = MPI.COMM_WORLD.Get_size()
-        _end_job_on_exception(MPI.COMM_WORLD)
+        on_exception(lambda _: MPI.COMM_WORLD.Abort(1))  # the others would wait in their next sum for ever
         _meet(chosen_by, patient)
         self._main = MPI.COMM_WORLD.Dup()
         self._sums = MPI.COMM_WORLD.Dup()
@@ -221,16 +221,3 @@ def _sum_halves(incoming: Any, inout: Any, datatype: MPI.Datatype) -> None:
     a, b = np.frombuffer(incoming, np.float16), np.frombuffer(inout, np.float16)
     with np.errstate(over="ignore", invalid="ignore"):
         np.add(a, b, out=b, dtype=np.float32, casting="same_kind")
-
-
-def _end_job_on_exception(comm: MPI.Comm) -> None:
-    """End all ranks when one of them fails: the others would wait for it in their next sum for ever."""
-    previous: Callable[..., Any] = sys.excepthook
-
-    def end_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        previous(kind, error, trace)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        comm.Abort(1)
-
-    sys.excepthook = end_job

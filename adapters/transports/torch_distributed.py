@@ -6,6 +6,7 @@ script does with its own process groups cannot mix with these.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
@@ -77,7 +78,8 @@ class TorchDistributed(Gloo):
 
     def _release(self) -> None:
         if self.name == "torch-nccl":
-            dist.destroy_process_group(self._device_sums)
+            with contextlib.suppress(ValueError):  # the script has ended it, with all others
+                dist.destroy_process_group(self._device_sums)
         super()._release()
         if self._owns and dist.is_initialized():
             dist.destroy_process_group()

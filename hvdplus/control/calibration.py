@@ -131,6 +131,8 @@ def _least(
     seconds: list[float] = []
     while len(seconds) < 2 or (len(seconds) < RUNS and sum(seconds) < SECONDS):
         fresh = [ops.from_numpy(grad) for grad in grads]  # the residual may overwrite them
+        for grad in fresh:
+            ops.to_numpy(grad[:1])  # waits until it is on the device
         began = time.perf_counter()
         sound, states, results = a_round(fresh, residuals, states)
         all([bool(flag) for flag in sound])  # waits for the device

@@ -122,8 +122,11 @@ class Backend(Protocol[EagerArray]):
     def all_true(self, flags: Sequence[EagerArray]) -> bool:
         """Whether all of these 0-d booleans are true. Reads them together, because every read waits for the device."""
 
-    def any_true(self, flags: Sequence[EagerArray]) -> bool:
-        """Whether any of these 0-d booleans is true; reads them together."""
+    def checked(
+        self, finite: Sequence[EagerArray], overflow: Sequence[EagerArray], checksums: Sequence[EagerArray]
+    ) -> tuple[bool, bool, int]:
+        """Whether all of ``finite`` and any of ``overflow`` (0-d booleans) is true, and the sum of ``checksums`` (0-d
+        integers) modulo 2**64; reads them together."""
 
     def norm_of_all(self, norms: Sequence[EagerArray]) -> float:
         """Norm of all elements of arrays with these ``norms``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Generic, cast
+from typing import TYPE_CHECKING, Any, Generic, cast
 
 import numpy as np
 
@@ -58,8 +58,8 @@ class Reporter(Generic[EagerArray]):
     """
 
     def __init__(self, parameters: int) -> None:
-        self.loss = math.nan
-        """Of the current step, for the run log; NaN: not reported."""
+        self.loss: Any = math.nan
+        """Of the current step, for the run log, as a number or a device's; NaN: not reported."""
         self.metadata = MetadataInFlight(lambda: np.zeros(0, np.float32), 0, ())
         """Of the current step."""
         self.observed_in_step = self.read_in_step = False
@@ -169,11 +169,12 @@ class Reporter(Generic[EagerArray]):
         states += x.tables_now if x.checks else ()
         finite = [state.finite for state in states if state.finite is not None]
         overflow = [state.overflow for state in states if state.overflow is not None]
+        sound, over, contexts = x.backend.checked(finite, overflow, self._checksums(x, states))
         times, loss = x.meter.last, float(self.loss)
         gradient_norm, residual_norm, sketched_norm, sketch = self._measured(x)
         sums = Sums(
-            nonfinite=float(not x.backend.all_true(finite)),
-            overflow=float(x.backend.any_true(overflow)),
+            nonfinite=float(not sound),
+            overflow=float(over),
             step=times.step,
             loss=0.0 if math.isnan(loss) else loss,
             losses=float(not math.isnan(loss)),
@@ -189,21 +190,18 @@ class Reporter(Generic[EagerArray]):
             gradient_norm=gradient_norm,
             residual_norm=residual_norm,
             learning_rate=learning_rate,
-            contexts=self._contexts(x, states),
+            contexts=fold24(contexts),
             weights=hash24(np.array(checksums, np.int64).tobytes()) if checksums else 0.0,
             missing=missing,
             added=added,
         )
         return Report(sums, slot, sketch)
 
-    def _contexts(self, x: EagerExchange[EagerArray], states: Sequence[BucketState[EagerArray]]) -> float:
-        """Checksum of all contexts that the step uses or warms up."""
-        total = 0
+    def _checksums(self, x: EagerExchange[EagerArray], states: Sequence[BucketState[EagerArray]]) -> list[EagerArray]:
+        """Of all contexts that the step uses or warms up."""
         levels = {x.plan.level, x.plan.warms_up or x.plan.level}
-        for state in states:
-            for level in levels if state.bucket.compressible else ():
-                total += sum(int(x.ops.checksum(array)) for array in x.context(state, level).state)
-        return fold24(total)
+        used = [x.context(state, level) for state in states if state.bucket.compressible for level in levels]
+        return [x.ops.checksum(array) for ctx in used for array in ctx.state]
 
     def _measured(self, x: EagerExchange[EagerArray]) -> tuple[float, float, float, Sequence[float]]:
         """Norms of this rank's own gradients, measured when they were packed, of its next residual, and of the

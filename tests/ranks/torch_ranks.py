@@ -1136,6 +1136,7 @@ def test_memory_layouts_survive(level):
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("level", ["none", "fp16", "int8", "lowrank:2", "topk:0.2:32"])
 def test_buckets_leave_while_the_backward_pass_goes_on(level):
+    torch.manual_seed(0)
     net = torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(6)))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), compression=level)
     gone = []
@@ -1776,6 +1777,50 @@ def test_what_needs_horovod_says_so():
         with pytest.raises(RuntimeError, match="hvdplus install-horovod"):
             hvd.alltoall(torch.zeros(SIZE))
     assert not hasattr(hvd, "alltoall")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("level", "most"),
+    [("none", 0), ("fp16", 1), ("int8", 2), ("lowrank:4+fp16", 2), ("topk:0.1:32", 2), ("topk:0.1:32+int8", 2)],
+)
+def test_how_often_a_device_would_be_waited_for(level, most, monkeypatch):
+    """Values that the host reads in a step, with what a device computes by: the same for any number of buckets."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from hvdplus.adapters.torch.ops import DeviceOps
+
+    class Reads(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+            name = function.overloadpacket.__name__
+            self.count += name in ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select")
+            return function(*arguments, **(keywords or {}))
+
+    def counted(tensor, read=torch.Tensor.tolist):  # which the mode does not see
+        reads.count += 1
+        return read(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", counted)
+    monkeypatch.setattr("hvdplus.adapters.torch.backend.make_ops", DeviceOps)
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(6)))
+    optimizer = wrapped(net, level, settings={"bucket_bytes": 8000, "weights_check_steps": 0})
+    optimizer._exchange.backend.on_host = False
+    counts, reads = [], Reads()
+    for step in range(6):
+        optimizer.zero_grad()
+        measures = optimizer.hvdplus.plan.measurement
+        loss = net(torch.ones(2, 40) * (step + 1)).square().mean()
+        with Reads() as reads:
+            loss.backward()
+            optimizer.synchronize()
+        counts.append((bool(measures), reads.count))
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    assert len(optimizer._exchange.now.states) > 3 and hvd.identical(net)
+    assert max(count for measures, count in counts[2:] if not measures) <= most, counts
 
 
 def test_collectives(monkeypatch):
