@@ -37,8 +37,11 @@ PICTURE = ROOT / "docs" / "images" / "recipes.png"
 LEVELS = ("none", "auto")
 SMOOTHED = 9
 """Windows that a drawn loss is the mean of: every step has a batch of its own."""
+COLUMNS = 5
+"""Of the picture."""
 RATE = "100mbit"
 BATCH = ("--batch-size", "32")
+IMAGES = ("--data", "{folders}", "--epochs", "8", "--batch-size", "8", "--image-size", "32")
 LANGUAGE = ("--text", "{text}", "--steps", "400")
 
 
@@ -60,12 +63,8 @@ RECIPES = (
     Recipe("LSTM, PyTorch", "language_model_pytorch.py", (*LANGUAGE, "--model", "lstm", "--learning-rate", "0.003")),
     Recipe("LSTM, Keras", "language_model_keras.py", (*LANGUAGE, "--width", "256", "--learning-rate", "0.003")),
     Recipe("fine-tuning, PyTorch", "finetune_pytorch.py", ("--model", "language_model.pt", "--text", "{other}")),
-    Recipe(
-        "ResNet-50, Keras",
-        "resnet50_keras.py",
-        ("--data", "{folders}", "--epochs", "8", "--batch-size", "8", "--image-size", "32"),
-        "1gbit",
-    ),
+    Recipe("ResNet-50, PyTorch", "resnet50_pytorch.py", IMAGES, "1gbit"),
+    Recipe("ResNet-50, Keras", "resnet50_keras.py", IMAGES, "1gbit"),
 )
 """Fine-tuning goes on with the transformer's model."""
 
@@ -141,12 +140,12 @@ def lines(found: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 def draw(found: dict[str, dict[str, Any]]) -> None:
     """The picture: a column a recipe, above over steps, below over seconds."""
-    rows = 2 * math.ceil(len(found) / 3)
-    figure = Figure(figsize=(11, 2.3 * rows), dpi=100, layout="constrained")
-    axes = figure.subplots(rows, 3)
+    rows = 2 * math.ceil(len(found) / COLUMNS)
+    figure = Figure(figsize=(13, 2 * rows), dpi=90, layout="constrained")
+    axes = figure.subplots(rows, COLUMNS)
     for place, (title, runs) in enumerate(found.items()):
         for row, field in enumerate(("steps", "seconds")):
-            axis = axes[2 * (place // 3) + row][place % 3]
+            axis = axes[2 * (place // COLUMNS) + row][place % COLUMNS]
             for level, colour in zip(LEVELS, ("0.45", "tab:blue"), strict=True):
                 axis.plot(runs[level][field], smooth(runs[level]["loss"]), color=colour, label=level, lw=1.4)
             axis.set_xlabel(field, fontsize=8)
@@ -156,7 +155,7 @@ def draw(found: dict[str, dict[str, Any]]) -> None:
                 axis.set_title(title, fontsize=10)
             if place == 0:
                 axis.legend(fontsize=8, frameon=False)
-            if place % 3 == 0:
+            if place % COLUMNS == 0:
                 axis.set_ylabel("training loss", fontsize=8)
     PICTURE.parent.mkdir(exist_ok=True)
     figure.savefig(PICTURE)

@@ -65,9 +65,10 @@ def test_images(name, package, epochs, images, tmp_path):
     assert "hvdplus run" in output
 
 
-def test_resnet50(tmp_path):
-    if not present("keras"):
-        pytest.skip("Keras is not installed")
+@pytest.mark.parametrize(("framework", "package"), [("keras", "keras"), ("pytorch", "torch")])
+def test_resnet50(framework, package, tmp_path):
+    if not present(package):
+        pytest.skip(f"{package} is not installed")
     from PIL import Image
 
     for label in ("cats", "dogs"):
@@ -77,8 +78,9 @@ def test_resnet50(tmp_path):
             Image.new("RGB", (40, 40), colour).save(tmp_path / "images" / label / f"{number}.png")
     shape = ("--epochs", 1, "--batch-size", 2, "--image-size", 32)
     level = {"HVDPLUS_COMPRESSION": "fp16"}  # `auto` would try for a minute what each level takes
-    output = trained(tmp_path, "resnet50_keras.py", "--data", tmp_path / "images", *shape, package="keras", **level)
-    assert "hvdplus run" in output and (tmp_path / "resnet50.keras").exists()
+    name = f"resnet50_{framework}.py"
+    output = trained(tmp_path, name, "--data", tmp_path / "images", *shape, package=package, **level)
+    assert "hvdplus run" in output and list(tmp_path.glob("resnet50.*"))
 
 
 def test_language_models_and_fine_tuning(book, tmp_path):
