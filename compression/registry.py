@@ -8,6 +8,7 @@ Parameters follow the name after colons; ``int8`` is the name ``int`` with its f
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -118,6 +119,10 @@ def _loading(entry: EntryPoint) -> Callable[..., Compressor]:
     return build
 
 
+OTHER_NAMES = {"powersgd": "lowrank", "half": "fp16", "top_k": "topk", "random_k": "randomk", "fp32": "none"}
+"""What others call it -> a name here."""
+
+
 def known() -> Mapping[str, Row]:
     """All names: those of ``TABLE``, and other packages' entry points whose names are not in it."""
     return {**_from_entry_points(), **TABLE}
@@ -154,8 +159,11 @@ def _parse_part(part: str) -> Compressor:
     if name not in table and joined and joined[1] in table:
         name, texts = joined[1], [joined[2], *texts]
     if name not in table:
+        near = OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, table, 1)), "")
         raise ValueError(
-            f"Unknown compression. Received: {name!r}. Known: {', '.join(sorted(table))} (or 'auto'); "
+            f"Unknown compression. Received: {name!r}"
+            + (f"; did you mean {table[near].usual}?" if near else ".")
+            + f" Known: {', '.join(sorted(row.usual for row in table.values()))} (or 'auto'); "
             "`hvdplus compressors` lists them"
         )
     try:

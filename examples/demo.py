@@ -11,6 +11,7 @@ both ranks share one, and there is nothing to gain: that shows, too.
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import os
 import subprocess
@@ -21,13 +22,14 @@ from typing import NamedTuple
 
 from hvdplus.cli.text import columns
 from hvdplus.lab import Lab, rootless, unavailable
-from hvdplus.log.page import write_page
+from hvdplus.log.page import table, write_page
 from hvdplus.log.runlog import read
 
 HERE = Path(__file__).resolve().parent
 WAYS = {"stock": "stock Horovod", "stock-fp16": "stock Horovod, fp16", "auto": "hvdplus"}
 FRAMEWORKS = {"pytorch": "PyTorch", "keras": "Keras"}
 JOB_SECONDS = 300
+KERAS = "Stock Horovod trains ranks apart under Keras 3; what it would send, hvdplus sent there."
 HEAD = ("", "", "accuracy", "seconds", "steps", "ms a step", "MB sent", "sooner")
 
 
@@ -64,12 +66,13 @@ def main() -> int:
         print(f"Two hosts, {args.rate} between them: {', '.join(WAYS.values())} train the same model.\n", flush=True)
         with Lab(2, args.rate, cores) as lab:
             found = {key: train(lab, *key, args.accuracy, runs) for key in every_way()}
-    print("\n" + columns([HEAD, *rows(found)], range(2, len(HEAD))))
-    if ("keras", "stock") in found:
-        print("\nStock Horovod trains ranks apart under Keras 3; what it would send, hvdplus sent there.")
+    head = (f"to {float(args.accuracy):.0%}", *HEAD[1:])
+    print("\n" + columns([head, *rows(found)], range(2, len(HEAD))))
+    print("\n" + KERAS)
     logs = {f"{framework}_digits": read(runs / f"{framework}_digits.jsonl") for framework in FRAMEWORKS}
-    print(f"\nPage: {write_page(logs, runs / 'demo.html')}")
-    print(f"Picture: {draw(found, 'one host' if why_not else args.rate, runs / 'demo.png')}\n")
+    picture = draw(found, "one host" if why_not else args.rate, runs / "demo.png")
+    print(f"\nPage: {write_page(logs, runs / 'demo.html', race(head, found, picture))}")
+    print(f"Picture: {picture}\n")
     for (_, way), went in found.items():
         if way == "auto":
             print(went.last)
@@ -108,10 +111,10 @@ def train(lab: Lab | None, framework: str, way: str, accuracy: str, runs: Path) 
 
 def rows(found: dict[tuple[str, str], Went]) -> list[tuple[str, ...]]:
     """Of the table."""
-    table = []
+    made = []
     for (framework, way), went in found.items():
         stock, end = found[framework, "stock"], went.points[-1]
-        table.append(
+        made.append(
             (
                 FRAMEWORKS[framework],
                 WAYS[way],
@@ -123,7 +126,18 @@ def rows(found: dict[tuple[str, str], Went]) -> list[tuple[str, ...]]:
                 f"{stock.seconds / went.seconds:.1f} x",
             )
         )
-    return table
+    return made
+
+
+def race(head: tuple[str, ...], found: dict[tuple[str, str], Went], picture: Path) -> str:
+    """The table and the picture, for the page's top."""
+    image = base64.b64encode(picture.read_bytes()).decode()
+    return (
+        f"<h1>The race</h1>{table(head, rows(found))}<p>{KERAS}</p>"
+        f'<p><img style="width: 100%" alt="accuracy over seconds" src="data:image/png;base64,{image}"></p>'
+        "<p>Below are the reports of both trainings with hvdplus. They have all seconds, those before the first step "
+        "and of measuring accuracy too, and bytes of gradients, without what goes along with them on the link.</p>"
+    )
 
 
 def draw(found: dict[tuple[str, str], Went], where: str, path: Path) -> Path:

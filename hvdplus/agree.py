@@ -307,6 +307,17 @@ def next_instance() -> int:
     return _instances - 1
 
 
+def say_if_nothing_was_wrapped() -> None:
+    """At the end of a process of several ranks that has not failed: a job without an optimizer of ours trains each of
+    its ranks by itself, and nobody else would say so."""
+    if not _instances and not hasattr(sys, "last_value"):
+        print(
+            "hvdplus: no optimizer was wrapped (hvd.DistributedOptimizer, hvd.ddp.attach), so hvdplus has exchanged no "
+            "gradients",
+            file=sys.stderr,
+        )
+
+
 def open_log(settings: Settings, world: World, instance: int, rejoined: int = 0) -> RunLog:
     """The run log of the job's ``instance``-th optimizer (from 0); a new log each time that it has ``rejoined`` other
     ranks. Only rank 0 writes a file, and only if the setting ``run_log`` names one."""

@@ -93,3 +93,22 @@ def test_a_transport_that_one_rank_alone_asks_for_ends_the_job_with_a_message(sc
     assert words in output and "trains\n" not in output
     if asked == "mpi4py":
         assert "rank 1 has mpi4py from HVDPLUS_TRANSPORT (environment)" in output
+
+
+WRAPS = """
+import torch
+net = torch.nn.Linear(2, 2)
+hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(){argument})
+"""
+
+
+@pytest.mark.parametrize("argument", ["", ", every=2", ", op=hvd.Adasum"])
+def test_a_job_that_wraps_an_optimizer_is_left_in_peace(script, argument):
+    path = script(TRAIN.replace("hvd.shutdown()", WRAPS.format(argument=argument)))
+    code, output = run(mpirun(2, sys.executable, path), 60)
+    assert code == 0 and "no optimizer was wrapped" not in output, output
+
+
+def test_a_job_that_wraps_no_optimizer_is_told_so_at_its_end(script):
+    code, output = run(mpirun(2, sys.executable, script(TRAIN)), 60)
+    assert code == 0 and output.count("hvdplus: no optimizer was wrapped") == 1, output

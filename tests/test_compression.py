@@ -1113,6 +1113,14 @@ def test_unknown_names_are_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "meant"), [("lowrnk:4", "lowrank:4"), ("powersgd:2", "lowrank:4"), ("fp32", "none"), ("bf16", "fp16")]
+)
+def test_what_was_probably_meant_is_named(text: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=f"did you mean {meant}\\?"):
+        parse(text)
+
+
+@pytest.mark.parametrize(
     ("text", "why"),
     [
         ("none:1", "takes no parameter"),

@@ -376,6 +376,7 @@ def test_command(lab):
     for number in range(3):
         assert f"{number} of 3 on h{number + 1}" in output
         assert re.search(rf"^h{number + 1} sent [1-9]\.\d\d MB$", output, re.MULTILINE)
+    assert re.search(r"^h3 to h1: (2[789]|3[012])\d\.\d Mbit/s$", output, re.MULTILINE), output
     with command("--", "false") as process:
         assert "h1 sent" in process.communicate(timeout=60)[0]
     assert process.returncode == 1

@@ -73,6 +73,19 @@ def test_a_script_is_tried(tmp_path: Path) -> None:
 
 @pytest.mark.lab
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+def test_a_script_for_torchrun_is_tried_by_torchrun(tmp_path: Path) -> None:
+    script = Path(__file__).parent.parent / "examples" / "pytorch_ddp.py"
+    command = [sys.executable, "-m", "hvdplus.cli", "try", "--rates", "100mbit", "--seconds", "3"]
+    code, output = launched([*command, str(script)], timeout_seconds=60, PYTHONSAFEPATH="")
+    assert code == 1 and "hvdplus try --torchrun SCRIPT" in output, output
+    code, output = launched([*command, "--torchrun", str(script)], timeout_seconds=180, PYTHONSAFEPATH="")
+    assert code == 0, output
+    (line,) = (line for line in output.splitlines() if line.startswith("100mbit "))
+    assert float(line.split()[5]) > 1.2, output
+
+
+@pytest.mark.lab
+@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 def test_a_script_without_hvdplus_is_told_what_to_import(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("print('nothing to see')")

@@ -7,6 +7,7 @@ process. The setting ``transport`` overrides.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import importlib.metadata
 import importlib.util
@@ -19,6 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hvdplus import agree
 from hvdplus.adapters.transports import launchers, openmpi
 from hvdplus.adapters.transports.horovod_private import LIBRARIES
 from hvdplus.adapters.transports.local import Local
@@ -76,6 +78,9 @@ def connect(binding: str, cpu: Cpu, *arguments: Any, **keywords: Any) -> World:
         collective = COLLECTIVES[transport.name]
     else:  # only Open MPI reads these settings
         collective = openmpi.allreduce_algorithm(made) if "OMPI_COMM_WORLD_SIZE" in os.environ else "MPI's choice"
+    if transport.rank == 0 and transport.size > 1:
+        atexit.unregister(agree.say_if_nothing_was_wrapped)
+        atexit.register(agree.say_if_nothing_was_wrapped)
     return learn(binding, cpu, transport, collective)
 
 

@@ -163,6 +163,7 @@ class SharedVector:
         self._helper.join()
         for memory in (self._values, self._counts):  # else MPI, or Horovod for it, never ends over UCX
             memory.Unlock_all()
+        self.meet()  # as soon as one rank ends Horovod, that ends MPI on all of them
 
     def _in_turn(self) -> list[int]:
         """All ranks, this one first, so that not all turn to the same one."""

@@ -30,7 +30,7 @@ for filters in (64, 128, 256):
     model.add(keras.layers.BatchNormalization())
     model.add(keras.layers.ReLU())
     model.add(keras.layers.MaxPooling2D())
-model.add(keras.layers.Flatten())
+model.add(keras.layers.GlobalAveragePooling2D())
 model.add(keras.layers.Dense(10))
 
 optimizer = keras.optimizers.SGD(args.learning_rate * hvd.size(), momentum=0.9, weight_decay=5e-4)

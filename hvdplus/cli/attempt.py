@@ -2,6 +2,7 @@
 
     hvdplus try train.py --epochs 3             two hosts on this machine, at 100 Mb/s and 1 Gb/s; some minutes
     hvdplus try --rates 200mbit,2gbit train.py
+    hvdplus try --torchrun train_ddp.py         one with DistributedDataParallel
 
 The script runs for some seconds at a time on hosts of a lab (see ``hvdplus lab``): without compression, in fp16 and
 with ``auto``, and what a step takes is read from its run logs. It has to use hvdplus already, with the default
@@ -59,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hosts", default="2", metavar="N", help="number of hosts (default: 2)")
     parser.add_argument("--rates", default=RATES, metavar="RATES", help=f"of the links (default: {RATES})")
     parser.add_argument("--seconds", default="40", metavar="S", help="of training in each run (default: 40)")
+    parser.add_argument("--torchrun", action="store_true", help="torchrun instead of mpirun")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="a Python script, its arguments")
 
 
@@ -75,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"hvdplus try wants a Python script. Received: {shlex.join(args.script) or 'nothing'}")
         print(said_before(hosts, rates, seconds), flush=True)
         with tempfile.TemporaryDirectory() as folder:
-            rows, logs = measured(hosts, rates, seconds, script, Path(folder))
+            launcher = "torch" if args.torchrun else "mpi"
+            rows, logs = measured(hosts, rates, seconds, launcher, script, Path(folder))
     except (LabError, ValueError) as error:
         print(f"hvdplus try: {error}", file=sys.stderr)
         return 2
@@ -101,7 +104,7 @@ def said_before(hosts: int, rates: Sequence[str], seconds: int) -> str:
 
 
 def measured(
-    hosts: int, rates: Sequence[str], seconds: int, script: Sequence[str], folder: Path
+    hosts: int, rates: Sequence[str], seconds: int, launcher: str, script: Sequence[str], folder: Path
 ) -> tuple[list[tuple[str, ...]], list[list[Record]]]:
     """A row for each rate; the records of all runs.
 
@@ -116,7 +119,7 @@ def measured(
             lab.shape(rate)
             went = {}
             for way in WAYS:
-                records = one(lab, [sys.executable, *script], way, seconds, folder / f"{rate}-{way}.jsonl")
+                records = one(lab, [sys.executable, *script], way, seconds, launcher, folder / f"{rate}-{way}.jsonl")
                 logs.append(records)
                 went[way] = summed_up(records)
                 print(f"  {rate}, {way}: {three_digits(went[way].span.step_ms)} ms a step", flush=True)
@@ -124,7 +127,7 @@ def measured(
     return rows, logs
 
 
-def one(lab: Lab, command: Sequence[str], way: str, seconds: int, log: Path) -> list[Record]:
+def one(lab: Lab, command: Sequence[str], way: str, seconds: int, launcher: str, log: Path) -> list[Record]:
     """Run the script in one way until it ends or its time is up; the records of its run log."""
     environment = {
         "HVDPLUS_COMPRESSION": way,
@@ -132,14 +135,17 @@ def one(lab: Lab, command: Sequence[str], way: str, seconds: int, log: Path) -> 
         "HVDPLUS_WINDOW_STEPS": str(WINDOW_STEPS),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
-    with lab.start(command, env=environment, timeout_seconds=60.0 + 3 * seconds) as job:
+    with lab.start(command, launcher=launcher, env=environment, timeout_seconds=60.0 + 3 * seconds) as job:
         records = watch(job, log, seconds)
     if len(windows_of(records)) <= SETTLE:
+        if "environment variable RANK expected" in job.output:
+            raise RuntimeError("the script is one for torchrun: hvdplus try --torchrun SCRIPT ...")
         if job.process.returncode:
             raise RuntimeError(f"the script ended with code {job.process.returncode}:\n{job.output[-2000:]}")
         raise RuntimeError(
             "the script took too few steps, or none with hvdplus: it needs `import hvdplus.torch as hvd` (or "
-            f"hvdplus.keras), hvd.init() and hvd.DistributedOptimizer. It printed:\n{job.output[-2000:]}"
+            "hvdplus.keras), hvd.init() and hvd.DistributedOptimizer (or hvd.ddp.attach). It printed:\n"
+            f"{job.output[-2000:]}"
         )
     return records
 

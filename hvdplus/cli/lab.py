@@ -1,6 +1,7 @@
 """``hvdplus lab``: run a script on several hosts with a slow network between them, all on this machine.
 
     hvdplus lab --hosts 2 --rate 200mbit -- python train.py
+    hvdplus lab --rate 200mbit --torchrun -- python train.py
     hvdplus lab --hosts 4 --rate 1gbit --pin --slow h2=0.5 -- python train.py
 
 Hosts are network namespaces with real links, each shaped to the rate: see ``hvdplus.lab``. Needs root, or a kernel that
@@ -24,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hosts", type=int, default=2, metavar="N", help="number of hosts (default: 2)")
     parser.add_argument("--rate", default=UNSHAPED, help="of each link: 50mbit, 1gbit, ..., unshaped (default)")
     parser.add_argument("--ranks-per-host", type=int, default=1, metavar="N", help="default: 1")
-    parser.add_argument("--gloo", action="store_true", help="horovodrun over Gloo instead of mpirun")
+    launchers = parser.add_mutually_exclusive_group()
+    launchers.add_argument("--gloo", action="store_true", help="horovodrun over Gloo instead of mpirun")
+    launchers.add_argument("--torchrun", action="store_true", help="torchrun instead of mpirun")
     parser.add_argument("--pin", action="store_true", help="host i runs on core i, modulo the number of cores")
     parser.add_argument(
         "--slow", action="append", default=[], metavar="HOST=SHARE", help="a host has this share of its cores: h2=0.5"
@@ -43,12 +46,14 @@ def run(args: argparse.Namespace) -> int:
         slow = shares(args.slow)
         with contextlib.ExitStack() as stack:
             lab = stack.enter_context(Lab(args.hosts, args.rate, cores))
-            if args.check:
-                lab.check()
+            for (sender, receiver), rate in (lab.check() if args.check else {}).items():
+                print(f"{sender} to {receiver}: {rate / 1e6:.1f} Mbit/s", flush=True)
             for host, share in slow.items():
                 stack.enter_context(lab.slow(host, share))
-            how = {"ranks_per_host": args.ranks_per_host, "launcher": "gloo" if args.gloo else "mpi"}
-            with lab.start(args.program, timeout_seconds=args.timeout_seconds, **how) as job:
+            launcher = "gloo" if args.gloo else "torch" if args.torchrun else "mpi"
+            how = {"ranks_per_host": args.ranks_per_host, "launcher": launcher}
+            command = ["python", *args.program] if args.program[0].endswith(".py") else args.program
+            with lab.start(command, timeout_seconds=args.timeout_seconds, **how) as job:
                 for line in job:
                     print(line, flush=True)
                 result = job.wait()

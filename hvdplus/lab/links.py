@@ -71,8 +71,10 @@ def shape_of(rate: str) -> Shape:
     return Shape(segment_bytes, bucket, 8 * burst_bytes / bits)
 
 
-def check(lab: Lab, seconds: float) -> None:
+def check(lab: Lab, seconds: float) -> dict[tuple[str, str], float]:
     """See that bytes over rate come out right: one TCP stream over every shaped link in each direction, in turn.
+
+    Returns (sender, receiver) -> bits a second, without links that are not shaped.
 
     Args:
         seconds: how long a stream takes at the nominal rate. On a busy machine up to six are tried, with pauses
@@ -81,6 +83,7 @@ def check(lab: Lab, seconds: float) -> None:
     Raises:
         LabError: a rate is off by more than 7 %, with what was expected and received.
     """
+    found = {}
     for sender, receiver in zip(lab.hosts, lab.hosts[1:] + lab.hosts[:1], strict=True):
         slower = min(lab.rates[sender], lab.rates[receiver], key=bits_per_second)
         expected = bits_per_second(slower)
@@ -98,6 +101,8 @@ def check(lab: Lab, seconds: float) -> None:
                 f"tries. This machine may be too busy (load average {os.getloadavg()[0]:.1f}) or too slow for that "
                 "rate."
             )
+        found[sender, receiver] = tries[-1]
+    return found
 
 
 def stream(source: socket.socket, server: socket.socket, payload_bytes: int, timeout_seconds: float) -> float:

@@ -50,6 +50,8 @@ NAME = re.compile(rf"{PREFIX}-(?P<pid>\d+)-(?P<born>\d+)-\d+")
 FOLDER = Path("/tmp")
 """Not TMPDIR: the next lab has to find it, and Open MPI's sockets in it want a short path."""
 CLONE_NEWNET = 0x40000000
+TORCHRUN_PORT = 29500
+"""On the first host, where torchruns meet."""
 OB1 = "--mca pml ob1 --mca btl self,vader,tcp --mca btl_tcp_if_include eth0"
 """Ranks of one host share memory (vader); hosts have a /dev/shm each, so between them there is only TCP."""
 
@@ -169,9 +171,9 @@ class Lab:
                     _tool(["tc", "-n", namespace], f"qdisc {verb} dev {device} root {shape.queue}")
             self.rates[name] = rate
 
-    def check(self, seconds: float = 0.3) -> None:
-        """See that bytes over rate come out right, see ``links.check``."""
-        check(self, seconds)
+    def check(self, seconds: float = 0.3) -> dict[tuple[str, str], float]:
+        """See that bytes over rate come out right; what was measured, see ``links.check``."""
+        return check(self, seconds)
 
     def measure(self, sender: str, receiver: str, payload_bytes: int, timeout_seconds: float) -> float:
         """Rate of one TCP stream in bits per second on the wire, headers included, once it is under way."""
@@ -212,17 +214,23 @@ class Lab:
 
         Args:
             command: what each rank runs. ``python`` is the one that runs the lab.
-            launcher: ``mpi`` for mpirun, ``gloo`` for horovodrun, which puts the rank before every line.
+            launcher: ``mpi`` for mpirun, ``gloo`` for horovodrun, which puts the rank before every line, ``torch`` for
+                a torchrun on every host.
             one_sided: with mpirun: over UCX, whose one-sided operations work between hosts.
             env: variables for all ranks, on top of this process's own.
             timeout_seconds: from the start; then `Job` ends every process and raises TimeoutError.
         """
-        if launcher not in ("mpi", "gloo"):
-            raise ValueError(f"launcher is mpi or gloo. Received: launcher={launcher!r}")
+        if launcher not in ("mpi", "gloo", "torch"):
+            raise ValueError(f"launcher is mpi, gloo or torch. Received: launcher={launcher!r}")
         if self._job and self._job.process.poll() is None:
             raise LabError("One job at a time: the one before is still running.")
+        if launcher == "torch":  # mpirun starts one on every host
+            meet = f"--rdzv-backend c10d --rdzv-endpoint {self.hosts[0]}:{TORCHRUN_PORT}"
+            here = f"--nnodes {len(self.hosts)} --nproc-per-node {ranks_per_host} {meet} --no-python"
+            command = [*f"python -m torch.distributed.run {here}".split(), *command]
+            ranks_per_host = 1
         where = f"-np {ranks_per_host * len(self.hosts)} -H " + ",".join(f"{h}:{ranks_per_host}" for h in self.hosts)
-        if launcher == "mpi":
+        if launcher != "gloo":
             launch = (
                 f"mpirun {where} --map-by ppr:{ranks_per_host}:node --bind-to none --oversubscribe --mca plm rsh "
                 f"--mca plm_rsh_agent {self.folder}/bin/ssh --mca orte_tmpdir_base {tempfile.mkdtemp(dir=self.folder)} "

@@ -33,7 +33,8 @@ from hvdplus.log.words import closing, count, decision_line, evidence_text, prin
 STYLE = """
 :root { color-scheme: light; }
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1140px; margin: 2em auto; padding: 0 1em; }
-h1 { font-size: 1.5em; margin: 0; } h2 { font-size: 1.1em; margin: 1.6em 0 .3em; }
+h1 { font-size: 1.5em; margin: 1.4em 0 .3em; } h1:first-child { margin-top: 0; }
+h2 { font-size: 1.1em; margin: 1.6em 0 .3em; }
 .verdict { font-size: 1.2em; margin: .6em 0; } .warning { background: #fff3d6; padding: .5em .8em; margin: .5em 0; }
 table { border-collapse: collapse; } td, th { padding: .15em .9em .15em 0; text-align: right; white-space: nowrap; }
 td:first-child, th:first-child { text-align: left; } th { color: #666; font-weight: normal; }
@@ -44,14 +45,18 @@ ol li { margin: .4em 0; } g.column:hover rect { opacity: .75; }
 """
 
 
-def page(runs: Mapping[str, Sequence[Record]]) -> str:
-    """The page of a run, or of several beside each other. ``runs``: name -> records of its log.
+def page(runs: Mapping[str, Sequence[Record]], top: str = "") -> str:
+    """The page of a run, or of several beside each other.
+
+    Args:
+        runs: name -> records of its log.
+        top: HTML that comes first, instead of the runs side by side.
 
     Raises:
         ValueError: a log holds no window of steps.
     """
     runs = {printable(name): printable(list(records)) for name, records in runs.items()}
-    body = [_comparison(runs)] if len(runs) > 1 else []
+    body = [top or _comparison(runs)] if len(runs) > 1 or top else []
     for name, records in runs.items():
         body.append(_run(name, records))
     title = " | ".join(runs)
@@ -61,14 +66,14 @@ def page(runs: Mapping[str, Sequence[Record]]) -> str:
     )
 
 
-def write_page(runs: Mapping[str, Sequence[Record]], path: str | os.PathLike[str]) -> Path:
-    """Write the page to a file; returns its path.
+def write_page(runs: Mapping[str, Sequence[Record]], path: str | os.PathLike[str], top: str = "") -> Path:
+    """Write the page (see ``page``) to a file; returns its path.
 
     Raises:
         ValueError: a log holds no window of steps.
         OSError: the file cannot be written.
     """
-    text, target = page(runs), Path(path)
+    text, target = page(runs, top), Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text, encoding="utf-8")
     return target
@@ -155,7 +160,8 @@ def _by_level(records: Sequence[Record]) -> str:
         if sent.dense_bytes and not math.isnan(sent.dense_bytes)
         else ""
     )
-    return _table(head, rows) + saved
+    known = [place for place in range(len(head)) if any(row[place] != "-" for row in rows)]
+    return table([head[place] for place in known], [[row[place] for place in known] for row in rows]) + saved
 
 
 HEAD = ("run", "mostly at", "ms a step", "steps", "seconds", "MB sent", "loss at end")
@@ -180,10 +186,12 @@ def row_of_run(name: str, records: Sequence[Record]) -> tuple[str, ...]:
 
 def _comparison(runs: Mapping[str, Sequence[Record]]) -> str:
     """The runs in a table, one a row."""
-    return "<h1>Side by side</h1>" + _table(HEAD, [row_of_run(name, records) for name, records in runs.items()])
+    return "<h1>Side by side</h1>" + table(HEAD, [row_of_run(name, records) for name, records in runs.items()])
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """As HTML."""
+
     def row_of(cells: Sequence[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 

@@ -62,6 +62,7 @@ def _frame(steps: Scale, values: Scale, written: Callable[[float], str]) -> Iter
 def _step_axis(steps: Scale, y: float) -> Iterator[str]:
     for tick in ticks(steps.low, steps.high):
         yield f'<text x="{steps(tick)}" y="{y + 16}" text-anchor="middle">{tick:g}</text>'
+    yield f'<text x="{LEFT - 8}" y="{y + 16}" text-anchor="end">step</text>'
 
 
 def _marks(decisions: Sequence[Record], steps: Scale, top: float, bottom: float) -> Iterator[str]:
@@ -128,7 +129,7 @@ def levels(columns: Columns, steps: Scale, decisions: Sequence[Record]) -> str:
             why = escape(f"{number}. {decision_line(each, ' → ')}")
             yield (
                 f"<g><title>{why}</title>"
-                f'<circle cx="{x}" cy="{y}" r="8" fill="{INK}"/>'
+                f'<circle cx="{x}" cy="{y}" r="8" fill="{INK}" stroke="#fff" stroke-width="1.5"/>'
                 f'<text x="{x}" y="{y + 4}" text-anchor="middle" style="fill:#fff">{number}</text></g>'
             )
 

@@ -6,6 +6,7 @@ job over ``torch.distributed`` or mpi4py, the essentials are here too, and the r
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import inspect
@@ -24,7 +25,7 @@ from hvdplus.adapters.torch.cpu import CPU
 from hvdplus.adapters.torch.optimizer import check_groups, refuses_join, wrap
 from hvdplus.adapters.transports import window, within
 from hvdplus.adapters.transports.connect import INSTALL_HOROVOD, connect, wants_horovod
-from hvdplus.agree import NO_JOIN, choose_rhythm
+from hvdplus.agree import NO_JOIN, choose_rhythm, say_if_nothing_was_wrapped
 from hvdplus.agree import Compression as WithoutHorovods
 from hvdplus.settings import Settings
 from hvdplus.transport import NeedsHorovod, TransportError, World
@@ -273,6 +274,7 @@ def _horovods_own(optimizer: Any, named_parameters: Any, **keywords: Any) -> Any
         "compression, and without what hvdplus adds (settings, reports, `optimizer.record`, ...).",
         stacklevel=3,
     )
+    atexit.unregister(say_if_nothing_was_wrapped)
     given = {name: value for name, value in keywords.items() if value is not None}
     return horovod.torch.DistributedOptimizer(optimizer, named_parameters, **given)
 
