@@ -66,7 +66,7 @@ RECIPES = (
     Recipe(
         "fine-tuning, PyTorch",
         "finetune_pytorch.py",
-        ("--model", "language_model.pt", "--text", "{other}", "--steps", "200"),
+        ("--model", "language_model.pt", *TUNING),
     ),
     Recipe("ResNet-50, PyTorch", "resnet50_pytorch.py", IMAGES, "1gbit"),
     Recipe("ResNet-50, Keras", "resnet50_keras.py", IMAGES, "1gbit"),
@@ -120,6 +120,13 @@ def course(lab: Lab, recipe: Recipe, level: str, files: dict[str, str], folder: 
         "loss": [round(window["loss"], 4) for window in windows],
         "levels": list(dict.fromkeys(window["level"] for window in windows)),
     }
+
+
+def prepare(lab: Lab, recipe: Recipe, files: dict[str, str], folder: Path) -> None:
+    """Make what a recipe goes on from, if it is not there."""
+    if recipe.script == "finetune_pytorch.py" and not (folder / "language_model.pt").exists():
+        (transformer,) = (each for each in RECIPES if each.title == "transformer, PyTorch")
+        course(lab, transformer, "auto", files, folder)
 
 
 def smooth(losses: Sequence[float]) -> list[float]:
@@ -182,6 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for rate in dict.fromkeys(recipe.rate for recipe in chosen):
             with Lab(hosts=2, rate=rate, cores={"h1": "0", "h2": "1"}) as lab:
                 for recipe in (each for each in chosen if each.rate == rate):
+                    prepare(lab, recipe, files, folder)
                     found[recipe.title] = {level: course(lab, recipe, level, files, folder) for level in LEVELS}
                     RESULTS.write_text(json.dumps({"machine": machine(), "runs": found}) + "\n")
                     print(*list(lines({recipe.title: found[recipe.title]}))[2:], sep="\n", flush=True)

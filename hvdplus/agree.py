@@ -312,8 +312,8 @@ def say_if_nothing_was_wrapped() -> None:
     its ranks by itself, and nobody else would say so."""
     if not _instances and not hasattr(sys, "last_value"):
         print(
-            "hvdplus: no optimizer was wrapped (hvd.DistributedOptimizer, hvd.ddp.attach), so hvdplus has exchanged no "
-            "gradients",
+            "hvdplus: no optimizer was wrapped on rank 0 (hvd.DistributedOptimizer, hvd.ddp.attach), so hvdplus has "
+            "exchanged no gradients there",
             file=sys.stderr,
         )
 

@@ -84,8 +84,8 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
             for an unknown compression, a wrong setting, or other sources on another rank.
         TransportError: ``hvd.init()`` was not called.
     """
-    world = front.world_of(process_set)
     average = front.check_op(op, gradient_predivide_factor)
+    world = front.world_of(process_set)
     return _tape.wrap(
         gradtape,
         world,

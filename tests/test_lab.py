@@ -250,6 +250,19 @@ def test_a_killed_rank_ends_a_job_that_waits_for_nobody(lab):
     assert not running(lab.name)
 
 
+def test_a_torchrun_on_every_host(lab, tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text(
+        "import hvdplus.torch as hvd, torch\n"
+        "hvd.init()\n"
+        "print('sum', hvd.allreduce(torch.ones(1), op=hvd.Sum).item(), 'on host rank', hvd.local_rank())\n"
+    )
+    result = lab(hosts=2).run(["python", str(script)], launcher="torch", ranks_per_host=2, timeout_seconds=60)
+    assert result.exit_code == 0, result.output
+    assert "4 ranks on 2 hosts" in result.output and "transport torch-gloo" in result.output, result.output
+    assert result.output.count("sum 4.0 on host rank 0") == result.output.count("sum 4.0 on host rank 1") == 2
+
+
 def test_a_failing_command_gives_its_exit_code(lab):
     assert lab().run(python("import sys; print('hello'); sys.exit(7)"), timeout_seconds=30)[0] == 7
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdplus.adapters.transports.launchers import LAUNCHERS, announced, check_reachable, check_size
+from hvdplus.adapters.transports.launchers import LAUNCHERS, announced, check_reachable, check_size, unheard
 from hvdplus.transport import TransportError
 
 TORCHRUN = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "none"}
@@ -94,3 +94,9 @@ def test_torchrun_inside_another_launchers_single_task_is_refused(outer):
 def test_torchrun_inside_srun_is_named_before_mpi_starts():
     with pytest.raises(TransportError, match="torchrun started 2 ranks"):
         check_reachable({**STEP, "SLURM_STEP_NUM_TASKS": "1", **TORCHRUN})
+
+
+def test_only_torch_distributed_hears_a_torchrun_that_mpirun_started_on_every_host():
+    outer = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
+    found = unheard({**outer, **TORCHRUN})
+    assert found is not None and found.launcher.name == "torchrun" and unheard(outer) is None

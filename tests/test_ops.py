@@ -368,14 +368,16 @@ def test_before_pytorch_2_9_only_devices_have_a_reduced_precision(monkeypatch: p
     from hvdplus.adapters.torch import private
 
     matmul = SimpleNamespace(allow_tf32=True)
-    with monkeypatch.context() as patch:
-        patch.setattr("torch.backends.cuda.matmul", matmul)
-        patch.setattr("torch.backends.mkldnn.matmul", None)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr("torch.backends.cuda.matmul", matmul)
+            patch.setattr("torch.backends.mkldnn.matmul", None)
+            importlib.reload(private)
+            with private.full_precision():
+                assert matmul.allow_tf32 is False
+            assert matmul.allow_tf32 is True
+    finally:
         importlib.reload(private)
-        with private.full_precision():
-            assert matmul.allow_tf32 is False
-        assert matmul.allow_tf32 is True
-    importlib.reload(private)
     assert len(private._products) == 2
 
 

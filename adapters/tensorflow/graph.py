@@ -193,7 +193,8 @@ class GraphExchange(VariablesExchange):
         metadata = read(total, self.transport.size)
         if "weights" in metadata.odd:
             everyone = self.transport.gather_objects(weights.tolist())
-            raise RuntimeError(weights_differ(metadata.odd["weights"], everyone, self.names))
+            message = weights_differ(metadata.odd["weights"], everyone, self.names)
+            raise RuntimeError(message + self.coordinator.note)
         healthy = bool(sums_finite) and not metadata.nonfinite
         self.coordinator.row_bytes = int(row_bytes)
         self.coordinator.observe(plan, metadata, healthy)

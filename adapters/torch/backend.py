@@ -264,7 +264,7 @@ def loss_of(loss: float | torch.Tensor) -> Any:
     """A loss for ``Reporter.loss``; that of a device is read when the host waits for the device anyway."""
     if not isinstance(loss, torch.Tensor):
         return float(loss)
-    return float(loss.detach()) if loss.device.type == "cpu" else loss.detach().clone()
+    return float(loss.detach()) if loss.device.type == "cpu" else loss.detach().clone().reshape(())
 
 
 def takes(grad: torch.Tensor, mean: torch.Tensor) -> bool:

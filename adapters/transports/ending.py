@@ -17,11 +17,13 @@ def on_exception(do: Callable[[BaseException], None]) -> None:
     previous: Callable[..., Any] = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        previous(kind, error, trace)
-        if not hasattr(sys, "ps1"):
+        try:
+            previous(kind, error, trace)
             sys.stdout.flush()
             sys.stderr.flush()
-            do(error)
+        finally:  # nobody may read what is printed any more
+            if not hasattr(sys, "ps1"):
+                do(error)
 
     sys.excepthook = hook
 

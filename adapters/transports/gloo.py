@@ -141,8 +141,9 @@ class Gloo:
         atexit.unregister(self._end)
 
     def _fail(self, error: BaseException) -> None:
-        self._board.fail(error)
-        end_soon()  # Gloo's threads wait for sums that other ranks have not come to
+        if not self._ended.is_set():
+            end_soon()  # Gloo's threads wait for sums that other ranks have not come to
+            self._board.fail(error)
 
     def _begin(self, call: _Call) -> None:
         """Begin a sum: on the host once all ranks have come to it, on a device in the order of the device's work."""

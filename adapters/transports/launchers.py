@@ -113,10 +113,12 @@ def heard(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def unheard(environ: Mapping[str, str] = os.environ) -> Announced | None:
-    """The launcher of several ranks that only torch.distributed hears; None: others do, too, or there is one rank."""
+    """The innermost launcher, if it started several ranks and only torch.distributed hears it; else None.
+
+    What it was started by itself (``srun torchrun``, one on every node) knows nothing of its ranks.
+    """
     nearest = next(iter(announced(environ)), None)
-    silent = nearest is not None and nearest.launcher.silent and nearest.size != 1 and not heard(environ)
-    return nearest if silent else None
+    return nearest if nearest is not None and nearest.launcher.silent and nearest.size != 1 else None
 
 
 def check_reachable(environ: Mapping[str, str] = os.environ) -> None:

@@ -151,7 +151,9 @@ class SharedVector:
 
     def meet(self) -> None:
         """Wait for all ranks: what was added before is in the vector afterwards."""
-        self._wait(self._comm.Ibarrier().Test, lambda: "other ranks to meet; each has to call the same")
+        request = self._comm.Ibarrier()
+        whom = "other ranks to meet; each has to call the same"
+        self._wait(lambda: self._mpi.Is_finalized() or request.Test(), lambda: whom)
 
     def close(self) -> None:
         """End it; all ranks call it. Nobody waits any more for the exchanges of one that does, and it helps the others

@@ -25,16 +25,25 @@ def is_part(process_set: Any) -> bool:
 
 
 def of_process_set(binding: str, cpu: Cpu, world: World, process_set: Any) -> World:
-    """The ranks of a Horovod process set; all of them call it, and no other rank. Arguments as of ``connect``.
+    """The ranks of a Horovod process set (None: those of ``world``); all of them call it, and no other rank.
+
+    Arguments as of ``connect``.
 
     Raises:
-        ValueError: this rank is not one of them.
+        ValueError: this rank is not one of them, or the set was not added.
         NeedsHorovod: the job runs without Horovod.
     """
+    if not is_part(process_set):
+        return world
     if not hasattr(world.transport, "within"):
         raise NeedsHorovod(
             f"process_set= needs Horovod, and this job runs over {world.transport.name} (in PyTorch, process_group= "
             f"takes torch.distributed's groups). {INSTALL_HOROVOD}."
+        )
+    if process_set.process_set_id is None:
+        raise ValueError(
+            "The process set was not added: hvd.init(process_sets=[...]) does that, or hvd.add_process_set(...), if "
+            f"HOROVOD_DYNAMIC_PROCESS_SETS=1 was set before hvd.init(). Received: {process_set}"
         )
     known, of, found = _sets.get(process_set.process_set_id, (None, None, None))
     if found is None or known is not process_set or of is not world:
@@ -58,6 +67,8 @@ def of_process_group(cpu: Cpu, group: Any) -> World:
     whole, ranks = dist.group.WORLD, tuple(dist.get_process_group_ranks(group))
     known, found = _groups.get(ranks, (None, None))
     if found is None or known is not whole:
+        if found is not None:
+            found.transport.shutdown()
         transport = TorchDistributed(Settings.load().timeout_seconds, group)
         found = learn("horovod.torch", cpu, transport, COLLECTIVES[transport.name])
         _groups[ranks] = whole, found

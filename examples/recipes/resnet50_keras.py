@@ -1,6 +1,9 @@
 """ResNet-50 on a folder of images, one folder inside for each class, as ImageNet's are.
 
-    mpirun -np 8 -H alice:4,bob:4 --bind-to none python examples/recipes/resnet50_keras.py --data imagenet/train
+    mpirun -np 2 --bind-to none python examples/recipes/resnet50_keras.py --data imagenet/train
+
+The learning rate grows with the number of ranks, warms up for five epochs, and falls to a tenth at epochs 30, 60 and 80
+(Goyal et al., arXiv 1706.02677).
 
 Its convolutions are small for what they compute, so this pays on slower networks than a language model does: let
 ``hvdplus try`` tell.
@@ -49,6 +52,10 @@ model.fit(
         hvd.callbacks.BroadcastGlobalVariablesCallback(0),
         hvd.callbacks.MetricAverageCallback(),
         hvd.callbacks.LearningRateWarmupCallback(initial_lr=rate, warmup_epochs=5, steps_per_epoch=steps),
+        *(
+            hvd.callbacks.LearningRateScheduleCallback(rate, 0.1**number, start_epoch=first, end_epoch=last)
+            for number, (first, last) in enumerate([(30, 60), (60, 80), (80, None)], start=1)
+        ),
     ],
 )
 hvd.report(optimizer)

@@ -62,6 +62,8 @@ class Coordinator:
         """What sums took before training began: (bytes, seconds)."""
         self.listener: Callable[[StepTimes, float], None] = lambda times, learning_rate: None
         """Called once a step, on all ranks alike, with the times and the learning rate of a step that is over."""
+        self.note = ""
+        """Ends messages that name ranks."""
         self.row_bytes = 0
         """Bytes that the last step sent for tables, besides the buckets' payloads."""
         self.steps = 0
@@ -159,7 +161,7 @@ class Coordinator:
         Raises:
             RuntimeError: ranks differ in contexts, parameters or learning rates; on every rank.
         """
-        check_agreement(metadata, self.ladder.names[plan.level])
+        check_agreement(metadata, self.ladder.names[plan.level], self.note)
         if healthy and not metadata.nonfinite:
             self.schedule.commit(plan)
         times = StepTimes(*map(_whole_microseconds, metadata.times))

@@ -177,13 +177,14 @@ def _odd(fields: np.ndarray, low: list[float], high: list[float]) -> dict[str, l
     return found
 
 
-def check_agreement(metadata: Metadata, level: str) -> None:
+def check_agreement(metadata: Metadata, level: str, note: str = "") -> None:
     """Raise an error, on every rank alike, if ranks differ in a field that has to be equal.
 
     Weights are not checked here: their error names a parameter, which takes another gather.
 
     Args:
         level: name of the level that ran.
+        note: ends the message.
 
     Raises:
         RuntimeError: the message names the ranks and the way out.
@@ -192,25 +193,25 @@ def check_agreement(metadata: Metadata, level: str) -> None:
     if "added" in odd:
         raise RuntimeError(
             "Parameters have to be unfrozen or added to the optimizer on all ranks at the same step. New parameters, "
-            f"rank by rank: {', '.join(map(str, metadata.added))}."
+            f"rank by rank: {', '.join(map(str, metadata.added))}.{note}"
         )
     if "missing" in odd:
         raise RuntimeError(
             "Some variables have a gradient on some ranks only: the variables without one differ between rank 0 and "
             f"rank(s) {odd['missing']}. Every rank has to compute gradients of the same variables: freeze layers on "
-            "all ranks alike, and add unused variables to the loss with a factor of 0."
+            f"all ranks alike, and add unused variables to the loss with a factor of 0.{note}"
         )
     if "contexts" in odd:
         raise RuntimeError(
             f"The contexts of {level} differ between rank 0 and rank(s) {odd['contexts']}, so their sum has no "
             "meaning. This happens when ranks have different library versions or CPU capabilities: make them equal, or "
-            "set HVDPLUS_COMPRESSION=fp16."
+            f"set HVDPLUS_COMPRESSION=fp16.{note}"
         )
     if "learning_rate" in odd:
         raise RuntimeError(
             f"The learning rate differs between rank 0 and rank(s) {odd['learning_rate']}, so their weights will "
             "drift apart. Set it from values that all ranks share: a scheduler that follows a loss needs all ranks' "
-            "mean loss (hvd.allreduce), and a loaded scheduler has to be loaded on every rank."
+            f"mean loss (hvd.allreduce), and a loaded scheduler has to be loaded on every rank.{note}"
         )
 
 

@@ -142,7 +142,8 @@ class Reporter(Generic[EagerArray]):
         metadata = in_flight.read()
         if "weights" in metadata.odd:
             everyone = x.transport.gather_objects(list(in_flight.checksums), f"weights of {x.prefix}")
-            raise RuntimeError(weights_differ(metadata.odd["weights"], everyone, x.backend.names))
+            message = weights_differ(metadata.odd["weights"], everyone, x.backend.names)
+            raise RuntimeError(message + x.coordinator.note)
         x.coordinator.observe(plan, metadata, healthy)
         if self._unseen:
             self._unseen -= set(np.flatnonzero(metadata.used > 0).tolist())

@@ -56,7 +56,7 @@ def finish(x: EagerExchange[EagerArray], learning_rate: float = 0.0, added: int 
     receive(x)
     healthy = agree(x)
     if added:
-        check_agreement(x.reporter.metadata.read(), x.ladder.names[x.plan.level])
+        check_agreement(x.reporter.metadata.read(), x.ladder.names[x.plan.level], x.coordinator.note)
         x.exchange_added()
     probe(x)
     with x.meter.codec():

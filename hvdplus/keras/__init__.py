@@ -100,7 +100,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         average_aggregated_gradients: with several passes, Keras always averages them; False warns.
         num_groups, groups: accepted; hvdplus makes its own groups (buckets).
         process_set: Horovod's, of which this rank is one: only its ranks exchange, such as the copies of one part of a
-            model that is split over several ranks.
+            model that is split over several ranks. Callbacks and broadcasts still are about all ranks.
         scale_local_gradients: divide the gradients of ``local_layers`` by the number of ranks, as all others are.
         settings: name -> value, over ``HVDPLUS_*`` and over the file that ``HVDPLUS_CONFIG`` names, e.g.
             ``{"dense_steps": 20, "ladder": ["none", "fp16"]}``; ``hvdplus doctor`` lists them.
@@ -113,10 +113,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     Raises:
         ValueError: wrapped twice, not an optimizer, unknown compression or a wrong setting, or an argument that has no
             meaning here.
+        NeedsHorovod: ``process_set`` without Horovod.
         TransportError: ``hvd.init()`` was not called.
     """
-    world = world_of(process_set)
     average = check_op(op, gradient_predivide_factor)
+    world = world_of(process_set)
     if backward_passes_per_step > 1 and not average_aggregated_gradients:
         warnings.warn(
             "Keras averages over accumulated passes; pass average_aggregated_gradients=True to silence this warning.",
@@ -201,12 +202,7 @@ def world_of(process_set: Any) -> World:
         ValueError: this rank is not one of them.
         NeedsHorovod: the job runs without Horovod.
     """
-    world = _require_world()
-    return (
-        within.of_process_set(backend.BINDING, backend.CPU, world, process_set)
-        if within.is_part(process_set)
-        else world
-    )
+    return within.of_process_set(backend.BINDING, backend.CPU, _require_world(), process_set)
 
 
 def check_op(op: Any, gradient_predivide_factor: float) -> bool:
@@ -289,7 +285,7 @@ def report(optimizer: Any, png: str | None = None, html: str | None = None, **fa
     ours = getattr(optimizer, "inner_optimizer", optimizer)
     from hvdplus.log.report import report as end_with_report  # words and axes: training needs neither
 
-    return end_with_report(ours.hvdplus, _require_world(), png, html, facts)
+    return end_with_report(ours.hvdplus, ours._hvdplus.world, png, html, facts)
 
 
 def _require_world() -> World:

@@ -245,6 +245,8 @@ class Lab:
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "GLOO_SOCKET_IFNAME": "eth0",
         }
+        if launcher == "torch":
+            environment.setdefault("HVDPLUS_TRANSPORT", "torch")  # the ranks inherit mpirun's variables, too
         if one_sided:  # else UCX would find that the hosts are one machine, and use its memory
             environment |= {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0"}
         # Unbuffered, `print` writes a line in pieces, and those of several ranks mix. To the ranks mpirun looks like a

@@ -120,6 +120,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Raises:
         ValueError: wrapped twice, bad names, types, arguments or settings, another model on another rank.
+        NeedsHorovod: ``process_set`` without Horovod.
         TransportError: ``hvd.init()`` was not called.
     """
     world = _require_world()
@@ -145,7 +146,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         )
     if process_group is not None:
         world = within.of_process_group(CPU, process_group)
-    elif within.is_part(process_set):
+    else:
         world = within.of_process_set(_BINDING, CPU, world, process_set)
     if gradient_predivide_factor != 1.0 and op != average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")

@@ -1732,6 +1732,8 @@ def test_a_rank_outside_of_a_process_set_is_told_so():
     sets = [hvd.add_process_set(ranks) for ranks in ([0, 1], [2, 3])]
     with pytest.raises(ValueError, match=f"This rank, {RANK}, is not in the process set"):
         wrapped(model(), "none", process_set=sets[RANK < 2])
+    with pytest.raises(ValueError, match="The process set was not added"):
+        wrapped(model(), "none", process_set=hvd.ProcessSet([0, 3]))
     hvd.barrier()
     for one in sets:
         hvd.remove_process_set(one)

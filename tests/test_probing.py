@@ -1,0 +1,35 @@
+"""Sums before training: what of them counts."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from hvdplus.adapters.numpy import NumpyOps
+from hvdplus.adapters.transports.in_process import run
+from hvdplus.control.probing import LARGE_RUNS, RUNS, probe, sizes
+
+DENSE_BYTES = 4 << 20
+
+
+def test_neither_a_link_that_has_rested_nor_a_busy_machine_counts() -> None:
+    """The first large sum takes no time, the others 20 ms, on a machine that adds 40 ms to two of them."""
+    small, large = sizes(DENSE_BYTES)
+    assert small < large and LARGE_RUNS * large <= 0.2 * DENSE_BYTES
+    takes = {small: [0.001] * RUNS, large: [0.0, 0.06, 0.02, 0.06]}
+
+    def body(transport: Any) -> Any:
+        left = {size: iter(seconds) for size, seconds in takes.items()}
+        start, wait = transport.start, transport.wait
+
+        def slow(handle: tuple[Any, int]) -> Any:
+            time.sleep(next(left[handle[1]]))
+            return wait(handle[0])
+
+        transport.start = lambda array, *more: (start(array, *more), array.nbytes)
+        transport.wait = slow
+        return probe(NumpyOps(), transport, DENSE_BYTES)
+
+    first, second = run(2, body)
+    assert first == second and [size for size, _ in first] == [small, large]
+    assert 0.001 <= first[0][1] < 0.01 and 0.02 <= first[1][1] < 0.04
