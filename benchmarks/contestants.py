@@ -27,7 +27,7 @@ import copy
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Client
 from typing import Any
 
@@ -156,19 +156,17 @@ class Contestant:
         elif kind == "hook":
             self._forward = _ddp(self.model, "")
             level, *others = detail.split()
-            own = {name: value for name, _, value in (other.partition("=") for other in others)}
-            self.attached = hvd.ddp.attach(self._forward, self.optimizer, level, settings=own)
+            self.attached = hvd.ddp.attach(self._forward, self.optimizer, level, settings=_settings(others))
         elif kind == "ddp":
             self._forward = _ddp(self.model, detail)
         elif kind in ("local", "stale"):
             first, *others = detail.split()
             level = others.pop(0) if kind == "local" else "none"
-            pairs = (other.partition("=") for other in others)
             self.optimizer = hvd.DistributedOptimizer(
                 self.optimizer,
                 named_parameters=named,
                 compression=level,
-                settings={KINDS[kind]: first, **{name: value for name, _, value in pairs}},
+                settings={KINDS[kind]: first, **_settings(others)},
             )
         elif kind == "postlocal":
             self._forward, self.optimizer = _post_local(self.model, self.optimizer, int(detail))
@@ -209,9 +207,14 @@ class Contestant:
         return [exchange for each in optimizers if (exchange := getattr(each, "_exchange", None)) is not None]
 
     @property
+    def coordinator(self) -> Any:
+        """hvdplus's; None in others."""
+        return getattr(self.attached or self.optimizer, "hvdplus", None)
+
+    @property
     def level(self) -> str:
         """That hvdplus runs next, or learns for in a dense step; elsewhere empty."""
-        coordinator = getattr(self.attached or self.optimizer, "hvdplus", None)
+        coordinator = self.coordinator
         return coordinator.ladder.names[coordinator.plan.warms_up or coordinator.plan.level] if coordinator else ""
 
     def evaluate(self, average: bool) -> float:
@@ -222,6 +225,11 @@ class Contestant:
         for number, parameter in enumerate(mean.parameters()):
             parameter.data = hvd.allreduce(parameter.data, name=f"contestants.evaluate.{number}")
         return self._task.evaluate(mean)
+
+
+def _settings(words: Sequence[str]) -> dict[str, str]:
+    """``name=value``, of each word."""
+    return dict(word.split("=", 1) for word in words)
 
 
 class DiLoCo:
@@ -378,12 +386,12 @@ class Job:
     def records(self, who: str) -> list[dict[str, Any]]:
         """The run log of ``who`` so far."""
         contestant = self._people[who]
-        return (contestant.attached or contestant.optimizer).hvdplus.log.records
+        return contestant.coordinator.log.records
 
     def knowledge(self, who: str) -> dict[str, Any]:
         """What the controller of ``who`` has learned."""
         contestant = self._people[who]
-        controller = (contestant.attached or contestant.optimizer).hvdplus._controller
+        controller = contestant.coordinator._controller
         return {"memory": controller.memory(), "costs": [tuple(cost) for cost in controller.costs]}
 
     def identical(self, who: str) -> bool:

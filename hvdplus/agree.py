@@ -322,7 +322,8 @@ def open_log(settings: Settings, world: World, instance: int, rejoined: int = 0)
     """The run log of the job's ``instance``-th optimizer (from 0); a new log each time that it has ``rejoined`` other
     ranks. Only rank 0 writes a file, and only if the setting ``run_log`` names one."""
     path = settings.run_log if world.transport.rank == 0 else ""
-    ending = getattr(world.transport, "part", "")  # groups of ranks have logs of their own
+    part = world.transport.part  # groups of ranks have logs of their own
+    ending = f".ranks{'-'.join(map(str, part))}" if part else ""
     ending += (f".{instance}" if instance else "") + (f".rejoined{rejoined}" if rejoined else "")
     return RunLog(path + ending if path else None, keep=world.transport.rank == 0)
 

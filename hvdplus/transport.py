@@ -41,10 +41,14 @@ class Transport(Protocol):
     local_size: int
     negotiates: bool
     """Whether ranks may start sums in any order, and small sums that are ready together are fused."""
-
-    @property
-    def summable(self) -> Sequence[str]:
-        """Types of arrays that the transport can add up, such as ``float16``."""
+    part: tuple[int, ...] = ()
+    """The job's ranks that these are, if they are not all; empty: they are."""
+    two_level: Any = None
+    """``hvdplus.exchange.two_level.TwoLevel`` of these ranks, if there is one."""
+    splits_unasked: bool = True
+    """Whether groups of ranks may be made for two levels that nobody has asked for."""
+    summable: Sequence[str]
+    """Types of arrays that the transport can add up, such as ``float16``."""
 
     def start(self, array: Any, name: str, scale: float = 1.0) -> Any:
         """Begin to sum ``array`` over all ranks, in place where the framework allows; return a handle at once.

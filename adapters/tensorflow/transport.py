@@ -28,7 +28,7 @@ def graph_transport(transport: Transport) -> Transport:
     return _OnHost(transport)
 
 
-class _OnHost:
+class _OnHost(Transport):
     """Sums on the host, one after the other: TensorFlow runs host calls in the order in which they were traced."""
 
     def __init__(self, transport: Transport) -> None:

@@ -211,11 +211,11 @@ def check(settings: Any, every: int, world: World) -> None:
     """Raise ValueError where settings, or ``every``, ask for what such exchanges cannot do, or the ranks of ``world``
     are not those of MPI."""
     transport = world.transport
-    if not transport.name.startswith(("horovod", "mpi4py")) or getattr(transport, "_set", None):
+    if not transport.name.startswith(("horovod", "mpi4py")) or transport.part:
         raise ValueError(
             "With staleness, all ranks add to a memory that MPI shares between them: start the job with mpirun or srun "
             "--mpi=pmix, and leave process sets and groups out. Received: "
-            + ("a process set or group" if getattr(transport, "_set", None) else f"transport {transport.name}")
+            + ("a process set or group" if transport.part else f"transport {transport.name}")
         )
     wrong: Mapping[str, bool] = {
         "every=auto": not every,

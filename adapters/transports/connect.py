@@ -110,7 +110,7 @@ def learn(binding: str, cpu: Cpu, transport: Transport, collective: str) -> Worl
             "(mpirun passes a variable on to other hosts with -x NAME)."
         )
     hosts_of_ranks = [facts["host"] for facts in ranks]
-    transport.two_level = two_level.split(transport, hosts_of_ranks, asked[0])  # type: ignore[attr-defined]
+    transport.two_level = two_level.split(transport, hosts_of_ranks, asked[0])
     if transport.rank == 0:
         hosts = ", ".join(f"{host} x {count}" for host, count in world.hosts.items())
         _say(

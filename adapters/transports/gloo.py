@@ -23,7 +23,7 @@ import torch.distributed
 
 from hvdplus.adapters.transports.board import Board
 from hvdplus.adapters.transports.ending import end_soon, on_exception
-from hvdplus.transport import OBJECTS, TransportError, digest, gather_in_parts, words_of
+from hvdplus.transport import OBJECTS, Transport, TransportError, digest, gather_in_parts, words_of
 
 LOOK_SECONDS = 5.0
 """A rank that has waited so long tells the others what for, and looks again as often for ranks that have ended."""
@@ -62,7 +62,7 @@ class _Call(NamedTuple):
     scale: float
 
 
-class Gloo:
+class Gloo(Transport):
     """See ``hvdplus.transport.Transport``. Arrays are tensors."""
 
     negotiates = False

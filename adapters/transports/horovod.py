@@ -16,16 +16,14 @@ from typing import Any, Self
 import numpy as np
 
 from hvdplus.adapters.transports.ending import end_soon, on_exception
-from hvdplus.transport import OBJECTS, TransportError, gather_in_parts
+from hvdplus.transport import OBJECTS, Transport, TransportError, gather_in_parts
 
 
-class Horovod:
+class Horovod(Transport):
     """Base of both bindings. ``binding`` is ``horovod.torch`` or ``horovod.tensorflow``."""
 
     negotiates = True
     summable = ("float16", "float32", "float64")
-    part = ""
-    """Of the name of a log, if these are not all ranks."""
 
     def __init__(self, binding: ModuleType, *arguments: Any, **keywords: Any) -> None:
         """Starts Horovod; the arguments are those of ``horovod.init``."""
@@ -69,7 +67,7 @@ class Horovod:
         if not process_set.included():
             raise ValueError(f"This rank, {self.binding.rank()}, is not in the process set. Received: {process_set}")
         inside = copy.copy(self)
-        inside.part = f".ranks{'-'.join(map(str, process_set.ranks))}"
+        inside.part = tuple(process_set.ranks)
         inside._set, inside.rank, inside.size = {"process_set": process_set}, process_set.rank(), process_set.size()
         return inside
 

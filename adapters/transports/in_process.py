@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hvdplus.transport import OBJECTS, TransportError
+from hvdplus.transport import OBJECTS, Transport, TransportError
 
 Result = TypeVar("Result")
 
@@ -96,7 +96,7 @@ class Hub:
                 )
 
 
-class InProcess:
+class InProcess(Transport):
     """One rank of the process; see ``hvdplus.transport.Transport``. Sums must begin in the same order on every rank."""
 
     name = "in-process"

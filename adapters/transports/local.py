@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdplus.transport import OBJECTS
+from hvdplus.transport import OBJECTS, Transport
 
 
-class Local:
+class Local(Transport):
     """See ``hvdplus.transport.Transport``."""
 
     name = "local"

@@ -21,7 +21,7 @@ import numpy as np
 from mpi4py import MPI
 
 from hvdplus.adapters.transports.ending import on_exception
-from hvdplus.transport import OBJECTS, TransportError, check_same_call, digest, gather_in_parts, words_of
+from hvdplus.transport import OBJECTS, Transport, TransportError, check_same_call, digest, gather_in_parts, words_of
 
 LOOK_SECONDS, LOOKS = 5.0, 12
 """A waiting rank looks every ``LOOK_SECONDS`` whether another rank has left, and gives up after ``LOOKS`` looks that
@@ -40,7 +40,7 @@ class _Call(NamedTuple):
     words: str
 
 
-class Mpi4py:
+class Mpi4py(Transport):
     """See ``hvdplus.transport.Transport``. Arrays are anything that NumPy can view without a copy, on the host.
 
     MPI matches calls by their order alone. So every call is preceded by a small all-reduce in which ranks compare what

@@ -56,7 +56,7 @@ class TorchDistributed(Gloo):
 
     def _join(self, ranks: tuple[int, ...], timeout_seconds: float) -> None:
         self._ranks = ranks
-        self.part = "" if len(ranks) == dist.get_world_size() else f".ranks{'-'.join(map(str, ranks))}"
+        self.part = () if len(ranks) == dist.get_world_size() else ranks
         times, _times_joined[ranks] = _times_joined[ranks], _times_joined[ranks] + 1
         store = dist.PrefixStore(
             f"hvdplus.{'.'.join(map(str, ranks))}.{times}", dist.distributed_c10d._get_default_store()

@@ -91,7 +91,7 @@ class Exchange(ABC, Generic[Array]):
             specs = [bucket.spec for bucket in self.buckets if bucket.compressible]
             self._codec_seconds = codec_seconds(ops, specs, ladder.compressors, transport, compiled)
         self.coordinator = Coordinator(ladder, settings, auto=auto, ranks=transport.size, costs=self.costs(), log=log)
-        part = getattr(transport, "part", "").removeprefix(".ranks").replace("-", ", ")
+        part = ", ".join(map(str, transport.part))
         self.coordinator.note = f" (Ranks are counted from 0 within their group: {part}.)" if part else ""
         if tries_codecs and auto and transport.size > 1:
             self.coordinator.begin(probe(ops, self.wire, self.coordinator.payload_bytes[0]))

@@ -43,7 +43,7 @@ class _Call(NamedTuple):
     scale: float
 
 
-class TwoLevel:
+class TwoLevel(Transport):
     """A transport (see ``hvdplus.transport.Transport``) of payloads that are the same on all ranks of a host."""
 
     negotiates = False
@@ -122,7 +122,7 @@ def split(transport: Any, hosts: Sequence[str], wanted: int | str) -> TwoLevel |
     Raises:
         ValueError: two levels are asked for, and cannot be.
     """
-    unasked = wanted == "auto" and not getattr(transport, "splits_unasked", True)
+    unasked = wanted == "auto" and not transport.splits_unasked
     if wanted == "off" or unasked or transport.size == 1:
         return None
     share = int(wanted) if wanted not in ("auto", "on") else 0
@@ -172,7 +172,7 @@ def choose(x: EagerExchange[EagerArray]) -> TwoLevel | None:
     Raises:
         ValueError: the exchange's own settings ask for others than there are.
     """
-    levels: TwoLevel | None = getattr(x.transport, "two_level", None)
+    levels: TwoLevel | None = x.transport.two_level
     wanted, there = x.settings.two_level, levels.local.size if levels else 1
     if wanted == "off" or x.transport.size == 1 or (wanted == "auto" and levels is None):
         return None
