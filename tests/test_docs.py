@@ -74,3 +74,30 @@ def test_formats_have_the_numbers_of_the_sources() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
+
+
+def messages() -> Iterator[str]:
+    """Of all errors that a job may end with, without what is filled in."""
+    for path, tree in PARSED.items():
+        if path.name == "in_process.py" or path.parent.name == "cli":
+            continue
+        for node in ast.walk(tree):
+            error = node.exc if isinstance(node, ast.Raise) else None
+            if not (isinstance(error, ast.Call) and error.args):
+                continue
+            if ast.unparse(error.func) in ("TransportError", "RuntimeError", "NeedsHorovod"):
+                parts = getattr(error.args[0], "values", [error.args[0]])
+                yield "...".join(str(part.value) for part in parts if isinstance(part, ast.Constant))
+
+
+def test_every_error_leads_to_troubleshooting() -> None:
+    """The page has some words of each."""
+    page = " ".join((DOCS / "troubleshooting.md").read_text(encoding="utf-8").split())
+    found = [message for message in messages() if re.search(r"\w{3,} \w+ \w+", message)]
+    assert len(found) > 40
+    lost = [
+        message
+        for message in found
+        if not any(len(part) > 14 and part.strip()[:25].strip() in page for part in message.split("..."))
+    ]
+    assert not lost
