@@ -136,7 +136,7 @@ def wait_for(condition, seconds=60):
 def command(*arguments, **how):
     process = subprocess.Popen(
         # Tests that run in the background of a shell have inherited that SIGINT is ignored.
-        ["/usr/bin/env", "--default-signal=INT", *COMMAND, *arguments],
+        ["/usr/bin/env", "--default-signal=INT,HUP", *COMMAND, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -148,7 +148,7 @@ def test_torchrun_restarts_a_job_that_goes_on_from_its_checkpoint(tmp_path):
         net.load_state_dict(saved["net"])
         optimizer.load_state_dict(saved["optimizer"])
         first = saved["step"]
-        print("goes on at step", first, flush=True)
+        print(f"goes on at step {first}\\n", end="", flush=True)  # in one piece: two ranks print
     for step in range(first, 12):
         if step == 7 and die == "die" and hvd.rank() == 1 and not os.path.exists(f"{folder}/died"):
             open(f"{folder}/died", "w").close()
