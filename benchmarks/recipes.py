@@ -39,7 +39,8 @@ SMOOTHED = 9
 COLUMNS = 4
 """Of the picture."""
 RATE = "200mbit"
-BATCH = ("--batch-size", "32")
+CNN = ("--data", "{images}", "--epochs", "6", "--batch-size", "32")
+LARS = ("--data", "{images}", "--epochs", "12", "--batch-size", "64")
 LSTM = ("--learning-rate", "0.003", "--save", "lstm.pt")
 TUNING = ("--text", "{other}", "--steps", "200")
 LANGUAGE = ("--text", "{text}", "--steps", "250", "--length", "64", "--batch-size", "8")
@@ -54,18 +55,14 @@ class Recipe(NamedTuple):
 
 
 RECIPES = (
-    Recipe("CNN, PyTorch", "cifar10_pytorch.py", ("--data", "{images}", "--epochs", "6", *BATCH)),
-    Recipe("CNN, Keras", "cifar10_keras.py", ("--data", "{images}", "--epochs", "6", *BATCH)),
-    Recipe("LARS, PyTorch", "large_batch_pytorch.py", ("--data", "{images}", "--epochs", "12", "--batch-size", "64")),
-    Recipe("LARS, Keras", "large_batch_keras.py", ("--data", "{images}", "--epochs", "12", "--batch-size", "64")),
+    Recipe("CNN, PyTorch", "cifar10_pytorch.py", CNN),
+    Recipe("CNN, Keras", "cifar10_keras.py", CNN),
+    Recipe("LARS, PyTorch", "large_batch_pytorch.py", LARS),
+    Recipe("LARS, Keras", "large_batch_keras.py", LARS),
     Recipe("transformer, PyTorch", "language_model_pytorch.py", LANGUAGE),
     Recipe("LSTM, PyTorch", "language_model_pytorch.py", (*LANGUAGE, "--model", "lstm", *LSTM)),
     Recipe("LSTM, Keras", "language_model_keras.py", (*LANGUAGE, "--width", "256", "--learning-rate", "0.003")),
-    Recipe(
-        "fine-tuning, PyTorch",
-        "finetune_pytorch.py",
-        ("--model", "language_model.pt", *TUNING),
-    ),
+    Recipe("fine-tuning, PyTorch", "finetune_pytorch.py", ("--model", "language_model.pt", *TUNING)),
 )
 """Fine-tuning goes on with the transformer's model."""
 
@@ -100,10 +97,9 @@ def course(lab: Lab, recipe: Recipe, level: str, files: dict[str, str], folder: 
     command += [argument.format(**files) for argument in recipe.arguments]
     settings = {"HVDPLUS_COMPRESSION": level, "HVDPLUS_RUN_LOG": str(log), "OMP_NUM_THREADS": "1"}
     settings |= {"HVDPLUS_WINDOW_STEPS": "2", "PYTHONSAFEPATH": ""}
-    with lab.start(command, env=settings, cwd=folder, timeout_seconds=1500) as job:
-        output = "".join(job)
-    if job.process.returncode:
-        raise RuntimeError(f"{recipe.title} at {level} ended with code {job.process.returncode}:\n{output[-2000:]}")
+    went = lab.run(command, env=settings, cwd=folder, timeout_seconds=1500)
+    if went.exit_code:
+        raise RuntimeError(f"{recipe.title} at {level} ended with code {went.exit_code}:\n{went.output[-2000:]}")
     windows = windows_of(read(log))
     seconds = accumulate(steps_in(window) * window["step_ms"] / 1e3 for window in windows)
     return {

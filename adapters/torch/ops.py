@@ -246,9 +246,7 @@ class DeviceOps(TorchOps):
         return (square / max(values.numel(), 1)).sqrt().float()
 
     def all_finite(self, values: torch.Tensor) -> torch.Tensor:
-        if not values.is_floating_point():
-            return torch.ones((), dtype=torch.bool, device=self._device)
-        if not values.numel():
+        if not values.is_floating_point() or not values.numel():
             return torch.ones((), dtype=torch.bool, device=self._device)
         least, largest = torch.aminmax(values)  # one pass; both are NaN if one value is
         return torch.isfinite(least) & torch.isfinite(largest)
