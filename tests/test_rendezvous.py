@@ -32,7 +32,7 @@ def test_slurms_words_are_translated() -> None:
 @given(st.integers(0, 10**9), st.integers(0, 1000))
 def test_a_jobs_port_is_below_those_that_the_system_gives_away(job: int, step: int) -> None:
     port = int(meeting(SLURM | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})["MASTER_PORT"])
-    assert FIRST_PORT <= port < 32768 + 8192 and port < 40000
+    assert FIRST_PORT <= port < 32768  # where Linux begins
 
 
 def test_a_process_by_itself_meets_nobody() -> None:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from hvdplus.adapters.transports.launchers import announced
 from hvdplus.transport import TransportError
 
-FIRST_PORT, PORTS = 20000, 20000
+FIRST_PORT, PORTS = 20000, 12000
 """Ports that jobs under Slurm meet on, one of them by the job's number: below those that Linux gives away itself."""
 MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What ``torch.distributed`` wants to know."""
