@@ -23,6 +23,7 @@ def environment(**extra):
         PYTHONSAFEPATH="1",  # the installed package, not what lies around
         PYTHONFAULTHANDLER="1",
     )
+    found.pop("PYTHONUNBUFFERED", None)  # it takes a line of a rank apart, between which another rank's may come
     found.update(extra)
     return found
 
