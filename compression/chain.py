@@ -60,6 +60,11 @@ class Chain(Piecewise):
         return self.first.sides
 
     @property
+    def passes(self) -> int:  # type: ignore[override]
+        """The first part's."""
+        return self.first.passes
+
+    @property
     def needs_warmup(self) -> bool:
         """If either part does."""
         return self.first.needs_warmup or self.second.needs_warmup

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple
 
 import numpy as np
@@ -61,7 +61,7 @@ class Context(NamedTuple, Generic[Array]):
 
     spec: Spec
     side: int
-    """Side that this step runs, from 0 to ``sides`` - 1. A plain integer, never an array, so that a compiled graph
+    """Side that this step, or pass, runs, from 0 to ``sides`` - 1. A plain integer, never an array, so that a compiled graph
     holds every side once and picks one by index. The exchange sets it."""
     state: tuple[Array, ...]
     """float32 or int32 arrays of fixed number and shapes, computed from the spec and earlier all-reduces' sums."""
@@ -97,10 +97,19 @@ class Compressor(ABC):
     def name(self) -> str:
         """How the user spells it, e.g. ``lowrank:4``; also part of the all-reduce's tensor name."""
 
+    passes: int = 1
+    """All-reduces of a bucket in a step, one after the other. All but the last deliver nothing: their sums teach the
+    context that the next pass encodes the same gradient with."""
+
     @property
     def sides(self) -> int:
-        """Number of sides: ways of encoding that alternate from step to step."""
+        """Number of sides: ways of encoding that alternate from step to step, or from pass to pass."""
         return 1
+
+    @property
+    def turns(self) -> int:
+        """Number of sides that alternate from step to step."""
+        return self.sides // self.passes
 
     @property
     def keeps_residual(self) -> bool:
@@ -201,6 +210,14 @@ class Compressor(ABC):
         """
         return ops.constant("no overflow", lambda: np.zeros((), np.bool_))
 
+    def taught(
+        self, ops: Ops[Array], ctx: Context[Array], grad: Array, summed: Callable[[Array, int], Array]
+    ) -> Context[Array]:
+        """The context of the step's last pass. ``summed``: (payload, pass) -> sum over ranks."""
+        for number in range(self.passes - 1):
+            ctx = self.advance(ops, ctx, summed(self.encode(ops, ctx, grad), number))
+        return ctx
+
     def warm_up(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
         """A better first context, from a dense step's ``total``: the bucket's gradients, summed over ranks."""
         return ctx
@@ -221,6 +238,15 @@ class Compressor(ABC):
     @abstractmethod
     def payload_bytes(self, spec: Spec, side: int = 0) -> int:
         """Bytes that one rank hands to the all-reduce for this bucket. Raises ValueError as ``init`` does."""
+
+    def earlier_bytes(self, spec: Spec) -> int:
+        """The same of all passes but the last."""
+        return sum(self.payload_bytes(spec, side) for side in range(self.passes - 1))
+
+    def step_bytes(self, spec: Spec) -> int:
+        """The same of a whole step, on the larger side."""
+        last = range(self.passes - 1, self.sides)
+        return self.earlier_bytes(spec) + max(self.payload_bytes(spec, side) for side in last)
 
 
 FAR = 32.0

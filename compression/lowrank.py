@@ -67,7 +67,8 @@ class LowRank(Projection):
 
     def __post_init__(self) -> None:
         if not 1 <= self.rank <= LARGEST_RANK:
-            raise ValueError(f"lowrank needs a rank from 1 to {LARGEST_RANK}, e.g. lowrank:4. Received: {self.rank}")
+            kind = self.name.partition(":")[0]
+            raise ValueError(f"{kind} needs a rank from 1 to {LARGEST_RANK}, e.g. {kind}:4. Received: {self.rank}")
 
     @property
     def name(self) -> str:
@@ -148,7 +149,7 @@ class LowRank(Projection):
         return ctx._replace(state=tuple(state))
 
     def can_reuse(self, other: Compressor) -> bool:
-        """Any ``lowrank``: bases with more or fewer columns are a start."""
+        """Any ``lowrank`` or ``powersgd``: bases with more or fewer columns are a start."""
         return isinstance(other, LowRank)
 
     def reuse_context(self, ops: Ops[Array], ctx: Context[Array], old: Context[Array]) -> Context[Array]:

@@ -21,6 +21,7 @@ from hvdplus.compression.fp16 import Half
 from hvdplus.compression.integer import IntB
 from hvdplus.compression.lowrank import LowRank
 from hvdplus.compression.none import NoCompression
+from hvdplus.compression.powersgd import PowerSGD
 from hvdplus.compression.qsgd import QSGD
 from hvdplus.compression.randomk import RandomK
 from hvdplus.compression.signsgd import SignSGD
@@ -78,6 +79,7 @@ TABLE: dict[str, Row] = {
     "randomk": Row(builder(RandomK, _SHARE, _BLOCK), "randomk:0.01"),
     "topk": Row(builder(TopK, _SHARE, _BLOCK), "topk:0.01"),
     "lowrank": Row(builder(LowRank, (int, "a rank, a whole number such as lowrank:4")), "lowrank:4"),
+    "powersgd": Row(builder(PowerSGD, (int, "a rank, a whole number such as powersgd:4")), "powersgd:4"),
     "int": Row(builder(IntB, _BITS, (_stochastic, "nearest or stochastic")), "int8"),
     "qsgd": Row(builder(QSGD, _BITS), "qsgd:8"),
     "terngrad": Row(builder(TernGrad), "terngrad"),
@@ -119,7 +121,7 @@ def _loading(entry: EntryPoint) -> Callable[..., Compressor]:
     return build
 
 
-OTHER_NAMES = {"powersgd": "lowrank", "half": "fp16", "top_k": "topk", "random_k": "randomk", "fp32": "none"}
+OTHER_NAMES = {"half": "fp16", "top_k": "topk", "random_k": "randomk", "fp32": "none"}
 """What others call it -> a name here."""
 
 

@@ -90,9 +90,15 @@ def _branch(
 
     def run() -> Exchanged:
         ctx = context(used.level)
+
+        def summed_in_pass(payload: tf.Tensor, number: int) -> tf.Tensor:
+            return x.sum(payload, x.ladder.tensor_name(x.prefix, bucket.number, used._replace(side=number)))
+
         sent = vector if own_type else tf.cast(vector, wide(bucket.dtype))
         if held is not None:
             sent = add(sent, held, 1.0 if compressor.keeps_residual else fraction)
+        ctx = compressor.taught(ops, ctx, sent, summed_in_pass)
+        name = x.ladder.tensor_name(x.prefix, bucket.number, used._replace(side=ctx.side))
         out = send_bucket(ops, compressor, ctx, sent, held, fraction, check)
         total = x.sum(out.payload, name)
         summed, after, sum_finite = receive_bucket(ops, compressor, ctx, total, 1.0, check)
@@ -110,7 +116,7 @@ def _branch(
             no if out.overflow is None else out.overflow,
             sum_finite if check else yes,
             checksum(),
-            tf.size(out.payload) * out.payload.dtype.size,
+            tf.size(out.payload) * out.payload.dtype.size + compressor.earlier_bytes(bucket.spec),
         )
 
     def share() -> Exchanged:

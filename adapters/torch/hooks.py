@@ -11,7 +11,7 @@ import torch
 
 from hvdplus.adapters.torch import private
 from hvdplus.adapters.torch.backend import TorchBackend, like, real_view, rows_in_use
-from hvdplus.exchange import checkpoint, step, two_level
+from hvdplus.exchange import checkpoint, passes, step
 from hvdplus.exchange.bucket import BucketSet, BucketState
 from hvdplus.exchange.eager import EagerExchange
 from hvdplus.settings import Settings
@@ -89,7 +89,7 @@ class HookedExchange(EagerExchange[torch.Tensor]):
         for i in self.order:
             for _ in range(self._passes_left[i]):
                 self._accumulated(i, self.parameters[i])
-        two_level.send_rest(self)
+        passes.go_on_with_all(self)
 
     def restart(self) -> None:
         """Count backward passes anew, after their number or the optimizer's state changed between two steps."""
@@ -117,7 +117,7 @@ class HookedExchange(EagerExchange[torch.Tensor]):
 
     def settle(self) -> None:
         """Wait for the sums in flight, and forget them: another state is loaded. All ranks have begun them."""
-        two_level.send_rest(self)
+        passes.go_on_with_all(self)
         for state in self.now.states:
             if state.handle is not None:
                 self.wire.wait(state.handle)

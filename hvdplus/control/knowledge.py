@@ -268,7 +268,7 @@ class Knowledge:
         variance += self.delay_price**2 * self.error(level).variance / self.price(level) ** 2
         if level != held:
             hides = self.link.link.seconds(cost) <= self.hidden * busy
-            seen = cost._replace(payload_bytes=cost.last_bytes, messages=1) if hides else cost
+            seen = cost._replace(payload_bytes=cost.last_bytes, messages=cost.passes) if hides else cost
             variance += min(1.0, self.link.variance(seen) / step**2)
             if level in self.levels:  # measured on another link
                 variance += (BENT * (self._comm(level) - self.levels[level].comm) / step) ** 2

@@ -32,6 +32,8 @@ class LevelCost(NamedTuple):
     """Seconds to encode and decode, measured before training; 0: not measured."""
     keeps_residual: bool = True
     """Whether what is not sent stays in a residual, and so arrives late."""
+    passes: int = 1
+    """All-reduces of a bucket, one after the other."""
 
     @classmethod
     def of_sum(cls, size: int) -> LevelCost:
@@ -53,7 +55,7 @@ class Link(NamedTuple):
 
     def exposed(self, cost: LevelCost, hideable: float) -> float:
         """Communication that a step waits for, if computation can hide ``hideable`` seconds."""
-        last = self.alpha + self.beta * cost.last_bytes
+        last = self.alpha * cost.passes + self.beta * cost.last_bytes
         return max(last, self.seconds(cost) - hideable)
 
 

@@ -109,10 +109,10 @@ class StepMeter:
             self._busy.append((began, now))
 
     @contextmanager
-    def waits_in_codec(self) -> Iterator[None]:
-        """As ``exposed_comm``, inside of ``codec``."""
+    def waits_in_codec(self, *keys: int) -> Iterator[None]:
+        """As ``awaited``, inside of ``codec``."""
         began = self._clock()
-        with self.exposed_comm():
+        with self.awaited(*keys):
             yield
         self._codec -= self._clock() - began
 

@@ -121,14 +121,14 @@ def compressor_for(bucket: Bucket, compressor: Compressor) -> Compressor:
 
 
 def bytes_per_step(buckets: Sequence[Bucket], compressor: Compressor, narrow_sums: Sequence[str] = ()) -> int:
-    """Bytes that one rank sends per step at a level, on the larger side.
+    """Bytes that one rank sends per step at a level: in all passes, or on the larger side.
 
     ``narrow_sums``: narrow types that the transport can add up, so that dense steps send them unchanged.
     """
     total = 0
     for bucket in buckets:
         own = compressor_for(bucket, compressor)
-        sent = max(own.payload_bytes(bucket.spec, side) for side in range(own.sides))
+        sent = own.step_bytes(bucket.spec)
         if isinstance(own, NoCompression) and bucket.dtype in (DENSE_ONLY, *narrow_sums):
             sent = sent * itemsize(bucket.dtype) // 4  # payload_bytes counts float32
         total += sent
@@ -157,6 +157,8 @@ class BucketState(Generic[Array]):
     flat_type: str = ""
     missing: set[int] = field(default_factory=set)
     """Parameters whose gradient of this step is not here yet."""
+    taught: Context[Array] | None = None
+    """The context as the step's passes so far have taught it; None: as it was before the step."""
     payload: Array = NOT_YET
     """The vector, encoded."""
     summed: list[Array] = field(default_factory=list)
@@ -197,7 +199,7 @@ class BucketState(Generic[Array]):
         self.missing = set(self.bucket.parameters)
         self.payload = self.handle = self.total = self.mean = NOT_YET
         self.summed = []
-        self.next_context = self.finite = self.overflow = self.sum_finite = None
+        self.taught = self.next_context = self.finite = self.overflow = self.sum_finite = None
 
 
 @dataclass

@@ -16,6 +16,7 @@ from hvdplus.exchange import two_level
 from hvdplus.exchange.backend import Backend, EagerArray
 from hvdplus.exchange.bucket import BucketSet, BucketState, wide
 from hvdplus.exchange.engine import Exchange
+from hvdplus.exchange.passes import Stage
 from hvdplus.exchange.plan import Ladder, Plan
 from hvdplus.exchange.reporter import Reporter
 from hvdplus.exchange.sparse import Table
@@ -64,8 +65,8 @@ class EagerExchange(Exchange[EagerArray]):
         self.loss_scale = 1.0
         """Of the current step."""
         self.sparse_as_dense = sparse_as_dense or self.two_level is not None
-        self.on_host_level: list[tuple[BucketState[EagerArray], EagerArray, Any]] = []
-        """Buckets that are being summed over this host's ranks, with their vectors and handles."""
+        self.stages: list[Stage] = []
+        """Buckets whose first of several sums is in flight, in the order of their sums."""
         self.agreed = False
         """Whether ranks have agreed, in the first step, which gradients are sparse, in which order gradients become
         ready, and that all resume from the same state."""
@@ -133,13 +134,16 @@ class EagerExchange(Exchange[EagerArray]):
         self.checks = self.ladder.needs_finite_check(plan) and not self.idle
 
     def context(self, state: BucketState[EagerArray], level: int | None = None) -> Context[EagerArray]:
-        """The context of a bucket at ``level``; None: the step's."""
+        """The context of a bucket at ``level``; None: the step's, as its passes so far have taught it."""
+        if state.taught is not None and level in (None, self.plan.level):
+            return state.taught
         level = self.plan.level if level is None else level
         return state.context(self.ops, level, self.compressor(state.bucket, level), self.plan.side)
 
     def tensor_name(self, state: BucketState[EagerArray]) -> str:
-        """Name of a bucket's all-reduce."""
-        return self.ladder.tensor_name(self.now.prefix, state.bucket.number, self.plan)
+        """Name of a bucket's next all-reduce."""
+        plan = self.plan if state.taught is None else self.plan._replace(side=state.taught.side)
+        return self.ladder.tensor_name(self.now.prefix, state.bucket.number, plan)
 
     @property
     def sent_scale(self) -> float:
@@ -219,7 +223,7 @@ class EagerExchange(Exchange[EagerArray]):
 
     def abandon(self) -> None:
         """Forget all sums in flight after the transport has failed or ended."""
-        self.ready, self.on_host_level, self.next_bucket, self._begun = [], [], 0, False
+        self.ready, self.stages, self.next_bucket, self._begun = [], [], 0, False
         self.reporter.forget()
         self.meter = StepMeter()
         for state in (*self.joined.states, *self._tables, *(self._plain.states if self._plain else ())):

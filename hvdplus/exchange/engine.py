@@ -236,9 +236,10 @@ def level_costs(
         LevelCost(
             bytes_per_step(buckets, compressor, summable),
             bytes_per_step(buckets[-1:], compressor, summable),
-            len(buckets),
+            len(buckets) * compressor.passes,
             seconds,
             compressor.keeps_residual,
+            compressor.passes,
         )
         for compressor, seconds in zip(compressors, codec, strict=True)
     )

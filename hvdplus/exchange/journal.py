@@ -173,6 +173,7 @@ def costs_of_levels(names: Sequence[str], costs: Sequence[LevelCost]) -> dict[st
             "messages": cost.messages,
             "codec_ms": round(cost.codec * 1e6) / 1e3,
             "keeps_residual": cost.keeps_residual,
+            "passes": cost.passes,
         }
         for name, cost in zip(names, costs, strict=True)
     }

@@ -53,7 +53,7 @@ class Ladder:
         self.variants: tuple[Variant, ...] = tuple(
             variant
             for level, compressor in enumerate(self.compressors)
-            for side in range(compressor.sides)
+            for side in range(compressor.turns)
             for variant in (
                 [Variant(level, side, False)]
                 if compressor.keeps_residual

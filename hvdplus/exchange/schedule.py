@@ -79,8 +79,7 @@ class Schedule:
     def commit(self, plan: Plan) -> None:
         """Count a step that ran ``plan``."""
         compressor = self.ladder.compressors[plan.level]
-        if compressor.sides > 1:
-            self._sides[plan.level] = (plan.side + 1) % compressor.sides
+        self._sides[plan.level] = (plan.side + 1) % compressor.turns
         # The level may have changed while the step ran, which ended a flush or warm-up early.
         if self.ladder.flushes(plan) and not plan.warms_up and self._flush_left:
             self._flush_left -= 1
@@ -90,7 +89,8 @@ class Schedule:
     def next_plan(self) -> Plan:
         """The coming step's plan, without norms and probe."""
         if self._context_source is not None:
-            self._sides[self.level], self._context_source = self._sides[self._context_source], None
+            turns = self.ladder.compressors[self.level].turns
+            self._sides[self.level], self._context_source = self._sides[self._context_source] % turns, None
         if self._warm_up_left:
             return Plan(warms_up=self.level)
         keeps = self.ladder.compressors[self.level].keeps_residual
@@ -121,7 +121,7 @@ class Schedule:
     def check(self, state: Any) -> None:
         """Raise ValueError where a value is missing or impossible."""
         require_fields(state, ("level", "sides", "flush_left", "warm_up_left"), "its schedule")
-        sides = [compressor.sides for compressor in self.ladder.compressors]
+        sides = [compressor.turns for compressor in self.ladder.compressors]
         require(is_count(state["level"], len(sides)), "the schedule's level", f"below {len(sides)}", state["level"])
         fits = is_list(state["sides"], is_count) and len(state["sides"]) == len(sides)
         fits = fits and all(map(is_count, state["sides"], sides))

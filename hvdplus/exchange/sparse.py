@@ -18,7 +18,7 @@ import numpy as np
 
 from hvdplus.compression import Array, Ops, fewest_bits
 from hvdplus.compression.ops import Packed
-from hvdplus.exchange import transfer
+from hvdplus.exchange import passes, transfer
 from hvdplus.exchange.backend import EagerArray
 from hvdplus.exchange.bucket import NOT_YET, BucketState, wide
 
@@ -84,7 +84,9 @@ def send_table(x: EagerExchange[EagerArray], table: Table[EagerArray]) -> None:
             if not x.together:
                 transfer.fill(x, table, table.parameter)
             transfer.send(x, table)
-            table.sent_bytes += int(table.payload.nbytes)
+            passes.go_on_with_all(x)
+            earlier = x.compressor(table.bucket, x.plan.level).earlier_bytes(table.bucket.spec)
+            table.sent_bytes += int(table.payload.nbytes) + earlier
             return
         table.union = union
         x.reporter.note_norms(x, [table.values])

@@ -6,7 +6,7 @@
 
 This is the order of a step in an eager framework (NumPy, PyTorch). In a compiled graph (TensorFlow) the order follows
 from the data, and the same pure functions of ``codec.py`` do the work. Read on: ``transfer.py`` sends one bucket,
-``sparse.py`` one embedding, ``reporter.py`` the metadata; ``outcome.py`` commits or rolls back the step and
+``passes.py`` one that takes several sums, ``sparse.py`` one embedding, ``reporter.py`` the metadata; ``outcome.py`` commits or rolls back the step and
 ``schedule.py`` plans the next.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hvdplus.exchange import checkpoint, outcome, sparse, transfer, two_level
+from hvdplus.exchange import checkpoint, outcome, passes, sparse, transfer
 from hvdplus.exchange.backend import EagerArray
 from hvdplus.exchange.metadata import check_agreement
 
@@ -102,9 +102,9 @@ def send_rest(x: EagerExchange[EagerArray]) -> list[bool]:
     used = [x.backend.gradient(i) is not None for i in range(len(x.shapes))]
     with x.meter.codec():
         for state in x.now.states:
-            if state.handle is None and not two_level.is_under_way(x, state):
+            if state.handle is None and not passes.is_under_way(x, state):
                 transfer.complete(x, state)
-        two_level.send_rest(x)
+        passes.go_on_with_all(x)
         for table in x.tables_now:  # in the same order on all ranks: every bucket has left
             sparse.start_mask(x, table)
     for table in x.tables_now:

@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING, cast
 
 from hvdplus.compression import Context
-from hvdplus.exchange import two_level
+from hvdplus.exchange import passes, two_level
 from hvdplus.exchange.backend import EagerArray
 from hvdplus.exchange.bucket import BucketState, wide
 from hvdplus.exchange.codec import receive_bucket, send_bucket
@@ -47,8 +47,8 @@ def complete(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> No
 
 
 def send_full(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
-    """Send the bucket if it is full. Without negotiation, buckets leave in the same order on every rank."""
-    if x.wire.negotiates:
+    """Send the bucket if it is full, or if need be when those before it have left."""
+    if not passes.in_order(x):
         if not state.missing:
             send(x, state)
         return
@@ -59,20 +59,48 @@ def send_full(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> N
 
 
 def send(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
-    """Encode a full bucket, and begin its all-reduce."""
-    name = x.tensor_name(state)
+    """Encode a full bucket, and begin its all-reduce, or the first of several."""
     if x.now.in_place and not state.is_table:
         state.summed = _in_place(x, state)
-        state.handle = cast(Grouping, x.transport).start_all(state.summed, name, x.scale)
+        state.handle = cast(Grouping, x.transport).start_all(state.summed, x.tensor_name(state), x.scale)
+        x.meter.sum_begins(state.bucket.number, functools.partial(x.wire.done, state.handle))
     elif x.two_level:
         if x.together:
             x.backend.join(x.backend.parts(state.bucket), vector(x, state), x.sent_scale)
-        two_level.send(x, state, vector(x, state))
-        return
+        two_level.sum_over_host(x, state, vector(x, state), functools.partial(_send_vector, x, state))
+    elif x.together:
+        _send_together(x, state)
     else:
+        _send_vector(x, state, vector(x, state))
+
+
+def _send_vector(x: EagerExchange[EagerArray], state: BucketState[EagerArray], vector: EagerArray) -> None:
+    """Encode a bucket's vector and begin the all-reduce of the next pass, which is usually the only one."""
+    compressor, ctx = x.compressor(state.bucket, x.plan.level), x.context(state)
+    if ctx.side < compressor.passes - 1:
         with x.backend.named("hvdplus.encode"):
-            _encode(x, state)
-        state.handle = x.wire.start(state.payload, name)
+            payload = compressor.encode(x.ops, ctx, vector)
+        handle = x.wire.start(payload, x.tensor_name(state))
+        x.meter.sum_begins(state.bucket.number, functools.partial(x.wire.done, handle))
+
+        def go_on(total: EagerArray) -> None:
+            with x.backend.named("hvdplus.decode"):
+                state.taught = compressor.advance(x.ops, ctx, total)
+            _send_vector(x, state, vector)
+
+        passes.follow(x, passes.Stage(state, x.wire, handle, go_on))
+        return
+    check = x.checks and state.bucket.compressible
+    fraction = x.plan.flush_fraction
+    residual = state.residual if fraction else None
+    with x.backend.named("hvdplus.encode"):
+        out = send_bucket(x.ops, compressor, ctx, vector, residual, fraction, check)
+    state.payload, state.pending, state.finite, state.overflow = out
+    _start(x, state)
+
+
+def _start(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
+    state.handle = x.wire.start(state.payload, x.tensor_name(state))
     x.meter.sum_begins(state.bucket.number, functools.partial(x.wire.done, state.handle))
 
 
@@ -115,18 +143,17 @@ def _in_place(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> l
     return arrays
 
 
-def _encode(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
-    compressor, ctx = x.compressor(state.bucket, x.plan.level), x.context(state)
-    if x.together:  # joined only if the compressor cannot encode the parts
-        parts = x.backend.parts(state.bucket)
-        x.reporter.note_gradients(x, state.bucket.parameters, parts)
-        payload = compressor.encode_parts(x.ops, ctx, parts)
-        if payload is not None:
-            state.payload = payload
-            return
-        x.backend.join(parts, vector(x, state), x.sent_scale)
-    check = x.checks and state.bucket.compressible
-    fraction = x.plan.flush_fraction
-    residual = state.residual if fraction else None
-    out = send_bucket(x.ops, compressor, ctx, vector(x, state), residual, fraction, check)
-    state.payload, state.pending, state.finite, state.overflow = out
+def _send_together(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
+    """Send a bucket whose gradients are not packed yet. They are joined only if the compressor cannot encode them one
+    by one."""
+    compressor, parts = x.compressor(state.bucket, x.plan.level), x.backend.parts(state.bucket)
+    x.reporter.note_gradients(x, state.bucket.parameters, parts)
+    with x.backend.named("hvdplus.encode"):
+        payload = compressor.encode_parts(x.ops, x.context(state), parts)
+        if payload is None:
+            x.backend.join(parts, vector(x, state), x.sent_scale)
+    if payload is None:
+        _send_vector(x, state, vector(x, state))
+    else:
+        state.payload = payload
+        _start(x, state)

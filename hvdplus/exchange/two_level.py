@@ -10,18 +10,17 @@ name, the first level may be any part of a host, such as the devices that NVLink
 
 from __future__ import annotations
 
-import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from hvdplus.compression import Array, Ops, Spec
+from hvdplus.exchange import passes
 from hvdplus.exchange.backend import EagerArray
-from hvdplus.exchange.codec import send_bucket
 from hvdplus.transport import OBJECTS, Transport
 
 if TYPE_CHECKING:
@@ -192,39 +191,23 @@ def choose(x: EagerExchange[EagerArray]) -> TwoLevel | None:
 # -- in a step
 
 
-def is_under_way(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> bool:
-    """Whether a bucket is being summed over this host's ranks."""
-    return any(state is other for other, *_ in x.on_host_level)
-
-
-def send(x: EagerExchange[EagerArray], state: BucketState[EagerArray], vector: EagerArray) -> None:
-    """Begin the sum of a packed bucket over this host's ranks. The bucket before, whose sum has had time, goes on."""
+def sum_over_host(
+    x: EagerExchange[EagerArray],
+    state: BucketState[EagerArray],
+    vector: EagerArray,
+    go_on: Callable[[EagerArray], None],
+) -> None:
+    """Begin the sum of a packed bucket over this host's ranks; ``go_on`` sends what it is given, the sum."""
     assert x.two_level is not None
-    name = f"{x.tensor_name(state)}.host"
-    x.on_host_level.append((state, vector, x.two_level.local.start(vector, name)))
-    if len(x.on_host_level) > 1:
-        _go_on(x)
+    local = x.two_level.local
 
-
-def send_rest(x: EagerExchange[EagerArray]) -> None:
-    """Encode and send every bucket that is still being summed over the host."""
-    while x.on_host_level:
-        _go_on(x)
-
-
-def _go_on(x: EagerExchange[EagerArray]) -> None:
-    state, _, handle = x.on_host_level.pop(0)
-    assert x.two_level is not None
-    with x.meter.waits_in_codec(), x.backend.named("hvdplus.wait"):
-        vector = x.two_level.local.wait(handle)
-    with x.backend.named("hvdplus.encode"):
-        fraction = x.plan.flush_fraction
-        residual = state.residual if fraction else None
+    def summed(vector: EagerArray) -> None:
         if x.plan.measurement:
-            held = None if residual is None else residual * (fraction * (x.loss_scale / x.sent_scale))
-            x.reporter.note_norms(x, [(vector if held is None else vector - held) * x.sent_scale])
-        compressor, check = x.compressor(state.bucket, x.plan.level), x.checks and state.bucket.compressible
-        out = send_bucket(x.ops, compressor, x.context(state), vector, residual, fraction, check)
-        state.payload, state.pending, state.finite, state.overflow = out
-    state.handle = x.two_level.start(state.payload, x.tensor_name(state))
-    x.meter.sum_begins(state.bucket.number, functools.partial(x.two_level.done, state.handle))
+            residual = state.residual if x.plan.flush_fraction else None
+            share = x.plan.flush_fraction * (x.loss_scale / x.sent_scale)
+            own = vector if residual is None else vector - residual * share
+            x.reporter.note_norms(x, [own * x.sent_scale])
+        go_on(vector)
+
+    handle = local.start(vector, f"{x.tensor_name(state)}.host")
+    passes.follow(x, passes.Stage(state, local, handle, summed))

@@ -189,7 +189,7 @@ def _costs_as_tried(records: Sequence[Record]) -> dict[str, LevelCost]:
         return {
             str(name): LevelCost(
                 int(entry["payload_bytes"]), int(entry["last_bytes"]), int(entry["messages"]),
-                float(entry.get("codec_ms") or 0.0) / 1e3,
+                float(entry.get("codec_ms") or 0.0) / 1e3, passes=int(entry.get("passes", 1)),
             )
             for name, entry in levels.items()
         }  # fmt: skip
@@ -270,7 +270,7 @@ def _growth(name: str, shown: Shown, ranks: int) -> float:
 
     def size(ranks: int) -> int:
         spec = Spec(((side, side),), ranks=ranks)
-        return max(compressor.payload_bytes(spec, side) for side in range(compressor.sides))
+        return compressor.step_bytes(spec)
 
     after, before = size(ranks), size(shown.ranks)
     return after / before if before else 1.0

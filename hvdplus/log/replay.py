@@ -71,6 +71,7 @@ def costs_of(record: Record) -> tuple[LevelCost, ...]:
             level["messages"],
             round(level["codec_ms"] * 1e3) / 1e6,
             level["keeps_residual"],
+            level.get("passes", 1),
         )
         for level in record["levels"].values()
     )

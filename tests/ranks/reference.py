@@ -29,15 +29,19 @@ class Reference:
         fraction = 1.0 if compressor.keeps_residual else 0.0
         self.steps += 1
         for number, bucket in enumerate(self.buckets):
-            ctx, payloads = self.contexts[number], []
+            ctx, payloads, vectors = self.contexts[number], [], []
             for rank in range(self.ranks):
                 flat = np.concatenate([gradients[rank][i].ravel() for i in bucket.parameters]).astype(np.float32)
+                vectors.append(add(flat, self.residuals[rank][number], fraction))
+            for _ in range(compressor.passes - 1):  # which only teach
+                first = [compressor.encode(self.ops, ctx, vector) for vector in vectors]
+                ctx = compressor.advance(self.ops, ctx, np.sum(first, axis=0, dtype=first[0].dtype))
+            for rank, vector in enumerate(vectors):
                 residual = self.residuals[rank][number]
-                sent = add(flat, residual, fraction)
                 if compressor.keeps_residual:
-                    payload, left, *_ = compressor.send(self.ops, ctx, sent, residual)
+                    payload, left, *_ = compressor.send(self.ops, ctx, vector, residual)
                 else:
-                    payload, left = compressor.encode(self.ops, ctx, sent), left_after_flush(residual, fraction)
+                    payload, left = compressor.encode(self.ops, ctx, vector), left_after_flush(residual, fraction)
                 self.residuals[rank][number] = left
                 payloads.append(payload)
             total = np.sum(payloads, axis=0, dtype=payloads[0].dtype)
