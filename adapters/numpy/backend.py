@@ -68,19 +68,23 @@ class NumpyBackend:
     def zeros(self, count: int, dtype: str = "float32") -> np.ndarray:
         return np.zeros(count, dtype)
 
-    def fill(self, i: int, target: np.ndarray, residual: np.ndarray | None, fraction: float, divisor: float) -> None:
-        target[:] = self._flat(i).astype(target.dtype) / target.dtype.type(divisor)
-        if residual is not None:
-            target += residual * target.dtype.type(fraction)
-
     def parts(self, bucket: Bucket) -> list[np.ndarray]:
         return [self._flat(i) for i in bucket.parameters]
 
     def places(self, bucket: Bucket) -> Sequence[np.ndarray]:
         return ()
 
-    def join(self, parts: Sequence[np.ndarray], out: np.ndarray, divisor: float) -> None:
+    def join(
+        self,
+        parts: Sequence[np.ndarray],
+        out: np.ndarray,
+        divisor: float,
+        residual: np.ndarray | None = None,
+        share: float = 1.0,
+    ) -> None:
         out[:] = np.concatenate(parts) / out.dtype.type(divisor)
+        if residual is not None:
+            out += residual * out.dtype.type(share)
 
     def summable(self, bucket: Bucket, dtype: str) -> list[np.ndarray]:
         return [self._flat(i).astype(dtype).reshape(self.shapes[i]) for i in bucket.parameters]
@@ -94,9 +98,6 @@ class NumpyBackend:
         rows = np.ravel(array)[: CELLS * part.rows].reshape(CELLS, part.rows)
         cells = rows[:, part.column : part.column + part.width].astype(np.float32)
         return cells @ signs()[part.sign : part.sign + part.width] * np.float32(part.scale)
-
-    def flat(self, i: int) -> np.ndarray:
-        return self._flat(i)
 
     def norm_of_all(self, norms: Sequence[np.ndarray]) -> float:
         with np.errstate(over="ignore"):

@@ -65,23 +65,6 @@ class TorchBackend:
     def may_share_rows(self, i: int) -> bool:
         return not self.parameters[i].is_complex()  # rows are added up as real numbers
 
-    def fill(
-        self, i: int, target: torch.Tensor, residual: torch.Tensor | None, fraction: float, divisor: float
-    ) -> None:
-        grad, shape = self._dense(i), self.shapes[i]
-        with torch.no_grad():
-            if grad is None:
-                target.zero_()
-            elif residual is not None and grad.dtype == target.dtype and divisor == 1:
-                torch.add(grad, residual.view(shape), alpha=fraction, out=target.view(shape))
-                return
-            else:
-                target.view(shape).copy_(grad)
-                if divisor != 1:
-                    target.mul_(1 / divisor)
-            if residual is not None:
-                target.add_(residual, alpha=fraction)
-
     def parts(self, bucket: Bucket) -> list[torch.Tensor]:
         parts = []
         for i, shape in zip(bucket.parameters, bucket.shapes, strict=True):
@@ -90,12 +73,29 @@ class TorchBackend:
         return parts
 
     def places(self, bucket: Bucket) -> Sequence[torch.Tensor]:
-        return ()  # a mean's memory becomes the gradient's
+        grads = [self.gradient(i) for i in bucket.parameters]
+        found = [grad.detach().view(-1) for grad in grads if grad is not None and _writable(grad)]
+        return found if len(found) == len(grads) else ()
 
-    def join(self, parts: Sequence[torch.Tensor], out: torch.Tensor, divisor: float) -> None:
+    def join(
+        self,
+        parts: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        divisor: float,
+        residual: torch.Tensor | None = None,
+        share: float = 1.0,
+    ) -> None:
+        alike = all(part.dtype == out.dtype for part in parts)
+        if residual is not None and self.on_host and divisor == 1 and alike:  # memory is written once
+            lengths = [part.numel() for part in parts]
+            for part, held, target in zip(parts, residual.split(lengths), out.split(lengths), strict=True):
+                torch.add(part, held, alpha=share, out=target)
+            return
         torch.cat(list(parts), out=out)
         if divisor != 1:
             out.mul_(1 / divisor)
+        if residual is not None:
+            out.add_(residual, alpha=share)
 
     def summable(self, bucket: Bucket, dtype: str) -> list[torch.Tensor]:
         arrays = []
@@ -170,10 +170,6 @@ class TorchBackend:
         # No product of matrices, which autocast would compute in half precision.
         return (cells * self._signs[part.sign : part.sign + part.width]).sum(1) * part.scale
 
-    def flat(self, i: int) -> torch.Tensor:
-        grad = self._dense(i)
-        return self.zeros(0) if grad is None else grad.detach().reshape(-1)
-
     def norm_of_all(self, norms: Sequence[torch.Tensor]) -> float:
         return float(torch.linalg.vector_norm(torch.stack(list(norms)))) if norms else 0.0
 
@@ -241,6 +237,11 @@ class TorchBackend:
             bits = flat.contiguous().view(-1).view(INTEGERS[flat.element_size()])
             sums.append(bits.sum(dtype=torch.int64))
         return torch.stack(sums).tolist() if sums else []
+
+
+def _writable(grad: torch.Tensor) -> bool:
+    """Whether a mean can be written where the gradient is."""
+    return not grad.is_sparse and grad.dtype == torch.float32 and grad.is_contiguous() and alone_in_memory(grad)
 
 
 def real_view(tensor: torch.Tensor) -> torch.Tensor:

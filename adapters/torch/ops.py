@@ -62,7 +62,8 @@ class TorchOps(PackingOps):
             return pieces[0]
         types = [piece.dtype for piece in pieces if isinstance(piece, torch.Tensor)]
         out = self._empty(sum(map(_length, pieces)), reduce(torch.promote_types, types, torch.float32))
-        self._write(pieces, scale, _split(out, pieces))
+        with private.full_precision():
+            self._write(pieces, scale, _split(out, pieces))
         return out
 
     def assemble_into(self, pieces: Sequence[Piece[torch.Tensor]], scale: float, parts: Sequence[torch.Tensor]) -> bool:
@@ -71,24 +72,28 @@ class TorchOps(PackingOps):
         if not set(pieces_end) <= {0, *ends}:  # a piece ends within a tensor
             pieces, pieces_end = [self.assemble(pieces, scale)], pieces_end[-1:]
             scale = 1.0
+        whole: list[Piece[torch.Tensor]] = []
+        places: list[torch.Tensor] = []
         first = 0
         for piece, end in zip(pieces, pieces_end, strict=True):
             last = bisect_right(ends, end)
             own, first = parts[first:last], last
             if len(own) == 1:
-                self._write([piece], scale, own)
+                whole.append(piece)
+                places.append(own[0])
             elif own:  # several tensors in one piece
                 values = torch.split(self.assemble([piece], scale), list(map(len, own)))
                 for part, value in zip(own, values, strict=True):
                     part.copy_(value)
+        with private.full_precision():
+            self._write(whole, scale, places)
         return True
 
     def _write(self, pieces: Sequence[Piece[torch.Tensor]], scale: float, parts: Sequence[torch.Tensor]) -> None:
         for part, piece in zip(parts, pieces, strict=True):
             if isinstance(piece, Product):
                 matrix = part.view(len(piece.left), len(piece.right))
-                with private.full_precision():
-                    torch.addmm(matrix, piece.left, piece.right.t(), beta=0, alpha=scale, out=matrix)
+                torch.addmm(matrix, piece.left, piece.right.t(), beta=0, alpha=scale, out=matrix)
             elif isinstance(piece, Rows):
                 part.zero_()
                 values = piece.values if scale == 1 else piece.values * scale
@@ -110,11 +115,15 @@ class TorchOps(PackingOps):
     def subtract(self, values: torch.Tensor, pieces: Sequence[Piece[torch.Tensor]]) -> torch.Tensor:
         if any(_shares(part, values) for piece in pieces for part in _tensors(piece)):
             return values - self.assemble(pieces)
+        with private.full_precision():
+            self._deduct_pieces(values, pieces)
+        return values
+
+    def _deduct_pieces(self, values: torch.Tensor, pieces: Sequence[Piece[torch.Tensor]]) -> None:
         for part, piece in zip(_split(values, pieces), pieces, strict=True):
             if isinstance(piece, Product):
                 matrix = part.view(len(piece.left), len(piece.right))
-                with private.full_precision():
-                    torch.addmm(matrix, piece.left, piece.right.t(), alpha=-1, out=matrix)
+                torch.addmm(matrix, piece.left, piece.right.t(), alpha=-1, out=matrix)
             elif isinstance(piece, Rows):
                 part.view(piece.height, -1).index_add_(0, piece.rows.long(), piece.values, alpha=-1)
             elif isinstance(piece, Halves):
@@ -127,11 +136,13 @@ class TorchOps(PackingOps):
                     self._deduct(part[a:b], numbers, step)
             else:
                 part.sub_(piece)
-        return values
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor, transpose_a: bool = False) -> torch.Tensor:
-        # A script may call step() inside autocast.
-        with torch.autocast(self._device.type, enabled=False), private.full_precision():
+        kind = self._device.type
+        if torch.is_autocast_enabled(kind):  # a script may call step() inside of it
+            with torch.autocast(kind, enabled=False):
+                return self.matmul(a, b, transpose_a)
+        with private.full_precision():
             if transpose_a:  # this way round both are read along their rows
                 return torch.matmul(b.mT, a).mT
             return torch.matmul(a, b)

@@ -4,8 +4,8 @@ version of PyTorch broke one. hvdplus works without them: slower, or less strict
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -53,8 +53,7 @@ def profiles() -> bool:
     return bool(enabled is not None and enabled())
 
 
-@contextmanager
-def full_precision() -> Iterator[None]:
+def full_precision() -> AbstractContextManager[None]:
     """Products of float32 in float32, whatever precision the script has chosen for its own.
 
     TF32 on devices and bfloat16 on CPUs are too coarse: bases of ``lowrank`` have to be orthonormal, and a residual has
@@ -62,6 +61,11 @@ def full_precision() -> Iterator[None]:
     """
     chosen = [(one, name, getattr(one, name), full) for one, name, full in _products]
     reduced = [each for each in chosen if each[2] not in ("none", each[3])]
+    return _restored(reduced) if reduced else nullcontext()
+
+
+@contextmanager
+def _restored(reduced: Sequence[tuple[Any, str, Any, Any]]) -> Iterator[None]:
     for one, name, _, full in reduced:
         setattr(one, name, full)
     try:

@@ -69,21 +69,23 @@ class Backend(Protocol[EagerArray]):
     def zeros(self, count: int, dtype: str = "float32") -> EagerArray:
         """1-D zeros."""
 
-    def flat(self, i: int) -> EagerArray:
-        """This rank's gradient, dense and 1-D, in its own type, not copied where that can be avoided."""
-
-    def fill(self, i: int, target: EagerArray, residual: EagerArray | None, fraction: float, divisor: float) -> None:
-        """``target = gradient / divisor + fraction * residual``; 1-D parts of a bucket. No gradient counts as zeros."""
-
     def parts(self, bucket: Bucket) -> list[EagerArray]:
-        """This rank's gradients in the bucket's order, 1-D, in their own type, not copied where that can be avoided."""
+        """This rank's gradients in the bucket's order, 1-D, in their own type, not copied where that can be avoided. No
+        gradient counts as zeros."""
 
     def places(self, bucket: Bucket) -> Sequence[EagerArray]:
         """Where the means of a bucket's parameters shall be in the end, 1-D and in its order, if that is float32 memory
-        of the backend's own; else empty. Only after ``fill``: this rank's gradients may be there."""
+        of the backend's own; else empty. Only after ``join``: this rank's gradients may be there."""
 
-    def join(self, parts: Sequence[EagerArray], out: EagerArray, divisor: float) -> None:
-        """``parts``, end to end, converted to the type of ``out`` and divided."""
+    def join(
+        self,
+        parts: Sequence[EagerArray],
+        out: EagerArray,
+        divisor: float,
+        residual: EagerArray | None = None,
+        share: float = 1.0,
+    ) -> None:
+        """``out = parts / divisor + share * residual``: the parts end to end, converted to the type of ``out``."""
 
     def summable(self, bucket: Bucket, dtype: str) -> list[EagerArray]:
         """This rank's gradients for sums in place: contiguous arrays of ``dtype`` whose memory nobody else reads."""

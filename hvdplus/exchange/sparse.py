@@ -81,8 +81,6 @@ def send_table(x: EagerExchange[EagerArray], table: Table[EagerArray]) -> None:
         table.sent_bytes = mask_bytes(table.height, x.transport.size)
         if x.ladder.flushes(x.plan) or not few(len(union), table.height):
             transfer.mark_ready(table, table.parameter)
-            if not x.together:
-                transfer.fill(x, table, table.parameter)
             transfer.send(x, table)
             passes.go_on_with_all(x)
             earlier = x.compressor(table.bucket, x.plan.level).earlier_bytes(table.bucket.spec)

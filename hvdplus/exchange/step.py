@@ -23,20 +23,17 @@ if TYPE_CHECKING:
 
 
 def gradient_ready(x: EagerExchange[EagerArray], i: int) -> None:
-    """The backward pass has delivered a gradient: pack it, and send its bucket once that is full."""
+    """The backward pass has delivered a gradient: send its bucket once that is full."""
     x.begin()
     if not x.agreed:
         x.ready.append(i)
     elif i in x.now.place_of:  # a table waits for the end of the backward pass
         state = x.now.place_of[i][0]
         transfer.mark_ready(state, i)
-        if x.together and (state.missing or state is x.now.carrier):
-            return
         x.meter.look()
-        with x.meter.codec():
-            if not x.together:
-                transfer.fill(x, state, i)
-            transfer.send_full(x, state)
+        if not state.missing and state is not x.now.carrier:
+            with x.meter.codec():
+                transfer.send_full(x, state)
 
 
 def finish(x: EagerExchange[EagerArray], learning_rate: float = 0.0, added: int = 0, missing: float = 0.0) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from hvdplus.compression import Context
@@ -22,24 +23,10 @@ def mark_ready(state: BucketState[EagerArray], i: int) -> None:
     state.missing.discard(i)
 
 
-def fill(x: EagerExchange[EagerArray], state: BucketState[EagerArray], i: int) -> None:
-    """Pack one gradient into its bucket, together with its share of the residual."""
-    part, _ = state.places[i]
-    fraction = x.plan.flush_fraction
-    residual = state.residual[part] if state.residual is not None and fraction else None
-    # Residuals are in units of the unscaled loss, and so are sent values at levels that keep residuals or contexts.
-    share = fraction * (x.loss_scale / x.sent_scale) / x.sharers
-    x.backend.fill(i, vector(x, state)[part], residual, share, x.sent_scale)
-    if x.plan.measurement and not x.two_level:
-        x.reporter.note_gradients(x, [i], [x.backend.flat(i)])
-
-
 def complete(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
-    """The backward pass is over: fill in the gradients that it did not deliver, and send the bucket."""
+    """The backward pass is over: send the bucket, with zeros for gradients that it did not deliver."""
     for i in tuple(state.missing):
         mark_ready(state, i)
-        if not x.together:
-            fill(x, state, i)
     if state is x.now.carrier:  # it leaves with the metadata
         state.summed = _in_place(x, state)
     else:
@@ -64,14 +51,32 @@ def send(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
         state.summed = _in_place(x, state)
         state.handle = cast(Grouping, x.transport).start_all(state.summed, x.tensor_name(state), x.scale)
         x.meter.sum_begins(state.bucket.number, functools.partial(x.wire.done, state.handle))
-    elif x.two_level:
-        if x.together:
-            x.backend.join(x.backend.parts(state.bucket), vector(x, state), x.sent_scale)
-        two_level.sum_over_host(x, state, vector(x, state), functools.partial(_send_vector, x, state))
-    elif x.together:
-        _send_together(x, state)
+        return
+    with x.backend.named("hvdplus.encode"):
+        parts = x.backend.parts(state.bucket)
+        if not x.two_level:  # which measures the hosts' sums
+            x.reporter.note_gradients(x, state.bucket.parameters, parts)
+            payload = None
+            if x.together:  # joined only if the compressor cannot encode the parts
+                payload = x.compressor(state.bucket, x.plan.level).encode_parts(x.ops, x.context(state), parts)
+            if payload is not None:
+                state.payload = payload
+                _start(x, state)
+                return
+        packed = _pack(x, state, parts)
+    if x.two_level:
+        two_level.sum_over_host(x, state, packed, functools.partial(_send_vector, x, state))
     else:
-        _send_vector(x, state, vector(x, state))
+        _send_vector(x, state, packed)
+
+
+def _pack(x: EagerExchange[EagerArray], state: BucketState[EagerArray], parts: Sequence[EagerArray]) -> EagerArray:
+    """The bucket's vector: its gradients, and a share of the residual."""
+    fraction, flat = x.plan.flush_fraction, vector(x, state)
+    # Residuals are in units of the unscaled loss, and so are sent values at levels that keep residuals or contexts.
+    share = fraction * (x.loss_scale / x.sent_scale) / x.sharers
+    x.backend.join(parts, flat, x.sent_scale, state.residual if fraction else None, share)
+    return flat
 
 
 def _send_vector(x: EagerExchange[EagerArray], state: BucketState[EagerArray], vector: EagerArray) -> None:
@@ -108,7 +113,8 @@ def decode(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None
     """Sum of payloads -> mean of gradients, and the next context."""
     compressor, check = x.compressor(state.bucket, x.plan.level), x.checks and state.bucket.compressible
     with x.backend.named("hvdplus.decode"):
-        into = x.backend.places(state.bucket) if compressor.keeps_residual else ()
+        stays = compressor.keeps_residual and x.sparse.isdisjoint(state.bucket.parameters)
+        into = x.backend.places(state.bucket) if stays else ()
         got = receive_bucket(x.ops, compressor, x.context(state), state.total, x.scale * x.sent_scale, check, into)
         state.mean, state.next_context, state.sum_finite = got
         if check and x.plan.warms_up:
@@ -141,19 +147,3 @@ def _in_place(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> l
     arrays = x.backend.summable(state.bucket, wire_type(x, state))
     x.reporter.note_gradients(x, state.bucket.parameters, arrays)
     return arrays
-
-
-def _send_together(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
-    """Send a bucket whose gradients are not packed yet. They are joined only if the compressor cannot encode them one
-    by one."""
-    compressor, parts = x.compressor(state.bucket, x.plan.level), x.backend.parts(state.bucket)
-    x.reporter.note_gradients(x, state.bucket.parameters, parts)
-    with x.backend.named("hvdplus.encode"):
-        payload = compressor.encode_parts(x.ops, x.context(state), parts)
-        if payload is None:
-            x.backend.join(parts, vector(x, state), x.sent_scale)
-    if payload is None:
-        _send_vector(x, state, vector(x, state))
-    else:
-        state.payload = payload
-        _start(x, state)
