@@ -17,8 +17,6 @@ References, written here in plain torch with error feedback, none of which one r
                      at most the bytes of topk:s, the choice itself taken for free
     element-topk:s   every rank its own largest elements (Deep Gradient Compression, arXiv 1712.01887), 4 bytes of index
                      and 4 of value each, at most the bytes of topk:s
-    powersgd:r       two rounds a step, warm-started (arXiv 1905.13727): the bytes of both rounds count, so rank r costs
-                     what lowrank:2r costs
 
 How to read it. ``bytes`` is what a rank sends in a compressed step, as a share of dense, mean over the sides;
 ``final`` is the mean and the standard deviation over seeds; ``worse`` is the mean over seeds of the paired difference,
@@ -43,7 +41,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -344,7 +341,7 @@ class Exchange(ABC):
 
 
 class Summable(Exchange):
-    """One of the project's compressors: one round of payloads that add."""
+    """One of the project's compressors: payloads that add."""
 
     def __init__(self, compressor: Compressor, spec: Spec) -> None:
         self.spec, self._compressor, self._ops = spec, compressor, TorchOps()
@@ -352,8 +349,9 @@ class Summable(Exchange):
 
     @property
     def bytes_a_step(self) -> float:
-        sides = range(self._compressor.sides)
-        return statistics.mean(self._compressor.payload_bytes(self.spec, side) for side in sides)
+        compressor = self._compressor
+        sizes = [compressor.payload_bytes(self.spec, side) for side in range(compressor.sides)]
+        return sum(sizes) / compressor.turns
 
     def warm_up(self, total: Tensor) -> None:
         if self._compressor.needs_warmup:
@@ -362,9 +360,12 @@ class Summable(Exchange):
     def add(self, grads: Sequence[Tensor]) -> Tensor:
         compressor, ops, ctx = self._compressor, self._ops, self._ctx
         before: Sequence[Tensor | None] = self.residuals or [None] * len(grads)
+        joined = self.joined(grads)
+        for _ in range(compressor.passes - 1):
+            ctx = compressor.advance(ops, ctx, _sum([compressor.encode(ops, ctx, sent) for sent in joined]))
         total: Tensor | None = None
         left = []
-        for sent, residual in zip(self.joined(grads), before, strict=True):
+        for sent, residual in zip(joined, before, strict=True):
             payload = compressor.encode(ops, ctx, sent, residual)
             total = payload.clone() if total is None else total + payload
             if compressor.keeps_residual:
@@ -372,6 +373,10 @@ class Summable(Exchange):
         self.residuals = left or None
         self._ctx = compressor.advance(ops, ctx, total)
         return compressor.decode(ops, ctx, total).clone()  # type: ignore[no-any-return]
+
+
+def _sum(payloads: Sequence[Tensor]) -> Tensor:
+    return sum(payloads[1:], payloads[0].clone())
 
 
 class BlockTopK(Exchange):
@@ -422,53 +427,9 @@ class ElementTopK(Exchange):
         return torch.stack(arrives).sum(dim=0)
 
 
-class PowerSGD(Exchange):
-    """Both sides' factors in every step."""
-
-    def __init__(self, parameters: str, spec: Spec) -> None:
-        self.spec, self._rank = spec, int(parameters)
-        starts = accumulate(spec.sizes, initial=0)
-        views = [(start, shape[0], math.prod(shape[1:])) for start, shape in zip(starts, spec.shapes, strict=False)]
-        # The rule of lowrank: where factors are no smaller than the matrix, it travels whole.
-        self._views = [view for view in views if 2 * self._rank <= min(view[1:])]
-        draw = torch.Generator().manual_seed(0)
-        self._right = [torch.randn(columns, self._rank, generator=draw) for _, _, columns in self._views]
-
-    @property
-    def bytes_a_step(self) -> float:
-        saved = sum(rows * columns - self._rank * (rows + columns) for _, rows, columns in self._views)
-        return 4 * (self.spec.size - saved)
-
-    def warm_up(self, total: Tensor) -> None:
-        self._approximate([total])
-
-    def add(self, grads: Sequence[Tensor]) -> Tensor:
-        sent = self.joined(grads)
-        self.residuals = self._approximate(sent)
-        return torch.stack(sent).sum(dim=0) - torch.stack(self.residuals).sum(dim=0)
-
-    def _approximate(self, sent: Sequence[Tensor]) -> list[Tensor]:
-        """One power iteration over both rounds; what stays behind, by rank."""
-        left = [torch.zeros_like(one) for one in sent]
-        for number, (start, rows, columns) in enumerate(self._views):
-            part = slice(start, start + rows * columns)
-            matrices = [one[part].view(rows, columns) for one in sent]
-            basis = _orthonormal(torch.stack([matrix @ self._right[number] for matrix in matrices]).sum(dim=0))
-            factors = [matrix.T @ basis for matrix in matrices]
-            self._right[number] = _orthonormal(torch.stack(factors).sum(dim=0))
-            for one, matrix, factor in zip(left, matrices, factors, strict=True):
-                one[part] = (matrix - basis @ factor.T).flatten()
-        return left
-
-
-def _orthonormal(columns: Tensor) -> Tensor:
-    return torch.linalg.qr(columns / columns.abs().max().clamp(min=1e-30)).Q
-
-
 REFERENCES: dict[str, Callable[[str, Spec], Exchange]] = {
     "block-topk": BlockTopK,
     "element-topk": ElementTopK,
-    "powersgd": PowerSGD,
 }
 
 
@@ -659,9 +620,9 @@ def rivals(row: str) -> Iterator[tuple[str, bool, str]]:
         yield f"block-topk:{parameters}", True, "undelayed, same bytes"
         yield f"element-topk:{parameters}", False, "undelayed, same bytes"
     elif name == "lowrank" and "+" not in row:
-        yield f"powersgd:{parameters}", True, "two rounds, same rank, twice the bytes"
+        yield f"powersgd:{parameters}", True, "two passes, same rank, twice the bytes"
         if int(parameters) % 2 == 0:
-            yield f"powersgd:{int(parameters) // 2}", True, "two rounds, same bytes"
+            yield f"powersgd:{int(parameters) // 2}", True, "two passes, same bytes"
     elif "+" in row:
         yield row.partition("+")[0], False, "without the second part"
 

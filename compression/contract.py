@@ -61,8 +61,8 @@ class Context(NamedTuple, Generic[Array]):
 
     spec: Spec
     side: int
-    """Side that this step, or pass, runs, from 0 to ``sides`` - 1. A plain integer, never an array, so that a compiled graph
-    holds every side once and picks one by index. The exchange sets it."""
+    """Side that this step, or pass, runs, from 0 to ``sides`` - 1. A plain integer, never an array, so that a compiled
+    graph holds every side once and picks one by index. The exchange sets it."""
     state: tuple[Array, ...]
     """float32 or int32 arrays of fixed number and shapes, computed from the spec and earlier all-reduces' sums."""
 
@@ -215,7 +215,8 @@ class Compressor(ABC):
     ) -> Context[Array]:
         """The context of the step's last pass. ``summed``: (payload, pass) -> sum over ranks."""
         for number in range(self.passes - 1):
-            ctx = self.advance(ops, ctx, summed(self.encode(ops, ctx, grad), number))
+            payload = self.encode(ops, ctx, grad)
+            ctx = self.advance(ops, ctx, summed(payload, number) if payload.shape[0] else payload)
         return ctx
 
     def warm_up(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:

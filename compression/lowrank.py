@@ -91,7 +91,7 @@ class LowRank(Projection):
         return Context(spec, 0, tuple(state))
 
     def encode(self, ops: Ops[Array], ctx: Context[Array], grad: Array, residual: Array | None = None) -> Array:
-        """``G Q`` (side 0) or ``G^T P`` (side 1) of every matrix, then dense tensors as they are."""
+        """``G Q`` (side 0) or ``G^T P`` (side 1) of every matrix, then dense tensors as they are, in the last pass."""
         starts, parts = _starts(ctx.spec), []
         for number, group in enumerate(self._groups(ctx.spec)):
             bases = ctx.state[2 * number + ctx.side] * (1 / HEADROOM)
@@ -101,6 +101,8 @@ class LowRank(Projection):
                 parts.append(ops.reshape(sent, (self.rank * (group.columns if ctx.side else group.rows),)))
         if parts:
             parts = [_limited(ops, ctx.state[-1], ops.concat(parts))]
+        if not self._delivers(ctx.side):
+            return parts[0] if parts else grad[:0]
         parts += [grad[starts[tensor] : starts[tensor + 1]] for tensor in self._dense(ctx.spec)]
         return ops.concat([*parts, grad[ctx.spec.body :]])
 
@@ -184,7 +186,12 @@ class LowRank(Projection):
         values = sum(
             self.rank * (group.columns if side else group.rows) * len(group.tensors) for group in self._groups(spec)
         )
-        return Layout(values, sum(spec.sizes[tensor] for tensor in self._dense(spec)) + spec.tail)
+        precise = sum(spec.sizes[tensor] for tensor in self._dense(spec)) + spec.tail
+        return Layout(values, precise if self._delivers(side) else 0)
+
+    def _delivers(self, side: int) -> bool:
+        """Whether the side's sum reaches the gradient, and does not only teach the next pass."""
+        return side >= self.passes - 1
 
     def _groups(self, spec: Spec) -> Sequence[Group]:
         return _split(spec.shapes, self.rank)[0]

@@ -4,9 +4,8 @@ As PowerSGD (Vogels et al., arXiv 1905.13727): of a gradient matrix G (n x m) th
 delivers nothing; the orthonormalised sum of P is the basis of the second, which sends ``S = G^T P`` and delivers
 ``P S^T``. The orthonormalised sum of S is Q of the next step. So it is ``lowrank:r`` with both sides in one step.
 
-Sent: r (n + m) floats, the bytes of ``lowrank:2r``. The basis is no step late, and products are narrower: 8 n m r flops
-instead of 12; but there are two all-reduces a bucket, one after the other. Cheaper where latency is small and the
-codec's work is what counts.
+Sent: r (n + m) floats, the bytes of ``lowrank:2r``, and dense tensors in the second pass. The basis is no step late,
+and products are narrower: 8 n m r flops instead of 12; but there are two all-reduces a bucket, one after the other.
 
 The deflated form, which also delivers ``P Q^T`` of the first pass, delivers the same sum: what the sum of P spans, the
 second pass has whole.

@@ -312,6 +312,7 @@ def test_the_log_opens_with_what_the_job_is_and_closes_with_what_it_came_to(tmp_
             "messages": 4,
             "codec_ms": 0.0,
             "keeps_residual": name == "lowrank:4",
+            "passes": 1,
         }
         for name in LADDER
     }
@@ -632,6 +633,7 @@ def test_buckets_that_are_cut_anew_send_something_else(tmp_path: Path) -> None:
     kinds = [record["kind"] for record in records]
     (record,) = (record for record in records if record["kind"] == "resize")
     sent = {"payload_bytes": 2500, "last_bytes": 62, "messages": 4, "codec_ms": 1.234, "keeps_residual": False}
+    sent["passes"] = 1
     assert record["levels"]["fp16"] == sent
     assert kinds.index("trace") < kinds.index("resize"), "what was seen before stands before"
     assert len(records[kinds.index("trace")]["steps"]) == 4

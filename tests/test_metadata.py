@@ -18,6 +18,7 @@ from hvdplus.exchange.metadata import (
     Metadata,
     Report,
     Slot,
+    Sums,
     check_agreement,
     flag,
     fold24,
@@ -28,6 +29,7 @@ from hvdplus.exchange.metadata import (
     read,
     weights_differ,
 )
+from hvdplus.exchange.sketch import CELLS, Part, part_of, signs, square
 
 quickly = examples(100)
 floats = st.floats(width=32)  # NaN and infinities too: every value that can travel
@@ -183,7 +185,7 @@ def test_4096_ranks_are_read_in_no_time() -> None:
     ranks = 4096
     reports = [report(step=0.1, exposed_comm=0.01, learning_rate=0.1, gradient_norm=2.0, residual_norm=1.0)] * ranks
     slots = np.array([mine.slot for mine in reports], np.float32)
-    first = np.array([*reports[0].sums, *reports[0].sketch], np.float32)
+    first = np.array([*reports[0].sums, *reports[0].sketch, *reports[0].residual_sketch], np.float32)
     summed = np.concatenate([first * ranks, slots.ravel(), np.full(200, ranks, np.float32)])
     assert summed.shape == (length(ranks, 200),)
     took = []
@@ -193,3 +195,34 @@ def test_4096_ranks_are_read_in_no_time() -> None:
         took.append(time.perf_counter() - began)
     assert metadata.times.step == pytest.approx(0.1) and metadata.gradient_norm == 2.0 and not metadata.odd
     assert min(took) < 0.001, f"{min(took) * 1e3:.3f} ms"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("alike", [True, False])
+def test_what_cancels_in_the_sum_is_no_error(ranks: int, alike: bool) -> None:
+    """Residuals that are the same on every rank count whole; those whose sum is zero hardly count."""
+    rng = np.random.default_rng(ranks)
+    gradient, held = rng.standard_normal(64 * CELLS), rng.standard_normal(64 * CELLS)
+    residuals = [held] * ranks if alike else [held * math.cos(2 * math.pi * rank / ranks) for rank in range(ranks)]
+    errors = []
+    for turn in range(40):
+        part = part_of(len(held), 0, turn)
+        assert part is not None
+
+        def sketched(vector: np.ndarray, part: Part = part) -> np.ndarray:
+            cells = vector[: CELLS * part.rows].reshape(CELLS, part.rows)[:, part.column : part.column + part.width]
+            return cells @ signs()[part.sign : part.sign + part.width] * part.scale
+
+        totals = []
+        for rank, residual in enumerate(residuals):
+            sums = Sums(
+                sketch_square=square(sketched(gradient)),
+                sketched_square=float(gradient @ gradient),
+                residual_sketch_square=square(sketched(residual)),
+            )
+            slot = Slot(gradient_norm=np.linalg.norm(gradient), residual_norm=np.linalg.norm(residual))
+            mine = Report(sums, slot, sketched(gradient).tolist(), sketched(residual).tolist())
+            totals.append(pack(rank, ranks, mine, ()))
+        errors.append(read(np.sum(totals, axis=0, dtype=np.float32), ranks).error)
+    whole = np.linalg.norm(sum(residuals)) / np.linalg.norm(ranks * gradient)
+    assert np.median(errors) == pytest.approx(whole, rel=0.1) if alike else np.median(errors) < 0.35

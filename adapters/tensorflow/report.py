@@ -48,6 +48,7 @@ def metadata(
         losses=tf.where(unknown, 0.0, 1.0),
         sketch_square=tf.reduce_sum(measured.sketch**2),
         sketched_square=measured.sketched_square,
+        residual_sketch_square=tf.reduce_sum(measured.residual_sketch**2),
     )
     slot = Slot(
         times.codec,
@@ -65,7 +66,8 @@ def metadata(
     )
     rank, size = x.transport.rank, x.transport.size
     before, after = (tf.zeros(ranks * len(slot)) for ranks in (rank, size - 1 - rank))
-    return tf.concat([tf.stack(list(sums)), measured.sketch, before, tf.stack(list(slot)), after], axis=0)
+    sketches = [measured.sketch, measured.residual_sketch]
+    return tf.concat([tf.stack(list(sums)), *sketches, before, tf.stack(list(slot)), after], axis=0)
 
 
 class Measured(NamedTuple):
@@ -75,6 +77,7 @@ class Measured(NamedTuple):
     residual_norm: tf.Tensor
     sketch: tf.Tensor
     sketched_square: tf.Tensor
+    residual_sketch: tf.Tensor
 
 
 def measured(
@@ -86,10 +89,23 @@ def measured(
     def measure() -> tuple[tf.Tensor, ...]:
         left = tf.linalg.global_norm([part.left for part in parts])
         gradient = tf.linalg.global_norm([tf.cast(grad, tf.float32) for grad in dense])
-        return Measured(gradient, tf.where(tf.gather(keeps, variant), left, 0.0), *sketch(x, coming, dense))
+        kept = tf.cast(tf.gather(keeps, variant), tf.float32)
+        held, _ = sketch(x, coming, _by_parameter(x, parts))
+        return Measured(gradient, left * kept, *sketch(x, coming, dense), held * kept)
 
-    nothing = Measured(tf.constant(0.0), tf.constant(0.0), tf.zeros(CELLS), tf.constant(0.0))
+    nothing = Measured(tf.constant(0.0), tf.constant(0.0), tf.zeros(CELLS), tf.constant(0.0), tf.zeros(CELLS))
     return Measured(*tf.cond(coming.measurement > 0, measure, lambda: nothing)) if parts else nothing
+
+
+def _by_parameter(x: GraphExchange, parts: Sequence[Exchanged]) -> list[tf.Tensor]:
+    """The next residual of every parameter; zeros where there is none."""
+    found: list[tf.Tensor] = [tf.zeros(shape) for shape in x.shapes]
+    for state, part in zip(x.states, parts, strict=True):
+        size = state.bucket.spec.size
+        left = tf.cond(tf.size(part.left) > 0, lambda part=part: part.left, lambda size=size: tf.zeros(size))
+        for i, (place, shape) in state.places.items():
+            found[i] = tf.reshape(left[place], shape)
+    return found
 
 
 def sketch(x: GraphExchange, coming: Coming, dense: Sequence[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:

@@ -30,6 +30,7 @@ class TorchOps(PackingOps):
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
         self._pool = Pool()
+        self._autocasts = torch.amp.is_autocast_available(self._device.type)
         self._constants: dict[Hashable, torch.Tensor] = {}
 
     def from_numpy(self, values: np.ndarray) -> torch.Tensor:
@@ -139,7 +140,7 @@ class TorchOps(PackingOps):
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor, transpose_a: bool = False) -> torch.Tensor:
         kind = self._device.type
-        if torch.is_autocast_enabled(kind):  # a script may call step() inside of it
+        if self._autocasts and torch.is_autocast_enabled(kind):  # a script may call step() inside of it
             with torch.autocast(kind, enabled=False):
                 return self.matmul(a, b, transpose_a)
         with private.full_precision():

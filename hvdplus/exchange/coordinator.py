@@ -370,6 +370,6 @@ def _observed(plan: Plan, metadata: Metadata) -> Observation:
     gradient, residual = metadata.gradient_norm, metadata.residual_norm
     if not plan.measurement or not (math.isfinite(gradient) and math.isfinite(residual)):  # the step was not taken
         return unmeasured
-    error = residual / gradient if gradient else math.nan
+    error = metadata.error
     error, gradient, cosine = (float(f"{value:.7g}") for value in (error, gradient, metadata.cosine))
     return unmeasured._replace(error=error, gradient_norm=gradient, cosine=cosine)

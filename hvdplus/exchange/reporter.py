@@ -172,7 +172,7 @@ class Reporter(Generic[EagerArray]):
         overflow = [state.overflow for state in states if state.overflow is not None]
         sound, over, contexts = x.backend.checked(finite, overflow, self._checksums(x, states))
         times, loss = x.meter.last, float(self.loss)
-        gradient_norm, residual_norm, sketched_norm, sketch = self._measured(x)
+        gradient_norm, residual_norm, sketched_norm, sketch, residual_sketch = self._measured(x)
         sums = Sums(
             nonfinite=float(not sound),
             overflow=float(over),
@@ -181,6 +181,7 @@ class Reporter(Generic[EagerArray]):
             losses=float(not math.isnan(loss)),
             sketch_square=square(sketch),
             sketched_square=sketched_norm**2,
+            residual_sketch_square=square(residual_sketch),
         )
         slot = Slot(
             codec=times.codec,
@@ -196,7 +197,7 @@ class Reporter(Generic[EagerArray]):
             missing=missing,
             added=added,
         )
-        return Report(sums, slot, sketch)
+        return Report(sums, slot, sketch, residual_sketch)
 
     def _checksums(self, x: EagerExchange[EagerArray], states: Sequence[BucketState[EagerArray]]) -> list[EagerArray]:
         """Of all contexts that the step uses or warms up."""
@@ -204,20 +205,23 @@ class Reporter(Generic[EagerArray]):
         used = [x.context(state, level) for state in states if state.bucket.compressible for level in levels]
         return [x.ops.checksum(array) for ctx in used for array in ctx.state]
 
-    def _measured(self, x: EagerExchange[EagerArray]) -> tuple[float, float, float, Sequence[float]]:
+    def _measured(self, x: EagerExchange[EagerArray]) -> tuple[float, float, float, Sequence[float], Sequence[float]]:
         """Norms of this rank's own gradients, measured when they were packed, of its next residual, and of the
-        gradients in the sketch; the sketch."""
-        sketch: Sequence[float] = Report().sketch
+        gradients in the sketch; the sketch, and that of the residual."""
+        sketch, residual_sketch = Report().sketch, Report().residual_sketch
         if not x.plan.measurement or x.idle:
-            return 0.0, 0.0, 0.0, sketch
+            return 0.0, 0.0, 0.0, sketch, residual_sketch
         with x.meter.codec():
-            left = [x.backend.norm(state.pending) for state in x.states if state.pending is not None]
+            left = [state for state in x.states if state.pending is not None] if x.ladder.keeps_residual(x.plan) else []
             gradient, self._norms = x.backend.norm_of_all(self._norms), []
-            residual = x.backend.norm_of_all(left if x.ladder.keeps_residual(x.plan) else [])
+            residual = x.backend.norm_of_all([x.backend.norm(state.pending) for state in left])
             if self._sketch is not None:
                 sketch, self._sketch = x.backend.to_host(self._sketch).tolist(), None
+            cells = None if x.two_level else _sketch_of_residual(x, left)
+            if cells is not None:
+                residual_sketch = x.backend.to_host(cells).tolist()
             sketched, self._sketched = x.backend.norm_of_all(self._sketched), []
-            return gradient / x.loss_scale, residual, sketched, sketch
+            return gradient / x.loss_scale, residual, sketched, sketch, residual_sketch
 
     def _checks_weights(self, x: EagerExchange[EagerArray]) -> bool:
         """Whether this step checks weights, so that ranks notice if they drift apart: in the second step and then in
@@ -226,3 +230,16 @@ class Reporter(Generic[EagerArray]):
         if not every or x.idle or x.transport.size == 1:
             return False
         return self._steps == 1 or (self._steps > 0 and self._steps % every == 0)
+
+
+def _sketch_of_residual(x: EagerExchange[EagerArray], states: Sequence[BucketState[EagerArray]]) -> EagerArray | None:
+    """Of the next residuals of these buckets; None: there are none, or they have too few elements."""
+    total: EagerArray | None = None
+    for state in states:
+        assert state.pending is not None
+        for parameter, (place, shape) in state.places.items():
+            part = part_of(math.prod(shape), parameter, x.plan.measurement)
+            if part:
+                cells = x.backend.sketch(state.pending[place], part)
+                total = cells if total is None else total + cells
+    return total

@@ -1,4 +1,4 @@
-"""How much ranks' gradients are alike, from a sketch of a few numbers that add up over ranks.
+"""How much ranks' gradients, and their residuals, are alike, from a sketch of a few numbers that add up over ranks.
 
 Of every gradient a part is added up with random signs, the same on all ranks, into ``CELLS`` numbers. Scalar products
 of sketches are those of the gradients, on average (Alon, Matias and Szegedy, STOC 1996). So the sum of all ranks'
@@ -62,6 +62,15 @@ def signs() -> np.ndarray:
 def square(cells: Sequence[float] | np.ndarray) -> float:
     """Of the norm."""
     return float(np.square(np.asarray(cells, np.float64)).sum())
+
+
+LEAST = 0.1
+"""Of ``of_sum``: sketches show it roughly, and may say that less than nothing is left."""
+
+
+def of_sum(cosine: float, ranks: int) -> float:
+    """Squared norm of the sum of all ranks' vectors, over the sum of their squared norms."""
+    return max(LEAST, 1 + (ranks - 1) * cosine)
 
 
 def cosine(summed: Sequence[float] | np.ndarray, own: float, whole: float, ranks: int) -> float:

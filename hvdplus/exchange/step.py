@@ -6,8 +6,8 @@
 
 This is the order of a step in an eager framework (NumPy, PyTorch). In a compiled graph (TensorFlow) the order follows
 from the data, and the same pure functions of ``codec.py`` do the work. Read on: ``transfer.py`` sends one bucket,
-``passes.py`` one that takes several sums, ``sparse.py`` one embedding, ``reporter.py`` the metadata; ``outcome.py`` commits or rolls back the step and
-``schedule.py`` plans the next.
+``passes.py`` one that takes several sums, ``sparse.py`` one embedding, ``reporter.py`` the metadata; ``outcome.py``
+commits or rolls back the step and ``schedule.py`` plans the next.
 """
 
 from __future__ import annotations

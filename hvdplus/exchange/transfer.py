@@ -83,16 +83,19 @@ def _send_vector(x: EagerExchange[EagerArray], state: BucketState[EagerArray], v
     """Encode a bucket's vector and begin the all-reduce of the next pass, which is usually the only one."""
     compressor, ctx = x.compressor(state.bucket, x.plan.level), x.context(state)
     if ctx.side < compressor.passes - 1:
-        with x.backend.named("hvdplus.encode"):
-            payload = compressor.encode(x.ops, ctx, vector)
-        handle = x.wire.start(payload, x.tensor_name(state))
-        x.meter.sum_begins(state.bucket.number, functools.partial(x.wire.done, handle))
 
         def go_on(total: EagerArray) -> None:
             with x.backend.named("hvdplus.decode"):
                 state.taught = compressor.advance(x.ops, ctx, total)
             _send_vector(x, state, vector)
 
+        with x.backend.named("hvdplus.encode"):
+            payload = compressor.encode(x.ops, ctx, vector)
+        if not len(payload):  # no tensor of this bucket has anything to learn
+            go_on(payload)
+            return
+        handle = x.wire.start(payload, x.tensor_name(state))
+        x.meter.sum_begins(state.bucket.number, functools.partial(x.wire.done, handle))
         passes.follow(x, passes.Stage(state, x.wire, handle, go_on))
         return
     check = x.checks and state.bucket.compressible
