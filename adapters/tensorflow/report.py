@@ -101,8 +101,8 @@ def _by_parameter(x: GraphExchange, parts: Sequence[Exchanged]) -> list[tf.Tenso
     """The next residual of every parameter; zeros where there is none."""
     found: list[tf.Tensor] = [tf.zeros(shape) for shape in x.shapes]
     for state, part in zip(x.states, parts, strict=True):
-        size = state.bucket.spec.size
-        left = tf.cond(tf.size(part.left) > 0, lambda part=part: part.left, lambda size=size: tf.zeros(size))
+        # These zeros where there is none. A tf.cond on the size came to the wrong side in compiled steps.
+        left = tf.concat([part.left, tf.zeros(state.bucket.spec.size)], axis=0)
         for i, (place, shape) in state.places.items():
             found[i] = tf.reshape(left[place], shape)
     return found

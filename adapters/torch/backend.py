@@ -88,8 +88,9 @@ class TorchBackend:
         alike = all(part.dtype == out.dtype for part in parts)
         if residual is not None and self.on_host and divisor == 1 and alike:  # memory is written once
             lengths = [part.numel() for part in parts]
-            for part, held, target in zip(parts, residual.split(lengths), out.split(lengths), strict=True):
-                torch.add(part, held, alpha=share, out=target)
+            held, places = torch.split(residual, lengths), torch.split(out, lengths)
+            for part, left, place in zip(parts, held, places, strict=True):
+                torch.add(part, left, alpha=share, out=place)
             return
         torch.cat(list(parts), out=out)
         if divisor != 1:

@@ -212,9 +212,9 @@ class Reporter(Generic[EagerArray]):
         if not x.plan.measurement or x.idle:
             return 0.0, 0.0, 0.0, sketch, residual_sketch
         with x.meter.codec():
-            left = [state for state in x.states if state.pending is not None] if x.ladder.keeps_residual(x.plan) else []
+            left = x.states if x.ladder.keeps_residual(x.plan) else []
             gradient, self._norms = x.backend.norm_of_all(self._norms), []
-            residual = x.backend.norm_of_all([x.backend.norm(state.pending) for state in left])
+            residual = x.backend.norm_of_all([x.backend.norm(s.pending) for s in left if s.pending is not None])
             if self._sketch is not None:
                 sketch, self._sketch = x.backend.to_host(self._sketch).tolist(), None
             cells = None if x.two_level else _sketch_of_residual(x, left)
@@ -236,10 +236,9 @@ def _sketch_of_residual(x: EagerExchange[EagerArray], states: Sequence[BucketSta
     """Of the next residuals of these buckets; None: there are none, or they have too few elements."""
     total: EagerArray | None = None
     for state in states:
-        assert state.pending is not None
         for parameter, (place, shape) in state.places.items():
             part = part_of(math.prod(shape), parameter, x.plan.measurement)
-            if part:
+            if part and state.pending is not None:
                 cells = x.backend.sketch(state.pending[place], part)
                 total = cells if total is None else total + cells
     return total

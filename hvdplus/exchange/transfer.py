@@ -52,22 +52,27 @@ def send(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
         state.handle = cast(Grouping, x.transport).start_all(state.summed, x.tensor_name(state), x.scale)
         x.meter.sum_begins(state.bucket.number, functools.partial(x.wire.done, state.handle))
         return
-    with x.backend.named("hvdplus.encode"):
-        parts = x.backend.parts(state.bucket)
-        if not x.two_level:  # which measures the hosts' sums
-            x.reporter.note_gradients(x, state.bucket.parameters, parts)
-            payload = None
-            if x.together:  # joined only if the compressor cannot encode the parts
-                payload = x.compressor(state.bucket, x.plan.level).encode_parts(x.ops, x.context(state), parts)
-            if payload is not None:
-                state.payload = payload
-                _start(x, state)
-                return
-        packed = _pack(x, state, parts)
+    parts = x.backend.parts(state.bucket)
+    if not x.two_level:  # which measures the hosts' sums
+        x.reporter.note_gradients(x, state.bucket.parameters, parts)
+        if x.together and _send_parts(x, state, parts):
+            return
+    packed = _pack(x, state, parts)
     if x.two_level:
         two_level.sum_over_host(x, state, packed, functools.partial(_send_vector, x, state))
     else:
         _send_vector(x, state, packed)
+
+
+def _send_parts(x: EagerExchange[EagerArray], state: BucketState[EagerArray], parts: Sequence[EagerArray]) -> bool:
+    """Send gradients that are not joined; returns whether the compressor can encode them so."""
+    with x.backend.named("hvdplus.encode"):
+        payload = x.compressor(state.bucket, x.plan.level).encode_parts(x.ops, x.context(state), parts)
+    if payload is None:
+        return False
+    state.payload = payload
+    _start(x, state)
+    return True
 
 
 def _pack(x: EagerExchange[EagerArray], state: BucketState[EagerArray], parts: Sequence[EagerArray]) -> EagerArray:

@@ -84,7 +84,9 @@ def test_dense_steps_are_those_of_plain_ddp(options, level):
     assert identical(model)
 
 
-@pytest.mark.parametrize("level", ["fp16", "int8", "topk:0.2", "lowrank:2", "lowrank:4+fp16", "randomk:0.3+int8"])
+@pytest.mark.parametrize(
+    "level", ["fp16", "int8", "topk:0.2", "lowrank:2", "lowrank:4+fp16", "powersgd:2", "randomk:0.3+int8"]
+)
 def test_every_level_sends_what_the_reference_sends(level):
     model, _ = wrapped()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -245,7 +247,7 @@ def _arrays(value):
             yield from _arrays(each)
 
 
-@pytest.mark.parametrize("level", ["lowrank:2+fp16", "topk:0.1", "auto"])
+@pytest.mark.parametrize("level", ["lowrank:2+fp16", "powersgd:2+fp16", "topk:0.1", "auto"])
 def test_a_checkpoint_goes_on_bit_for_bit(level):
     model, optimizer = wrapped()
     attached = attach(model, optimizer, level, settings={"weights_check_steps": 0})

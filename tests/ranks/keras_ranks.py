@@ -24,7 +24,7 @@ RANK, SIZE = hvd.rank(), hvd.size()
 BROAD = SIZE == 2 and hvd._require_world().transport.name == "horovod-mpi"
 """Whether all variants run; elsewhere, where compiling takes longer or changes nothing, a few stand for them."""
 FEW = ["none", "fp16", "lowrank:2", "qsgd:8", "topk:0.2:32+int8"] if BROAD else ["none", "lowrank:2", "qsgd:8"]
-LEVELS = [*FEW, "topk:0.2:32", "int8", "lowrank:2+fp16"] if BROAD else [*FEW, "topk:0.2:32+int8"]
+LEVELS = [*FEW, "topk:0.2:32", "int8", "lowrank:2+fp16", "powersgd:2"] if BROAD else [*FEW, "topk:0.2:32+int8"]
 SHAPES = [(24, 40), (40,), (3, 3, 3, 16), (40, 24), (7,), (1,)]
 HOROVOD = hvd._require_world().transport.name.startswith("horovod")
 several = pytest.mark.ranks(2, 4)

@@ -147,7 +147,7 @@ def test_fragments_take_turns():
     assert close(net, by_hand(15, 4, adam, overlap=1, parts=parts))
 
 
-@pytest.mark.parametrize("level", ["lowrank:2", "int4", "topk:0.2:32", "lowrank:2+fp16"])
+@pytest.mark.parametrize("level", ["lowrank:2", "int4", "topk:0.2:32", "lowrank:2+fp16", "powersgd:2"])
 @pytest.mark.parametrize("overlap", [0, 2])
 @pytest.mark.parametrize("warm_steps", [0, 1])
 def test_what_is_not_sent_is_kept(warm_steps, level, overlap):

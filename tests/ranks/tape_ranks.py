@@ -200,7 +200,7 @@ def test_the_launch_is_the_one_that_was_meant():
 
 
 @several
-@pytest.mark.parametrize("level", ["none", "fp16", "lowrank:2", "int8", "topk:0.3:8"])
+@pytest.mark.parametrize("level", ["none", "fp16", "lowrank:2", "powersgd:2", "int8", "topk:0.3:8"])
 def test_a_level_does_what_numpys_exchange_does(level):
     def body(transport):
         exchange, means = NumpyExchange(SHAPES, transport, level, bucket_bytes=6000), []

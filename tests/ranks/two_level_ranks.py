@@ -74,7 +74,7 @@ def test_dense_steps_are_one_processs():
     assert hvd.identical(net)
 
 
-@pytest.mark.parametrize("level", ["fp16", "int8", "topk:0.1:16", "lowrank:2+fp16", "auto"])
+@pytest.mark.parametrize("level", ["fp16", "int8", "topk:0.1:16", "lowrank:2+fp16", "powersgd:2+fp16", "auto"])
 def test_levels_learn_and_ranks_stay_identical(level):
     net = model()
     optimizer = wrapped(net, level)
