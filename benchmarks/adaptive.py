@@ -4,7 +4,7 @@
     python benchmarks/adaptive.py               all of it, for hours; writes benchmarks/results/
     python benchmarks/adaptive.py --hosts 4     only what is measured on so many hosts
     python benchmarks/adaptive.py --only race   only a part of it; parts, too, leave files of their own in results/
-    python benchmarks/adaptive.py --only race --model bytes   and only on one model
+    python benchmarks/adaptive.py --only race --model bytes --seeds 2   and only on one model, twice instead of thrice
 
 Nothing else may run on the machine meanwhile: what is measured is mostly its processor.
 
@@ -698,9 +698,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=PARTS, help="a part of it")
     parser.add_argument("--hosts", type=int, choices=(2, 4), help="only what is measured on so many hosts")
     parser.add_argument("--model", choices=tuple(COURSES), help="with --only race: only on this model")
+    parser.add_argument("--seeds", type=int, help="trainings of everybody in a race (quick: 1, else 3)")
     options = parser.parse_args(arguments)
     if options.rounds is not None and options.rounds < 2:
         parser.error(f"--rounds has to be at least 2. Received: {options.rounds}")
+    if options.seeds is not None and options.seeds < 1:
+        parser.error(f"--seeds has to be at least 1. Received: {options.seeds}")
     if options.hosts == 4 and options.only not in (None, "cells"):
         parser.error(f"--only {options.only} is measured on two hosts. Received: --hosts 4")
     if options.model and options.only != "race":
@@ -711,7 +714,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = (options.hosts,) if options.hosts else (2, 4)
         parts = (options.only,) if options.only else PARTS
         races = (options.model,) if options.model else list(COURSES)[: 1 if options.quick else None]
-        measure(measured, options.quick, chosen, parts, races, options.rounds)
+        seeds = options.seeds or (1 if options.quick else 3)
+        measure(measured, options.quick, chosen, parts, races, options.rounds, seeds)
         whole = True
     finally:  # what a run of hours has measured is there whatever ended it
         for verdict in [*judge_cells(measured.cells, measured.changes), *measured.verdicts]:
@@ -731,8 +735,9 @@ def measure(
     parts: Sequence[str],
     races: Sequence[str],
     rounds: int | None,
+    seeds: int,
 ) -> None:
-    """All cells, and what else is promised on two hosts. ``races``: the models that race."""
+    """All cells, and what else is promised on two hosts. ``races``: the models that race; ``seeds``: how often."""
     rounds, more_seconds = rounds or (6 if quick else 10), MORE_SECONDS[quick]
     for hosts, models in cells(quick).items():
         mine = parts if hosts == 2 else set(parts) & {"cells"}
@@ -755,9 +760,9 @@ def measure(
                 ranks.model(name="cnn")
                 measured.verdicts.append(slow_rank(ranks))
             if "race" in mine:
-                rates, seeds = list(RACES)[: 2 if quick else None], range(1 if quick else 3)
+                rates = list(RACES)[: 2 if quick else None]
                 for model in races:
-                    for run in race(ranks, model, rates, seeds, TRAINED[quick]):
+                    for run in race(ranks, model, rates, range(seeds), TRAINED[quick]):
                         measured.races.append(run)
                         measured.verdicts += judge_race(run, RACES[run.rate])
 
