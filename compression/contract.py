@@ -99,7 +99,7 @@ class Compressor(ABC):
 
     passes: int = 1
     """All-reduces of a bucket in a step, one after the other. All but the last deliver nothing: their sums teach the
-    context that the next pass encodes the same gradient with."""
+    context that the next pass encodes the same gradient with. If there are several, each is a side: ``sides`` is equal."""
 
     @property
     def sides(self) -> int:
@@ -217,6 +217,7 @@ class Compressor(ABC):
         for number in range(self.passes - 1):
             payload = self.encode(ops, ctx, grad)
             ctx = self.advance(ops, ctx, summed(payload, number) if payload.shape[0] else payload)
+            ctx = ctx._replace(side=number + 1)
         return ctx
 
     def warm_up(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:

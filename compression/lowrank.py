@@ -127,10 +127,12 @@ class LowRank(Projection):
             state[2 * number + 1 - ctx.side] = _orthonormal(ops, factor)
         if state:
             values = total[: self.layout(ctx.spec, ctx.side).values]
-            # The first bases are random: they show 1 / sqrt(length) of what bases show that have learned, or more.
-            known = _one_if(ops, state[-1] > 0)
-            longest = max(max(group.rows, group.columns) for group in self._groups(ctx.spec))
-            state[-1] = follow(ops, state[-1], values) * (known + (1.0 - known) * math.sqrt(longest))
+            state[-1] = follow(ops, state[-1], values)
+            if self.passes == 1:
+                # The first bases are random: they show 1 / sqrt(length) of what bases show that have learned, or more.
+                known = _one_if(ops, ctx.state[-1] > 0)
+                longest = max(max(group.rows, group.columns) for group in self._groups(ctx.spec))
+                state[-1] = state[-1] * (known + (1.0 - known) * math.sqrt(longest))
         return Context(ctx.spec, 1 - ctx.side, tuple(state))
 
     def warm_up(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:

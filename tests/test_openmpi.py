@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hvdplus.adapters.transports.openmpi import (
     ALLREDUCE_ALGORITHM,
     DYNAMIC_RULES,
+    HAN_PRIORITY,
     SETTINGS,
     TCP_FLAGS,
     YIELD_WHEN_IDLE,
@@ -103,7 +104,7 @@ def test_a_tune_file_has_its_own_notation(environ: dict[str, str], tmp_path: Pat
     assert settings[DYNAMIC_RULES] == Setting(DYNAMIC_RULES, "1", str(path))
     assert settings[ALLREDUCE_ALGORITHM] == Setting(ALLREDUCE_ALGORITHM, "", str(path))
     assert settings[YIELD_WHEN_IDLE] == Setting(YIELD_WHEN_IDLE, "0", str(path))
-    assert SETTINGS.keys() & environ.keys() == {TCP_FLAGS}, "of which the file says nothing"
+    assert SETTINGS.keys() & environ.keys() == {TCP_FLAGS, HAN_PRIORITY}, "of which the file says nothing"
 
 
 def test_the_home_file_beats_the_systems(environ: dict[str, str], tmp_path: Path) -> None:
@@ -115,6 +116,22 @@ def test_the_home_file_beats_the_systems(environ: dict[str, str], tmp_path: Path
 def test_a_comment_is_no_wish(environ: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "home/.openmpi/mca-params.conf").write_text("# coll_tuned_use_dynamic_rules = 1\n")
     assert {setting.origin for setting in apply_settings(environ)} == {"hvdplus"}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_setting_is_respected_in_a_file(environ: dict[str, str], tmp_path: Path, name: str) -> None:
+    path = tmp_path / "home/.openmpi/mca-params.conf"
+    path.write_text(f"{name.removeprefix('OMPI_MCA_')} = 7\n")
+    assert Setting(name, "7", str(path)) in apply_settings(environ)
+    assert name not in environ
+
+
+@pytest.mark.parametrize(("variable", "word"), [("coll_han_priority", "default"), ("coll_han_allreduce", "default")])
+def test_who_tunes_han_is_not_promised_a_ring(environ: dict[str, str], variable: str, word: str) -> None:
+    environ[f"OMPI_MCA_{variable}"] = "40"
+    settings = apply_settings(environ)
+    assert allreduce_algorithm(settings) == word
+    assert environ.get(HAN_PRIORITY) == ("40" if variable == "coll_han_priority" else None)
 
 
 @pytest.mark.parametrize(

@@ -73,9 +73,7 @@ class TorchBackend:
         return parts
 
     def places(self, bucket: Bucket) -> Sequence[torch.Tensor]:
-        grads = [self.gradient(i) for i in bucket.parameters]
-        found = [grad.detach().view(-1) for grad in grads if grad is not None and _writable(grad)]
-        return found if len(found) == len(grads) else ()
+        return ()  # a mean's memory becomes the gradient's
 
     def join(
         self,
@@ -238,11 +236,6 @@ class TorchBackend:
             bits = flat.contiguous().view(-1).view(INTEGERS[flat.element_size()])
             sums.append(bits.sum(dtype=torch.int64))
         return torch.stack(sums).tolist() if sums else []
-
-
-def _writable(grad: torch.Tensor) -> bool:
-    """Whether a mean can be written where the gradient is."""
-    return not grad.is_sparse and grad.dtype == torch.float32 and grad.is_contiguous() and alone_in_memory(grad)
 
 
 def real_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -89,7 +89,8 @@ class HookedExchange(EagerExchange[torch.Tensor]):
         for i in self.order:
             for _ in range(self._passes_left[i]):
                 self._accumulated(i, self.parameters[i])
-        passes.go_on_with_all(self)
+        with self.meter.codec():
+            passes.go_on_with_all(self)
 
     def restart(self) -> None:
         """Count backward passes anew, after their number or the optimizer's state changed between two steps."""
@@ -117,7 +118,8 @@ class HookedExchange(EagerExchange[torch.Tensor]):
 
     def settle(self) -> None:
         """Wait for the sums in flight, and forget them: another state is loaded. All ranks have begun them."""
-        passes.go_on_with_all(self)
+        with self.meter.codec():
+            passes.go_on_with_all(self)
         for state in self.now.states:
             if state.handle is not None:
                 self.wire.wait(state.handle)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from functools import reduce
 from itertools import accumulate, pairwise
 from typing import Any
@@ -30,7 +31,6 @@ class TorchOps(PackingOps):
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
         self._pool = Pool()
-        self._autocasts = torch.amp.is_autocast_available(self._device.type)
         self._constants: dict[Hashable, torch.Tensor] = {}
 
     def from_numpy(self, values: np.ndarray) -> torch.Tensor:
@@ -140,10 +140,9 @@ class TorchOps(PackingOps):
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor, transpose_a: bool = False) -> torch.Tensor:
         kind = self._device.type
-        if self._autocasts and torch.is_autocast_enabled(kind):  # a script may call step() inside of it
-            with torch.autocast(kind, enabled=False):
-                return self.matmul(a, b, transpose_a)
-        with private.full_precision():
+        # A script may call step() inside of autocast.
+        wide = torch.autocast(kind, enabled=False) if private.autocasts(kind) else nullcontext()
+        with wide, private.full_precision():
             if transpose_a:  # this way round both are read along their rows
                 return torch.matmul(b.mT, a).mT
             return torch.matmul(a, b)

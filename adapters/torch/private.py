@@ -40,6 +40,16 @@ def version(tensor: torch.Tensor) -> int:
     return int(tensor._version)
 
 
+def autocasts(kind: str) -> bool:
+    """Whether the script is inside of autocast for devices of this kind; before PyTorch 2.4, which tells: True."""
+    try:
+        return bool(torch.is_autocast_enabled(kind))
+    except TypeError:
+        return True
+    except RuntimeError:  # no kind that autocast knows
+        return False
+
+
 def compiles() -> bool:
     """Whether ``torch.compile`` has compiled anything in this process."""
     utilities = sys.modules.get("torch._dynamo.utils")

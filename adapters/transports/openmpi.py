@@ -2,7 +2,8 @@
 
 Open MPI's default all-reduce for large messages is not a ring, so it moves more bytes over the slowest link than the
 cost model (and the user) expects; a waiting rank spins, which steals the cores of ranks that still compute; and large
-messages over TCP go a way that is slow in some jobs (``TCP_FLAGS``). All of these are MCA parameters, read once, when
+messages over TCP go a way that is slow in some jobs (``TCP_FLAGS``). Open MPI 5 hands all-reduces of several hosts to a
+component that knows no ring (``HAN_PRIORITY``). All of these are MCA parameters, read once, when
 MPI starts. A user's own choice always wins, wherever Open MPI 4.1 would read it: the environment (``mpirun --mca``
 arrives there too), the files of ``mpirun --tune`` and ``-am``, and the parameter files ``~/.openmpi/mca-params.conf``
 and ``<prefix>/etc/openmpi-mca-params.conf``. The environment beats those files, so setting a variable without looking
@@ -32,12 +33,17 @@ memory or by pieces that are sent. Where both directions are busy at once, as in
 times as long as the link's rate allows, in about every second job (Open MPI 4.1.8, two hosts: 42 MB at 100 Mb/s in 5.27
 or 3.51 s; sent, always in 3.55 s)."""
 
+HAN_PRIORITY = "OMPI_MCA_coll_han_priority"
+"""Open MPI takes the component of the highest priority. That of ``han``, which sums within hosts first, is 0 in 4.1 and
+35 in 5.0; that of ``tuned``, which has the ring, is 30."""
+
 #: Variable -> value that hvdplus sets where the user has chosen none.
 SETTINGS: dict[str, str] = {
     DYNAMIC_RULES: "1",  # without it Open MPI ignores the next one
     ALLREDUCE_ALGORITHM: "4",  # 4 is the ring
     YIELD_WHEN_IDLE: "1",
     TCP_FLAGS: "9",  # 1: send, 8: without a copy
+    HAN_PRIORITY: "0",
 }
 
 # Variable -> prefix of the parameters that are one decision: hvdplus sets none of them if the user has set one.
@@ -46,6 +52,7 @@ _DECISION = {
     ALLREDUCE_ALGORITHM: "coll_tuned_",
     YIELD_WHEN_IDLE: "mpi_yield_when_idle",
     TCP_FLAGS: "btl_tcp_flags",
+    HAN_PRIORITY: "coll_han_",
 }
 
 # Names that hvdplus has set, so that a second call (or a child process) does not take them for the user's choice.
@@ -128,9 +135,12 @@ def apply_settings(environ: MutableMapping[str, str] = os.environ) -> tuple[Sett
 def allreduce_algorithm(settings: Iterable[Setting]) -> str:
     """Name the all-reduce that ``settings`` lead to: ``"ring"``, ``"segmented ring"``, ... or ``"default"``.
 
-    An algorithm that Open MPI 4.1 does not know is returned as it was written.
+    An algorithm that Open MPI 4.1 does not know is returned as it was written. The user's own tuning of ``han`` may win
+    over every algorithm of ``tuned``: then it is ``"default"``.
     """
     values = {setting.name: setting.value.strip().lower() for setting in settings}
+    if values.get(HAN_PRIORITY, "0") != SETTINGS[HAN_PRIORITY]:
+        return "default"
     if values.get(DYNAMIC_RULES, "") not in ("1", "true", "t", "yes", "enabled"):
         return "default"
     algorithm = values.get(ALLREDUCE_ALGORITHM, "")
@@ -144,7 +154,8 @@ def _file_values(environ: MutableMapping[str, str]) -> Iterator[tuple[str, tuple
 
     Two notations: ``name = value`` (parameter files, ``-am``) and ``-mca name value`` (``--tune``).
     """
-    assignment = re.compile(r"^\s*(?:-{1,2}g?mca\s+)?((?:coll_tuned_|mpi_yield_when_idle)\w*)(?:\s*=\s*|\s+)(.*?)\s*$")
+    ours = "|".join(sorted(set(_DECISION.values())))
+    assignment = re.compile(rf"^\s*(?:-{{1,2}}g?mca\s+)?((?:{ours})\w*)(?:\s*=\s*|\s+)(.*?)\s*$")
     for path in _parameter_files(environ):
         try:
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -105,22 +105,10 @@ class Metadata(NamedTuple):
     """Booleans, one a parameter: its gradient has turned sparse on some rank."""
     compute: np.ndarray
     """(ranks,): seconds of each rank's own computation in the previous step."""
-    residual_cosine: float = math.nan
-    """Between the next residuals of two ranks, on average; NaN: not measured."""
-
-    @property
-    def error(self) -> float:
-        """Norm of the sum of all ranks' next residuals over that of their gradients; NaN: not measured.
-
-        The sum is what arrives late. What ranks hold back and what cancels in the sum never arrives, nor is it missed:
-        of ``powersgd`` that is most of it.
-        """
-        if not self.gradient_norm:
-            return math.nan
-        own, ranks = self.residual_norm / self.gradient_norm, len(self.compute)
-        if math.isnan(self.cosine + self.residual_cosine):
-            return own
-        return own * math.sqrt(of_sum(self.residual_cosine, ranks) / of_sum(self.cosine, ranks))
+    error: float = math.nan
+    """Norm of the sum of all ranks' next residuals over that of the sum of their gradients; NaN: not measured. The sum
+    is what arrives late. Parts of residuals that cancel between ranks never arrive, and are not missed: most of those of
+    ``powersgd``. Where there are no sketches: the ranks' own norms, as root mean squares."""
 
 
 def length(ranks: int, parameters: int) -> int:
@@ -146,6 +134,7 @@ def read(total: np.ndarray, ranks: int) -> Metadata:
     sums = Sums(*total[: len(Sums._fields)].tolist())
     sketches, behind = len(Sums._fields), length(ranks, 0)
     sketched = sketches + 2 * CELLS
+    gradients, residuals = total[sketches : sketches + CELLS], total[sketches + CELLS : sketched]
     # One row a field: with many ranks NumPy is several times quicker along rows.
     fields = np.ascontiguousarray(total[sketched:behind].reshape(ranks, len(Slot._fields)).T)
     # A field differs where its minimum is not its maximum; NaN, unequal to itself, is found as well.
@@ -176,16 +165,22 @@ def read(total: np.ndarray, ranks: int) -> Metadata:
         learning_rate=float(fields[Slot._fields.index("learning_rate"), 0]),
         gradient_norm=norms[0],
         residual_norm=norms[1],
-        cosine=cosine(total[sketches : sketches + CELLS], sums.sketch_square, sums.sketched_square, ranks),
+        cosine=cosine(gradients, sums.sketch_square, sums.sketched_square, ranks),
         odd=odd,
         added=[] if not most.added else fields[Slot._fields.index("added")].astype(int).tolist(),
         used=used,
         turned=turned,
         compute=np.maximum(times.step - waits, 0.0),
-        residual_cosine=cosine(
-            total[sketched - CELLS : sketched], sums.residual_sketch_square, ranks * norms[1] ** 2, ranks
-        ),
+        error=_error(norms, of_sum(gradients, sums.sketch_square), of_sum(residuals, sums.residual_sketch_square)),
     )
+
+
+def _error(norms: Sequence[float], gradients: float, residuals: float) -> float:
+    """See ``Metadata.error``. ``norms``: the ranks' own, of gradients and residuals; the others: ``of_sum`` of each."""
+    if not norms[0]:
+        return math.nan
+    known = gradients > 0 and not math.isnan(residuals)
+    return norms[1] / norms[0] * (math.sqrt(residuals / gradients) if known else 1.0)
 
 
 def _odd(fields: np.ndarray, low: list[float], high: list[float]) -> dict[str, list[int]]:

@@ -2,9 +2,9 @@
 
     send ─► first sum, asynchronous ─► (the next bucket is sent) ─► wait ─► what it leads to: encode, the next sum
 
-A bucket goes on when the next one has been sent, so that its sum has had time, or at the end of the backward pass. All
-ranks send buckets in the same order here, negotiation or not: who waits for a sum that another rank has not begun would
-keep that rank waiting as well.
+A bucket goes on at the end of the backward pass; before, only if its sum is there and the transport lets ranks send in any
+order. Within a backward pass nobody waits for a first pass: a rank that has not begun it may itself wait for something
+that the script exchanges. (A host's ranks do wait for each other: two levels need the same gradients on all of them.)
 """
 
 from __future__ import annotations
@@ -30,20 +30,17 @@ class Stage(NamedTuple):
     """What follows, given the sum."""
 
 
-def in_order(x: EagerExchange[EagerArray]) -> bool:
-    """Whether all ranks have to send the step's buckets in the same order."""
-    return not x.wire.negotiates or x.ladder.compressors[x.plan.level].passes > 1
-
-
 def is_under_way(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> bool:
     """Whether a bucket waits for its first sum."""
     return any(state is stage.state for stage in x.stages)
 
 
 def follow(x: EagerExchange[EagerArray], stage: Stage) -> None:
-    """A bucket's first sum is in flight. The bucket before goes on."""
+    """A bucket's first sum is in flight. What is done goes on; over a host, the bucket before goes on."""
     x.stages.append(stage)
-    if len(x.stages) > 1:
+    if x.two_level and stage.transport is x.two_level.local and len(x.stages) > 1:
+        _go_on(x)
+    while x.wire.negotiates and x.stages and x.stages[0].transport.done(x.stages[0].handle):
         _go_on(x)
 
 

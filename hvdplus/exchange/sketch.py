@@ -64,13 +64,10 @@ def square(cells: Sequence[float] | np.ndarray) -> float:
     return float(np.square(np.asarray(cells, np.float64)).sum())
 
 
-LEAST = 0.1
-"""Of ``of_sum``: sketches show it roughly, and may say that less than nothing is left."""
-
-
-def of_sum(cosine: float, ranks: int) -> float:
-    """Squared norm of the sum of all ranks' vectors, over the sum of their squared norms."""
-    return max(LEAST, 1 + (ranks - 1) * cosine)
+def of_sum(summed: Sequence[float] | np.ndarray, own: float) -> float:
+    """Squared norm of the sum of all ranks' vectors, over the sum of their squared norms: as many as there are ranks for
+    equal vectors, 0 where they cancel. NaN: not known. Arguments as of ``cosine``."""
+    return square(summed) / own if 0 < own < math.inf else math.nan
 
 
 def cosine(summed: Sequence[float] | np.ndarray, own: float, whole: float, ranks: int) -> float:

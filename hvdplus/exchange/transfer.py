@@ -34,8 +34,8 @@ def complete(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> No
 
 
 def send_full(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
-    """Send the bucket if it is full, or if need be when those before it have left."""
-    if not passes.in_order(x):
+    """Send the bucket if it is full. Without negotiation, buckets leave in the same order on every rank."""
+    if x.wire.negotiates:
         if not state.missing:
             send(x, state)
         return
@@ -91,7 +91,7 @@ def _send_vector(x: EagerExchange[EagerArray], state: BucketState[EagerArray], v
 
         def go_on(total: EagerArray) -> None:
             with x.backend.named("hvdplus.decode"):
-                state.taught = compressor.advance(x.ops, ctx, total)
+                state.taught = compressor.advance(x.ops, ctx, total)._replace(side=ctx.side + 1)
             _send_vector(x, state, vector)
 
         with x.backend.named("hvdplus.encode"):

@@ -184,7 +184,7 @@ def choose(x: EagerExchange[EagerArray]) -> TwoLevel | None:
         return levels
     elements = sum(math.prod(shape) for shape in x.shapes)
     spec = Spec(tuple(x.shapes), 0, 0, x.transport.size)
-    least = min(compressor.payload_bytes(spec) for compressor in x.ladder.compressors)
+    least = min(compressor.step_bytes(spec) for compressor in x.ladder.compressors)
     return levels if pays(x.ops, levels, 4 * elements, least) else None
 
 

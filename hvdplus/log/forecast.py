@@ -153,7 +153,7 @@ def what_the_run_showed(records: Sequence[Record]) -> Shown:
     if DENSE not in costs:
         like, cost = next(iter(costs.items()))
         last = round(gradient_bytes * cost.last_bytes / cost.payload_bytes) if cost.payload_bytes else gradient_bytes
-        costs = {DENSE: LevelCost(gradient_bytes, last, cost.messages, packing), **costs}
+        costs = {DENSE: LevelCost(gradient_bytes, last, cost.messages // cost.passes, packing), **costs}
         assumptions.append(
             f"No dense step ran: it is assumed to send fp32's bytes in as many all-reduces as {like}, with "
             f"{packing * 1e3:.2f} ms of codec."
