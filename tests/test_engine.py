@@ -1263,3 +1263,36 @@ def test_buckets_leave_while_the_backward_pass_goes_on() -> None:
 def test_the_reference_is_a_compressor_that_is_not_none() -> None:
     """Every level of the list is another one, so that tests of all levels are of all levels."""
     assert len({parse(level).name for level in LEVELS}) == len(LEVELS)
+
+
+@pytest.mark.parametrize("level", ["powersgd:2", "lowrank:2", "int8"])
+def test_the_error_is_that_of_the_sum(level: str) -> None:
+    """On average; ranks of ``powersgd`` hold back several times as much, which cancels."""
+
+    def body(transport: Any) -> tuple[float, float, float]:
+        x = exchange(transport, level, [(48, 40), (64, 32)])
+        seen: list[float] = []
+        observe = x.coordinator.observe
+
+        def listen(plan: Any, metadata: Any, healthy: bool = True) -> None:
+            if plan.measurement:
+                seen.append(metadata.error)
+            observe(plan, metadata, healthy)
+
+        x.coordinator.observe = listen  # type: ignore[method-assign]
+        true, own = [], []
+        for step in range(60):
+            grads = gradients(step, transport.rank, x.shapes)
+            x.reduce(grads)
+            x.commit()
+            everyone = transport.gather_objects((grads, residuals(x)))
+            summed = [[sum(parts) for parts in zip(*those, strict=True)] for those in zip(*everyone, strict=True)]
+            fresh, held = (np.linalg.norm(np.concatenate([part.ravel() for part in one])) for one in summed)
+            true.append(held / fresh)
+            mine = [np.linalg.norm(np.concatenate([part.ravel() for part in one])) for one in (residuals(x), grads)]
+            own.append(mine[0] / mine[1])
+        return float(np.mean(seen[2:])), float(np.mean(true[10:])), float(np.mean(own[10:]))
+
+    seen, true, own = run(3, body)[0]
+    assert seen == pytest.approx(true, rel=0.25)
+    assert (own > 1.2 * true) == (level == "powersgd:2")

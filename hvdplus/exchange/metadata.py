@@ -106,9 +106,11 @@ class Metadata(NamedTuple):
     compute: np.ndarray
     """(ranks,): seconds of each rank's own computation in the previous step."""
     error: float = math.nan
-    """Norm of the sum of all ranks' next residuals over that of the sum of their gradients; NaN: not measured. The sum
-    is what arrives late. Parts of residuals that cancel between ranks never arrive, and are not missed: most of those of
-    ``powersgd``. Where there are no sketches: the ranks' own norms, as root mean squares."""
+    """Norm of the sum of all ranks' next residuals over that of the sum of their gradients; NaN: not measured.
+
+    The sum is what arrives late. Parts of residuals that cancel between ranks never arrive, and are not missed: most of
+    those of ``powersgd``. Where there are no sketches: the ranks' own norms, as root mean squares.
+    """
 
 
 def length(ranks: int, parameters: int) -> int:

@@ -2,9 +2,9 @@
 
     send ─► first sum, asynchronous ─► (the next bucket is sent) ─► wait ─► what it leads to: encode, the next sum
 
-A bucket goes on at the end of the backward pass; before, only if its sum is there and the transport lets ranks send in any
-order. Within a backward pass nobody waits for a first pass: a rank that has not begun it may itself wait for something
-that the script exchanges. (A host's ranks do wait for each other: two levels need the same gradients on all of them.)
+A bucket goes on at the end of the backward pass; before, only if its sum is there and the transport lets ranks send in
+any order. Within a backward pass nobody waits for a first pass: a rank that has not begun it may itself wait for
+something that the script exchanges. (A host's ranks do wait for each other: two levels need the same gradients on all.)
 """
 
 from __future__ import annotations

@@ -65,8 +65,10 @@ def square(cells: Sequence[float] | np.ndarray) -> float:
 
 
 def of_sum(summed: Sequence[float] | np.ndarray, own: float) -> float:
-    """Squared norm of the sum of all ranks' vectors, over the sum of their squared norms: as many as there are ranks for
-    equal vectors, 0 where they cancel. NaN: not known. Arguments as of ``cosine``."""
+    """Squared norm of the sum of all ranks' vectors, over the sum of their squared norms.
+
+    N for equal vectors of N ranks, 0 where they cancel; NaN: not known. Arguments as of ``cosine``.
+    """
     return square(summed) / own if 0 < own < math.inf else math.nan
 
 
