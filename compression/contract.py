@@ -99,7 +99,7 @@ class Compressor(ABC):
 
     passes: int = 1
     """All-reduces of a bucket in a step, one after the other. All but the last deliver nothing: their sums teach the
-    context that the next pass encodes the same gradient with. Of several, each is a side: ``sides`` is the same number."""
+    context that the next pass encodes the same gradient with. Of several, each is a side of its own."""
 
     @property
     def sides(self) -> int:
