@@ -1,7 +1,7 @@
 """The engine's backend in PyTorch: gradients are where PyTorch keeps them, in ``parameter.grad``.
 
-A gradient is copied once, into its bucket's vector, together with its share of the residual; the mean is written to
-``.grad``. As in Horovod, ``.grad`` stays the same tensor; it takes over the mean's memory if no other tensor shares it.
+A full bucket's gradients are copied once, into its vector, together with their share of the residual; means are written
+to ``.grad``. As in Horovod, ``.grad`` stays the same tensor; it takes over the mean's memory if no other tensor shares it.
 Plain dense steps over Horovod need no bucket: every gradient is summed in place.
 """
 

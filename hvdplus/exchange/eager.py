@@ -130,7 +130,7 @@ class EagerExchange(Exchange[EagerArray]):
         self.plan = plan
         self.now = self._plain if self._plain and self.ladder.plain(plan) else self.joined
         self.together = not (plan.flush_fraction or self.ladder.keeps_residual(plan))
-        """Whether a bucket's gradients are packed all at once when it is full, because no residual is added."""
+        """Whether no residual is added to the gradients, so that a compressor may take them one by one."""
         self.checks = self.ladder.needs_finite_check(plan) and not self.idle
 
     def context(self, state: BucketState[EagerArray], level: int | None = None) -> Context[EagerArray]:
