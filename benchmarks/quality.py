@@ -26,7 +26,8 @@ sqrt((sd1^2 + sd2^2) / 2). Rows without a target report only what they cost. ``d
 something was not finite (the figure is then that of the weights before) or nothing was learned. ``error`` is what
 the automatic controller's budget bounds: in every compressed step the norm of what is held back (residual) over that of
 the rank's own gradient (without the residual it joins), both root mean squares over ranks, and of these the median of
-the last 50 compressed steps. (The controller looks at the sums over ranks, which differ from that for ``powersgd``.) The exit code is 0 whatever comes out: this is a report.
+the last 50 compressed steps. (The controller looks at the sums over ranks, which differ from that for ``powersgd``.)
+The exit code is 0 whatever comes out: this is a report.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class Settings:
         "what carries the bytes: auto, horovod, mpi4py, torch (torch.distributed) or local",
     )
     timeout_seconds: float = _setting(
-        1800.0, _above_zero, "how long a rank waits for another over torch.distributed before it ends the job"
+        1800.0, _above_zero, "how long ranks wait for another in one call before they end the job"
     )
     two_level: int | str = _setting(
         "auto",

@@ -1,5 +1,6 @@
 """Whole jobs: what happens when a rank fails, differs, or is alone."""
 
+import re
 import sys
 import textwrap
 
@@ -227,3 +228,39 @@ def test_the_ring_is_really_a_ring(script):
     )
     assert output.count("algorithm 3") == 2, output  # the user's own choice stands
     assert "collective recursive doubling" in output
+
+
+SHORTER = """
+    import sys
+    import time
+    import torch
+    import hvdplus.torch as hvd
+
+    hvd.init()
+    net = torch.nn.Linear(20, 20)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters(), compression="lowrank:2")
+    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+    for step in range(12 if hvd.rank() == 0 else 6):
+        optimizer.zero_grad()
+        net(torch.randn(4, 20)).square().sum().backward()
+        optimizer.step()
+    if hvd.rank() == 1:
+        time.sleep(300)  # busy with something else
+    print("trained", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "transport", "named"),
+    [
+        (mpirun, "horovod", r"Missing ranks:\s+1!: \[allreduce.hvdplus0"),
+        (mpirun, "mpi4py", "in: sum 'hvdplus0.* It is not known to wait anywhere: rank 1. .*HVDPLUS_TIMEOUT_SECONDS"),
+    ],
+    ids=["horovod-mpi", "mpi4py"],
+)
+def test_a_rank_that_takes_fewer_steps_is_named_after_the_time_that_was_set(script, launcher, transport, named):
+    environment = {"HVDPLUS_TRANSPORT": transport, "HVDPLUS_TIMEOUT_SECONDS": "6"}
+    code, output = run(launcher(2, sys.executable, script(SHORTER)), 120, **environment)
+    assert code != 0 and "trained" not in output, output
+    assert re.search(named, output), output

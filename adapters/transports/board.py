@@ -7,12 +7,30 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Mapping
 from typing import Any
 
-from hvdplus.transport import check_same_call
+from hvdplus.transport import TransportError, check_same_call
 
 TELL_SECONDS = 10.0
 """How long ranks that make different calls wait for each other's words."""
+
+
+def missing(waits: Mapping[int, str], words: str) -> str:
+    """Who is not in the call ``words``, and where they are instead. ``waits``: other rank -> its call; empty: none."""
+    elsewhere = [f"Rank {rank} waits in: {theirs}." for rank, theirs in waits.items() if theirs not in ("", words)]
+    absent = [str(rank) for rank, theirs in waits.items() if not theirs]
+    if absent:
+        elsewhere.append(f"It is not known to wait anywhere: rank {', '.join(absent)}.")
+    return " ".join(elsewhere)
+
+
+def too_long(rank: int, seconds: float, words: str, absent: str, timeout_seconds: float) -> TransportError:
+    """The error of a rank that has waited longer than it may. ``absent``: see ``missing``."""
+    return TransportError(
+        f"Rank {rank} has waited {seconds:.0f} seconds in: {words}. {absent} Where ranks may have to wait longer, "
+        f"raise HVDPLUS_TIMEOUT_SECONDS. Received: {timeout_seconds:g}"
+    )
 
 
 class Board:
@@ -44,14 +62,9 @@ class Board:
         return " ".join(f"Rank {rank} {why}." for rank, why in left.items())
 
     def missing(self, words: str) -> str:
-        """Who is not in the same call, and where they are instead."""
+        """See ``missing``."""
         others = [rank for rank in range(self.size) if rank != self.rank]
-        waits = {rank: self._read("waits", rank) for rank in others}
-        elsewhere = [f"Rank {rank} waits in: {theirs}." for rank, theirs in waits.items() if theirs not in ("", words)]
-        absent = [str(rank) for rank, theirs in waits.items() if not theirs]
-        if absent:
-            elsewhere.append(f"It is not known to wait anywhere: rank {', '.join(absent)}.")
-        return " ".join(elsewhere)
+        return missing({rank: self._read("waits", rank) for rank in others}, words)
 
     def complain(self, call: str, words: str, hint: str) -> None:
         """Ranks make different calls: raise TransportError, which quotes two of them, on every rank.

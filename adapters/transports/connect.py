@@ -202,13 +202,14 @@ def _start(binding: str, settings: Settings, arguments: tuple[Any, ...], keyword
         started_by_script = "mpi4py.MPI" in sys.modules
         from hvdplus.adapters.transports.mpi4py import Mpi4py
 
-        return Mpi4py(settings.whence("transport"), patient=started_by_script)
+        return Mpi4py(settings.whence("transport"), started_by_script, settings.timeout_seconds)
     if horovod_missing(binding):
         raise TransportError(
             f"Horovod was asked for, but {binding} is not installed. {INSTALL_HOROVOD}, {INSTALL_MPI4PY}."
         )
     from hvdplus.adapters.transports import horovod
 
+    horovod.limit_waiting(settings.timeout_seconds)
     kinds: dict[str, Callable[..., Transport]] = {
         "horovod.torch": horovod.HorovodTorch,
         "horovod.tensorflow": horovod.HorovodTensorFlow,

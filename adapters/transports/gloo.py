@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed
 
-from hvdplus.adapters.transports.board import Board
+from hvdplus.adapters.transports.board import Board, too_long
 from hvdplus.adapters.transports.ending import end_soon, on_exception
-from hvdplus.transport import OBJECTS, Transport, TransportError, digest, gather_in_parts, words_of
+from hvdplus.transport import OBJECTS, Transport, digest, gather_in_parts, words_of
 
 LOOK_SECONDS = 5.0
 """A rank that has waited so long tells the others what for, and looks again as often for ranks that have ended."""
@@ -245,11 +245,7 @@ class Gloo(Transport):
                 if looks >= LOOKS:
                     raise RuntimeError(f"{gone} {_waits(self.rank, words)}")
                 if seconds > self._timeout_seconds:
-                    raise TransportError(
-                        f"Rank {self.rank} has waited {seconds:.0f} seconds in: {words}. {self._board.missing(words)} "
-                        "Where ranks may have to wait longer, raise HVDPLUS_TIMEOUT_SECONDS. Received: "
-                        f"{self._timeout_seconds:g}"
-                    )
+                    raise too_long(self.rank, seconds, words, self._board.missing(words), self._timeout_seconds)
                 if seconds >= (warnings + 1) * WARN_SECONDS:
                     warnings += 1
                     line = f"rank {self.rank} has waited {seconds:.0f} seconds in: {words}."

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from types import ModuleType
 from typing import Any, Self
 
@@ -17,6 +18,18 @@ import numpy as np
 
 from hvdplus.adapters.transports.ending import end_soon, on_exception
 from hvdplus.transport import OBJECTS, Transport, TransportError, gather_in_parts
+
+WARN_SECONDS = 60
+"""Horovod names ranks that others have waited for so long; its own default."""
+
+
+def limit_waiting(seconds: float, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Make Horovod end the job if some ranks have waited for others so long in one call; what the user has set for its
+    stall check stays. Horovod prints before which ranks are missing in which calls. (Over Gloo it does neither.)"""
+    if math.isfinite(seconds):
+        limit = max(2, math.ceil(seconds))
+        environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(min(WARN_SECONDS, limit // 2)))
+        environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(limit))
 
 
 class Horovod(Transport):

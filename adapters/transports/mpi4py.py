@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from mpi4py import MPI
 
+from hvdplus.adapters.transports.board import missing, too_long
 from hvdplus.adapters.transports.ending import on_exception
 from hvdplus.transport import OBJECTS, Transport, TransportError, check_same_call, digest, gather_in_parts, words_of
 
@@ -30,7 +32,9 @@ WARN_SECONDS = 60.0
 """A waiting rank prints a line this often."""
 MEET_SECONDS = 30.0
 """Time after the start of MPI, which all ranks pass together, within which every rank must come to this transport."""
-MEETING_TAG = 7681
+LEAVING_TAG, MEETING_TAG = 7680, 7681
+WAITING_TAG = 7682
+"""Of notes: the call that a rank has waited in for some time; empty: it goes on."""
 
 
 class _Call(NamedTuple):
@@ -52,11 +56,12 @@ class Mpi4py(Transport):
     negotiates = False
     summable = ("float16", "float32", "float64")
 
-    def __init__(self, chosen_by: str = "the script", patient: bool = False) -> None:
+    def __init__(self, chosen_by: str = "the script", patient: bool = False, timeout_seconds: float = math.inf) -> None:
         """
         Args:
             chosen_by: where this rank's choice of the transport comes from, for the message.
             patient: wait for the other ranks without a limit, because the script started MPI, some time ago.
+            timeout_seconds: for which a call waits for other ranks before it ends the job.
 
         Raises:
             TransportError: a rank does not come, because it uses another transport.
@@ -71,6 +76,9 @@ class Mpi4py(Transport):
         self.size = MPI.COMM_WORLD.Get_size()
         on_exception(lambda _: MPI.COMM_WORLD.Abort(1))  # the others would wait in their next sum for ever
         _meet(chosen_by, patient)
+        self._timeout_seconds = timeout_seconds
+        self._waits: dict[int, str] = {}
+        """Other rank -> the call that it waits in, as far as it has told."""
         self._main = MPI.COMM_WORLD.Dup()
         self._sums = MPI.COMM_WORLD.Dup()
         self._half_sum = MPI.Op.Create(_sum_halves, commute=True)
@@ -92,20 +100,32 @@ class Mpi4py(Transport):
     def wait(self, handle: _Call) -> Any:
         """
         Raises:
-            TransportError: another rank makes another call.
+            TransportError: another rank makes another call, or has not come to this one within the time that is set.
             RuntimeError: a rank that the call waits for has left.
         """
         before, looks = (self.rank - 1) % self.size, 0
-        began, warnings = time.monotonic(), 0
+        began, warnings, told = time.monotonic(), 0, False
         while looks < LOOKS:
             try:
-                return handle.result.result(LOOK_SECONDS)
+                result = handle.result.result(min(LOOK_SECONDS, self._timeout_seconds))
             except futures.TimeoutError:
-                looks += self._main.Iprobe(before)
+                if not told:
+                    told = True
+                    self._tell(handle.words)
+                looks += self._main.Iprobe(before, LEAVING_TAG)
                 seconds = time.monotonic() - began
+                if seconds > self._timeout_seconds:
+                    raise too_long(
+                        self.rank, seconds, handle.words, self._missing(handle.words), self._timeout_seconds
+                    ) from None
                 if seconds >= (warnings + 1) * WARN_SECONDS:
                     warnings += 1
-                    _say(self.rank, f"has waited {seconds:.0f} seconds for other ranks in: {handle.words}")
+                    line = f"has waited {seconds:.0f} seconds for other ranks in: {handle.words}."
+                    _say(self.rank, f"{line} {self._missing(handle.words)}")
+            else:
+                if told:
+                    self._tell("")
+                return result
         raise RuntimeError(
             f"Rank {before} has ended, and the other ranks wait for it: every rank has to take the same number of "
             "steps and make the same calls."
@@ -142,7 +162,7 @@ class Mpi4py(Transport):
         comm = cast(MPI.Intracomm, self._main.Split(number, self.rank))
         one = copy.copy(self)
         one._main, one._sums = comm, comm.Dup()
-        one.rank, one.size = comm.Get_rank(), comm.Get_size()
+        one.rank, one.size, one._waits = comm.Get_rank(), comm.Get_size(), {}
         one._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hvdplus-mpi-group")
         one._calls = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hvdplus-mpi-group-calls")
         atexit.register(one._leave)
@@ -152,11 +172,24 @@ class Mpi4py(Transport):
         self._thread.shutdown()
         self._calls.shutdown()
 
+    def _tell(self, words: str) -> None:
+        """Leave a note on every other rank."""
+        for rank in range(self.size):
+            if rank != self.rank:
+                self._main.isend(words, rank, WAITING_TAG)
+
+    def _missing(self, words: str) -> str:
+        """See ``board.missing``, by the notes that have arrived."""
+        status = MPI.Status()
+        while self._main.Iprobe(MPI.ANY_SOURCE, WAITING_TAG, status):
+            self._waits[status.Get_source()] = self._main.recv(source=status.Get_source(), tag=WAITING_TAG)
+        return missing({rank: self._waits.get(rank, "") for rank in range(self.size) if rank != self.rank}, words)
+
     def _leave(self) -> None:
         """Tell the next rank that this one leaves. In a circle, if some ranks wait and others have left, a waiting rank
         comes next after one that has left."""
         if not MPI.Is_finalized():
-            self._main.isend(None, (self.rank + 1) % self.size)
+            self._main.isend(None, (self.rank + 1) % self.size, LEAVING_TAG)
 
     def _agree(self, comm: MPI.Comm, words: str) -> None:
         """Raise TransportError on every rank unless all ranks of ``comm`` are about to make the same call."""
