@@ -104,7 +104,7 @@ def test_a_tune_file_has_its_own_notation(environ: dict[str, str], tmp_path: Pat
     assert settings[DYNAMIC_RULES] == Setting(DYNAMIC_RULES, "1", str(path))
     assert settings[ALLREDUCE_ALGORITHM] == Setting(ALLREDUCE_ALGORITHM, "", str(path))
     assert settings[YIELD_WHEN_IDLE] == Setting(YIELD_WHEN_IDLE, "0", str(path))
-    assert SETTINGS.keys() & environ.keys() == {TCP_FLAGS, HAN_PRIORITY}, "of which the file says nothing"
+    assert SETTINGS.keys() & environ.keys() == {TCP_FLAGS}, "of which the file says nothing"
 
 
 def test_the_home_file_beats_the_systems(environ: dict[str, str], tmp_path: Path) -> None:
@@ -126,12 +126,23 @@ def test_every_setting_is_respected_in_a_file(environ: dict[str, str], tmp_path:
     assert name not in environ
 
 
-@pytest.mark.parametrize(("variable", "word"), [("coll_han_priority", "default"), ("coll_han_allreduce", "default")])
-def test_who_tunes_han_is_not_promised_a_ring(environ: dict[str, str], variable: str, word: str) -> None:
-    environ[f"OMPI_MCA_{variable}"] = "40"
-    settings = apply_settings(environ)
-    assert allreduce_algorithm(settings) == word
-    assert environ.get(HAN_PRIORITY) == ("40" if variable == "coll_han_priority" else None)
+@pytest.mark.parametrize(
+    ("version", "priority", "grouped", "word"),
+    [
+        ("5.0.11", "", True, "hosts first (han)"),
+        ("5.0.11", "", False, "ring"),
+        ("5.0.11", "0", True, "ring"),
+        ("", "", True, "ring"),
+        ("", "50", True, "hosts first (han)"),
+        ("5.0.11", "high", True, "hosts first (han)"),
+    ],
+)
+def test_from_open_mpi_5_on_hosts_come_first(
+    environ: dict[str, str], version: str, priority: str, grouped: bool, word: str
+) -> None:
+    environ |= {"OMPI_VERSION": version} if version else {}
+    environ |= {HAN_PRIORITY: priority} if priority else {}
+    assert allreduce_algorithm(apply_settings(environ), grouped, environ) == word
 
 
 @pytest.mark.parametrize(
