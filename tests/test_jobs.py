@@ -255,9 +255,10 @@ SHORTER = """
     ("launcher", "transport", "named"),
     [
         (mpirun, "horovod", r"Missing ranks:\s+1!: \[allreduce.hvdplus0"),
+        (gloo, "horovod", "rank 0 has waited . seconds in: sum 'hvdplus0.* are missing. .*HVDPLUS_TIMEOUT_SECONDS"),
         (mpirun, "mpi4py", "in: sum 'hvdplus0.* It is not known to wait anywhere: rank 1. .*HVDPLUS_TIMEOUT_SECONDS"),
     ],
-    ids=["horovod-mpi", "mpi4py"],
+    ids=["horovod-mpi", "horovod-gloo", "mpi4py"],
 )
 def test_a_rank_that_takes_fewer_steps_is_named_after_the_time_that_was_set(script, launcher, transport, named):
     environment = {"HVDPLUS_TRANSPORT": transport, "HVDPLUS_TIMEOUT_SECONDS": "6"}

@@ -216,7 +216,7 @@ def _start(binding: str, settings: Settings, arguments: tuple[Any, ...], keyword
         "horovod.torch": horovod.HorovodTorch,
         "horovod.tensorflow": horovod.HorovodTensorFlow,
     }
-    return kinds[binding](importlib.import_module(binding), *arguments, **keywords)
+    return kinds[binding](importlib.import_module(binding), settings.timeout_seconds, *arguments, **keywords)
 
 
 def _versions(binding: str) -> dict[str, str]:

@@ -1,10 +1,14 @@
-"""The end of a rank that has failed: soon, so that the others do not wait for it."""
+"""The end of a rank that has failed: soon, so that the others do not wait for it. And of one that waits too long."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -36,3 +40,46 @@ def end_soon() -> None:
     """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(SECONDS_TO_END)
+
+
+LOOK_SECONDS, TOLD_SECONDS = 1.0, 3.0
+"""How often ``Patience`` looks; what it gives other ranks, before it ends the job, to say what they wait for."""
+
+
+class Patience:
+    """Ends this process if it waits too long in one call of a library that cannot be given a time.
+
+    A thread looks after it. It knows this rank's call alone: ranks that print nothing are those that are missing.
+    """
+
+    def __init__(self, rank: int, seconds: float) -> None:
+        """``seconds``: see ``HVDPLUS_TIMEOUT_SECONDS``."""
+        self._rank, self._seconds = rank, seconds
+        self._call: tuple[float, str] | None = None
+        threading.Thread(target=self._watch, name="hvdplus-patience", daemon=True).start()
+
+    @contextlib.contextmanager
+    def waits(self, words: str) -> Iterator[None]:
+        """The call that this rank waits in."""
+        self._call = time.monotonic(), words
+        try:
+            yield
+        finally:
+            self._call = None
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(min(LOOK_SECONDS, self._seconds / 4))
+            call = self._call
+            if call is None or time.monotonic() - call[0] <= self._seconds:
+                continue
+            line = (
+                f"hvdplus: rank {self._rank} has waited {time.monotonic() - call[0]:.0f} seconds in: {call[1]}. Ranks "
+                "that say nothing like this are missing. Where ranks may have to wait longer, raise "
+                f"HVDPLUS_TIMEOUT_SECONDS. Received: {self._seconds:g}"
+            )
+            print(line, file=sys.stderr, flush=True)
+            time.sleep(TOLD_SECONDS)
+            if self._call is call:
+                sys.stdout.flush()
+                os._exit(1)  # nothing else ends a thread that waits in a library

@@ -5,6 +5,7 @@ Each framework has its own binding with its own native library; only one of the 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -16,7 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from hvdplus.adapters.transports.ending import end_soon, on_exception
+from hvdplus.adapters.transports.ending import Patience, end_soon, on_exception
 from hvdplus.transport import OBJECTS, Transport, TransportError, gather_in_parts
 
 WARN_SECONDS = 60
@@ -25,7 +26,8 @@ WARN_SECONDS = 60
 
 def limit_waiting(seconds: float, environ: MutableMapping[str, str] = os.environ) -> None:
     """Make Horovod end the job if some ranks have waited for others so long in one call; what the user has set for its
-    stall check stays. Horovod prints before which ranks are missing in which calls. (Over Gloo it does neither.)"""
+    stall check stays. Horovod prints before which ranks are missing in which calls. (Over Gloo, Horovod 0.28.1 does
+    neither; see ``Patience``.)"""
     if math.isfinite(seconds):
         limit = max(2, math.ceil(seconds))
         environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(min(WARN_SECONDS, limit // 2)))
@@ -38,8 +40,8 @@ class Horovod(Transport):
     negotiates = True
     summable = ("float16", "float32", "float64")
 
-    def __init__(self, binding: ModuleType, *arguments: Any, **keywords: Any) -> None:
-        """Starts Horovod; the arguments are those of ``horovod.init``."""
+    def __init__(self, binding: ModuleType, timeout_seconds: float, *arguments: Any, **keywords: Any) -> None:
+        """Starts Horovod; the arguments are those of ``horovod.init``. ``timeout_seconds``: see ``limit_waiting``."""
         self.binding: Any = binding
         self.binding.init(*arguments, **keywords)
         self._set: dict[str, Any] = {}
@@ -51,6 +53,12 @@ class Horovod(Transport):
         self.local_size = self.binding.local_size()
         if self.size > 1:
             on_exception(lambda _: end_soon())  # Horovod's orderly shutdown, at exit, can wait for other ranks
+        self._patience: Patience | None = None
+        """Where Horovod's own stall check does not work."""
+        if self.size > 1 and self.name == "horovod-gloo" and math.isfinite(timeout_seconds):
+            self._patience = Patience(self.rank, timeout_seconds)
+        self._words: dict[Any, str] = {}
+        """Handle -> its call, for ``Patience``."""
 
     def gather_objects(self, value: Any, what: str = OBJECTS) -> list[Any]:
         if self.size == 1:
@@ -58,7 +66,8 @@ class Horovod(Transport):
         # Horovod's default name contains the object's type, so ranks with different types would wait for ever. With one
         # name for all purposes, ranks that gather for different purposes meet and get an error.
         gather = functools.partial(self.binding.allgather_object, name="hvdplus.objects")
-        return gather_in_parts(value, what, self.size, self._gather_within if self._set else gather)
+        with self._waits(f"gather of {what}"):
+            return gather_in_parts(value, what, self.size, self._gather_within if self._set else gather)
 
     def _gather_within(self, value: Any) -> list[Any]:
         """Horovod's own gathering of objects is for all ranks."""
@@ -84,6 +93,9 @@ class Horovod(Transport):
         inside._set, inside.rank, inside.size = {"process_set": process_set}, process_set.rank(), process_set.size()
         return inside
 
+    def _waits(self, words: str) -> contextlib.AbstractContextManager[None]:
+        return self._patience.waits(words) if self._patience else contextlib.nullcontext()
+
     def barrier(self) -> None:
         self.binding.barrier(**self._set) if hasattr(self.binding, "barrier") else self.gather_objects(None)
 
@@ -99,14 +111,18 @@ class HorovodTorch(Horovod):
 
     def start(self, array: Any, name: str, scale: float = 1.0) -> Any:
         self._check_size()
-        return self.binding.allreduce_async_(array, op=self.binding.Sum, name=name, postscale_factor=scale, **self._set)
+        handle = self.binding.allreduce_async_(
+            array, op=self.binding.Sum, name=name, postscale_factor=scale, **self._set
+        )
+        return self._named(handle, name)
 
     def start_all(self, arrays: Sequence[Any], name: str, scale: float = 1.0) -> Any:
         """As ``start``, for several arrays of one type at once; ``wait`` returns all sums."""
         self._check_size()
-        return self.binding.grouped_allreduce_async_(
+        handle = self.binding.grouped_allreduce_async_(
             arrays, op=self.binding.Sum, name=name, postscale_factor=scale, **self._set
         )
+        return self._named(handle, name)
 
     def split(self, groups: Sequence[Sequence[int]]) -> HorovodTorch:
         """The transport of this rank's group alone; every rank calls it, with the same groups.
@@ -141,7 +157,13 @@ class HorovodTorch(Horovod):
         return bool(self.binding.poll(handle))
 
     def wait(self, handle: Any) -> Any:
-        return self.binding.synchronize(handle)
+        with self._waits(self._words.pop(handle, "a sum")):
+            return self.binding.synchronize(handle)
+
+    def _named(self, handle: Any, name: str) -> Any:
+        if self._patience:
+            self._words[handle] = f"sum {name!r}"
+        return handle
 
 
 class HorovodTensorFlow(Horovod):

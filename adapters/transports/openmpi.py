@@ -34,8 +34,8 @@ or 3.51 s; sent, always in 3.55 s)."""
 
 HAN_PRIORITY, HAN, TUNED = "OMPI_MCA_coll_han_priority", 35, 30
 """Open MPI takes the component of the highest priority. ``tuned``, which has the ring, has 30. ``han``, which has 0 in
-4.1 and 35 from 5.0 on, takes jobs with several ranks on each of several hosts: it sums within hosts first, and each byte
-crosses the network once a host. That is left as it is, because it is faster (5.0.11, 4 ranks on 2 hosts, 8 MB at 100
+4.1 and 35 from 5.0 on, takes jobs with several ranks on each of several hosts: it sums within hosts first, and bytes
+cross the network once a host. That is left as it is, because it is faster (5.0.11, 4 ranks on 2 hosts, 8 MB at 100
 Mb/s: 0.71 s, in a ring of all ranks 1.09 s, with none of these settings 1.8 s)."""
 
 #: Variable -> value that hvdplus sets where the user has chosen none.
