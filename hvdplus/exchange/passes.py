@@ -1,6 +1,6 @@
 """Buckets that take more than one sum, one after the other: first over a host's ranks, or the first pass of a level.
 
-    send ─► first sum, asynchronous ─► (the next bucket is sent) ─► wait ─► what it leads to: encode, the next sum
+    send ─► first sum, asynchronous ─► it is there, or the backward pass is over ─► encode ─► the next sum
 
 A bucket goes on at the end of the backward pass; before, only if its sum is there and the transport lets ranks send in
 any order. Within a backward pass nobody waits for a first pass: a rank that has not begun it may itself wait for
