@@ -125,7 +125,7 @@ class LowRank(Projection):
         state = list(ctx.state)
         for number, factor in enumerate(self._factors(ops, ctx, total)):
             state[2 * number + 1 - ctx.side] = _orthonormal(ops, factor)
-        if state:
+        if state and self._delivers(ctx.side):  # else no gradient would be far beyond a scale that its own step has set
             values = total[: self.layout(ctx.spec, ctx.side).values]
             state[-1] = follow(ops, state[-1], values)
             if self.passes == 1:

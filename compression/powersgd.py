@@ -15,9 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvdplus.compression.contract import Context
 from hvdplus.compression.lowrank import LowRank
-from hvdplus.compression.ops import Array, Ops
 
 
 @dataclass(frozen=True)
@@ -33,9 +31,3 @@ class PowerSGD(LowRank):
     def name(self) -> str:
         """``powersgd:r``."""
         return f"powersgd:{self.rank}"
-
-    def advance(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
-        """The orthonormalised sum becomes the other pass's basis."""
-        after = super().advance(ops, ctx, total)
-        # Were a first pass's scale known to the second, no gradient would be far beyond it.
-        return after if ctx.side or not ctx.state else after._replace(state=(*after.state[:-1], ctx.state[-1]))

@@ -77,12 +77,14 @@ def _branch(
     check = bucket.compressible and x.ladder.needs_finite_check(plan)
     held = residual if compressor.keeps_residual or used.flushes else None
     own_type = x.ladder.plain(plan) and x.sums(bucket.dtype)
-    name = x.ladder.tensor_name(x.prefix, bucket.number, used)
     yes, no, nothing = tf.constant(True), tf.constant(False), tf.zeros(0)
 
     def context(level: int) -> Context[tf.Tensor]:
         known = state.contexts.get(level)
         return Context(bucket.spec, used.side, ()) if known is None else known.context(used.side, values[level])
+
+    def name(side: int) -> str:
+        return x.ladder.tensor_name(x.prefix, bucket.number, used._replace(side=side))
 
     def checksum() -> tf.Tensor:
         levels = values.keys() & {used.level, used.warms_up or used.level} if check else ()
@@ -90,21 +92,16 @@ def _branch(
 
     def run() -> Exchanged:
         ctx = context(used.level)
-
-        def summed_in_pass(payload: tf.Tensor, number: int) -> tf.Tensor:
-            return x.sum(payload, x.ladder.tensor_name(x.prefix, bucket.number, used._replace(side=number)))
-
         sent = vector if own_type else tf.cast(vector, wide(bucket.dtype))
         if held is not None:
             sent = add(sent, held, 1.0 if compressor.keeps_residual else fraction)
-        ctx = compressor.taught(ops, ctx, sent, summed_in_pass)
-        name = x.ladder.tensor_name(x.prefix, bucket.number, used._replace(side=ctx.side))
+        ctx = compressor.taught(ops, ctx, sent, lambda payload, number: x.sum(payload, name(number)))
         out = send_bucket(ops, compressor, ctx, sent, held, fraction, check)
-        total = x.sum(out.payload, name)
+        total = x.sum(out.payload, name(ctx.side))
         summed, after, sum_finite = receive_bucket(ops, compressor, ctx, total, 1.0, check)
         if compressor.may_overflow:
             # Every rank holds this same sum, so every rank sends the bucket again, in full width.
-            summed = tf.cond(sum_finite, lambda decoded=summed: decoded, lambda: x.sum(sent, f"{name}.again"))
+            summed = tf.cond(sum_finite, lambda decoded=summed: decoded, lambda: x.sum(sent, f"{name(ctx.side)}.again"))
             sum_finite = ops.all_finite(summed)
         if used.warms_up and check:
             after = learner.warm_up(ops, context(used.warms_up), summed)
@@ -121,7 +118,8 @@ def _branch(
 
     def share() -> Exchanged:
         """Exchange rows: exact, so the residual waits. Contexts learn from them only in warm-up."""
-        total, sent_bytes = _sum_of_rows(x, tf.cast(vector, wide(bucket.dtype)), union, state.height, f"{name}.rows")
+        dense, rows_name = tf.cast(vector, wide(bucket.dtype)), f"{name(used.side)}.rows"
+        total, sent_bytes = _sum_of_rows(x, dense, union, state.height, rows_name)
         after = nothing
         if check:
             after = values.get(used.level, nothing)
