@@ -417,7 +417,8 @@ def as_nobody(*command, **how):
     return subprocess.run([*drop, *command], capture_output=True, text=True, timeout=120, **how)
 
 
-def test_a_user_without_rights_has_labs_where_the_kernel_allows(tmp_path):
+@pytest.mark.lab
+def test_a_user_without_rights_has_labs_where_the_kernel_allows():
     if os.geteuid() != 0 or unavailable():
         pytest.skip("this test gives up root's rights, and has none")
     if as_nobody(*rootless.ENTER, "true").returncode:
