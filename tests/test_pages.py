@@ -176,6 +176,8 @@ def test_the_quickstart_runs_as_it_stands(name: str, framework: str, tmp_path: P
     (script,) = code(PAGES[name], "python")
     (tmp_path / "train.py").write_text(script)
     command = mpirun(2, sys.executable, "-P", str(tmp_path / "train.py"))
-    status, output = run(command, timeout_seconds=180, cwd=tmp_path)
+    log = tmp_path / "run.jsonl"
+    status, output = run(command, timeout_seconds=180, cwd=tmp_path, HVDPLUS_RUN_LOG=str(log))
     assert status == 0, output
     assert list(tmp_path.glob("model.*")), output
+    assert json.loads(log.read_text().splitlines()[-1])["kind"] == "end", "whatever closes files first at exit"

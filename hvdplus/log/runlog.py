@@ -87,7 +87,8 @@ class RunLog:
                     f"Cannot write the run log {self.path}: {error.strerror}. Name a file that can be written "
                     "(HVDPLUS_RUN_LOG), or none."
                 ) from error
-            weakref.finalize(self, _close, self._file)
+            # Not at exit: an optimizer that is still open writes its end then, and may do so after finalizers have run.
+            weakref.finalize(self, _close, self._file).atexit = False
 
     @property
     def records(self) -> list[Record]:
