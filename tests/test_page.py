@@ -147,6 +147,23 @@ def test_the_command_writes_beside_the_log_or_where_it_is_told(
     assert "hvdplus report: no page: cannot write" in capsys.readouterr().err
 
 
+def test_no_page_or_picture_takes_the_place_of_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logs = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for log in logs:
+        log.write_text("".join(json.dumps(record) + "\n" for record in demo().records))
+    before = [log.read_bytes() for log in logs]
+    names = [str(log) for log in logs]
+    assert main(["report", "--no-png", "--html", names[0]]) == 0, "the word behind --html is a log"
+    assert f"Page: {tmp_path / 'a.html'}" in capsys.readouterr().out
+    assert main(["report", "--html", *names]) == 0
+    for option in ("--png", "--trace"):
+        assert main(["report", option, *names]) == 2
+        assert f"{names[0]} is a run log, and would be overwritten" in capsys.readouterr().err
+    assert main(["report", "--html"]) == 2
+    assert "name a run log" in capsys.readouterr().err
+    assert [log.read_bytes() for log in logs] == before
+
+
 @pytest.mark.parametrize(
     ("low", "high", "wanted"),
     [(0.0, 10.0, [0, 2, 4, 6, 8, 10]), (0.0, 1.0, [0, 0.2, 0.4, 0.6, 0.8, 1.0]), (17, 23, [18, 20, 22]), (3, 3, [3])],

@@ -29,7 +29,7 @@ from hvdplus.log.timeline import timeline
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the arguments of ``hvdplus report``."""
-    parser.add_argument("runlogs", metavar="RUNLOG", nargs="+", help="run log of a job (HVDPLUS_RUN_LOG)")
+    parser.add_argument("runlogs", metavar="RUNLOG", nargs="*", help="run log of a job (HVDPLUS_RUN_LOG)")
     pictures = parser.add_mutually_exclusive_group()
     pictures.add_argument("--png", metavar="PATH", help="where the picture goes (default: beside the log)")
     pictures.add_argument("--no-png", action="store_true", help="no picture")
@@ -47,6 +47,10 @@ def run(args: argparse.Namespace) -> int:
     picture cannot be drawn, it prints the message and returns 0.
     """
     paths: list[str] = args.runlogs
+    if args.html and not args.html.endswith((".html", ".htm")):  # `--html run.jsonl`: the next word is a log
+        paths, args.html = [args.html, *paths], ""
+    if not paths:
+        return _failed("name a run log (HVDPLUS_RUN_LOG), such as run.jsonl")
     one = len(paths) == 1
     for option in ("png", "trace", "follow") if not one else ():
         if getattr(args, option):
@@ -93,6 +97,8 @@ def _read(path: str) -> list[Record]:
 def _write(what: str, path: str, write: Callable[[str], Any], quiet: bool = False) -> int:
     """Write a file and say so; 0, or 2 after a message."""
     try:
+        if _is_log(path):
+            raise ValueError(f"{path} is a run log, and would be overwritten")
         write(path)
     except (ImportError, OSError, *FOREIGN) as error:
         sys.stdout.flush()  # the table comes first, also where both streams go into one file
@@ -102,6 +108,14 @@ def _write(what: str, path: str, write: Callable[[str], Any], quiet: bool = Fals
     if not quiet:
         print(f"\n{what.capitalize()}: {path}")
     return 0
+
+
+def _is_log(path: str) -> bool:
+    file = Path(path)
+    if not file.is_file():
+        return False
+    with file.open("rb") as stream:
+        return stream.read(8).startswith(b'{"kind"')
 
 
 def _write_json(value: Any, path: str) -> None:
