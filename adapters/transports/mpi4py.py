@@ -30,6 +30,8 @@ LOOK_SECONDS, LOOKS = 5.0, 12
 found so: until then the bytes of a call may still be in flight."""
 WARN_SECONDS = 60.0
 """A waiting rank prints a line this often."""
+LEAVE_SECONDS = 5.0
+"""For which a rank that leaves waits for what another one tells it."""
 MEET_SECONDS = 30.0
 """Time after the start of MPI, which all ranks pass together, within which every rank must come to this transport."""
 LEAVING_TAG, MEETING_TAG = 7680, 7681
@@ -187,9 +189,18 @@ class Mpi4py(Transport):
 
     def _leave(self) -> None:
         """Tell the next rank that this one leaves. In a circle, if some ranks wait and others have left, a waiting rank
-        comes next after one that has left."""
-        if not MPI.Is_finalized():
-            self._main.isend(None, (self.rank + 1) % self.size, LEAVING_TAG)
+        comes next after one that has left. For its own sake it takes what others have told it: MPIs warn of messages
+        that nobody received."""
+        if MPI.Is_finalized() or self.size == 1:
+            return
+        self._main.isend(None, (self.rank + 1) % self.size, LEAVING_TAG)
+        before, until = (self.rank - 1) % self.size, time.monotonic() + LEAVE_SECONDS
+        while not self._main.Iprobe(before, LEAVING_TAG):
+            if time.monotonic() > until:
+                return
+            time.sleep(0.001)
+        self._main.recv(source=before, tag=LEAVING_TAG)
+        self._missing("")
 
     def _agree(self, comm: MPI.Comm, words: str) -> None:
         """Raise TransportError on every rank unless all ranks of ``comm`` are about to make the same call."""

@@ -66,7 +66,8 @@ print("\\nseen " + json.dumps(seen))
 import json, mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
-print("\\nseen " + json.dumps(dict(library=MPI.Get_library_version().split(",")[0].strip("\\0"))))
+told = MPI.Get_library_version().strip("\\0").splitlines()[0].split(",")[0]
+print("\\nseen " + json.dumps(dict(library=" ".join(told.split()))))
 """,
 }
 
@@ -173,6 +174,9 @@ def _mpi(seen: dict[str, dict[str, Any]]) -> Iterator[ROW]:
     yield "compiler wrapper", mpi.wrapper if mpi else "none (mpicxx; only needed to build Horovod)"
     if "mpi4py" in seen:
         yield "mpi4py uses", seen["mpi4py"].get("library") or f"does not work: {seen['mpi4py']['error']}"
+    if mpi and not mpi.version.startswith("Open MPI"):  # only that reads these settings
+        yield "all-reduce", "MPI's choice"
+        return
     settings = openmpi.apply_settings(environment())
     origins = {setting.name: setting.origin for setting in settings}
     yield "all-reduce", f"{openmpi.allreduce_algorithm(settings)} (set by: {origins[openmpi.ALLREDUCE_ALGORITHM]})"

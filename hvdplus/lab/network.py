@@ -30,8 +30,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,8 +38,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hvdplus.adapters.transports.window import UCX
 from hvdplus.lab.jobs import Job, Result
+from hvdplus.lab.launch import LAUNCHERS, launch
 from hvdplus.lab.links import UNSHAPED, LabError, bits_per_second, check, shape_of, stream
 
 PREFIX = "hvdlab"
@@ -50,10 +48,6 @@ NAME = re.compile(rf"{PREFIX}-(?P<pid>\d+)-(?P<born>\d+)-\d+")
 FOLDER = Path("/tmp")
 """Not TMPDIR: the next lab has to find it, and Open MPI's sockets in it want a short path."""
 CLONE_NEWNET = 0x40000000
-TORCHRUN_PORT = 29500
-"""On the first host, where torchruns meet."""
-OB1 = "--mca pml ob1 --mca btl self,vader,tcp --mca btl_tcp_if_include eth0"
-"""Ranks of one host share memory (vader); hosts have a /dev/shm each, so between them there is only TCP."""
 
 # What runs a command on a host, in place of ssh: for `mpirun`, for `horovodrun` and for us.
 SSH = """#!/bin/sh
@@ -220,43 +214,16 @@ class Lab:
             env: variables for all ranks, on top of this process's own.
             timeout_seconds: from the start; then `Job` ends every process and raises TimeoutError.
         """
-        if launcher not in ("mpi", "gloo", "torch"):
+        if launcher not in LAUNCHERS:
             raise ValueError(f"launcher is mpi, gloo or torch. Received: launcher={launcher!r}")
         if self._job and self._job.process.poll() is None:
             raise LabError("One job at a time: the one before is still running.")
-        if launcher == "torch":  # mpirun starts one on every host
-            meet = f"--rdzv-backend c10d --rdzv-endpoint {self.hosts[0]}:{TORCHRUN_PORT}"
-            here = f"--nnodes {len(self.hosts)} --nproc-per-node {ranks_per_host} {meet} --no-python"
-            command = [*f"python -m torch.distributed.run {here}".split(), *command]
-            ranks_per_host = 1
-        where = f"-np {ranks_per_host * len(self.hosts)} -H " + ",".join(f"{h}:{ranks_per_host}" for h in self.hosts)
-        if launcher != "gloo":
-            launch = (
-                f"mpirun {where} --map-by ppr:{ranks_per_host}:node --bind-to none --oversubscribe --mca plm rsh "
-                f"--mca plm_rsh_agent {self.folder}/bin/ssh --mca orte_tmpdir_base {tempfile.mkdtemp(dir=self.folder)} "
-                f"{UCX if one_sided else OB1} --mca oob_tcp_if_include eth0"
-            )
-        else:
-            launch = f"horovodrun --gloo {where} --network-interfaces eth0 --disable-cache"
-        environment = os.environ | {
-            # First our ssh, then this Python's own launchers.
-            "PATH": f"{self.folder}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "GLOO_SOCKET_IFNAME": "eth0",
-        }
-        if launcher == "torch":
-            environment.setdefault("HVDPLUS_TRANSPORT", "torch")  # the ranks inherit mpirun's variables, too
-        if one_sided:  # else UCX would find that the hosts are one machine, and use its memory
-            environment |= {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0"}
-        # Unbuffered, `print` writes a line in pieces, and those of several ranks mix. To the ranks mpirun looks like a
-        # terminal, so that their lines come at once anyway.
-        environment.pop("PYTHONUNBUFFERED", None)
+        launched, variables = launch(command, self.hosts, ranks_per_host, launcher, one_sided, self.folder)
         # A job has a process namespace: everything in it ends when the launcher does, when `unshare` is killed, and
         # when this process is.
         contain = "setpriv --pdeathsig KILL unshare --pid --fork --kill-child --mount-proc"
-        command = [*contain.split(), *self.on(self.hosts[0], [*launch.split(), *command])]
-        self._job = Job(self, command, timeout_seconds, env=environment | dict(env or {}), cwd=cwd)
+        command = [*contain.split(), *self.on(self.hosts[0], launched)]
+        self._job = Job(self, command, timeout_seconds, env=variables | dict(env or {}), cwd=cwd)
         return self._job
 
     def run(self, command: Sequence[str], **how: Any) -> Result:
