@@ -40,6 +40,33 @@ def test_a_plain_process_needs_no_launcher(tmp_path):
         assert code == 0 and "1 [1.0, 1.0]" in output, output
 
 
+def test_processes_that_a_script_spawns_need_none_either(tmp_path):
+    """A group over a file, no launcher: only the group says how many ranks there are."""
+    path = script(
+        tmp_path,
+        """
+        import torch.distributed as dist
+        def rank(number, file):
+            dist.init_process_group("gloo", init_method="file://" + file, rank=number, world_size=2)
+            hvd.init()
+            model = torch.nn.Linear(4, 2)
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), compression="fp16")
+            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.full((8, 4), 1.0 + number)).square().mean().backward()
+                optimizer.step()
+            print(f"rank {hvd.rank()} of {hvd.size()} identical {hvd.identical(model)}\\n", end="", flush=True)
+            hvd.shutdown()
+            dist.destroy_process_group()
+        if __name__ == "__main__":
+            torch.multiprocessing.spawn(rank, (sys.argv[0] + ".store",), nprocs=2)
+        """,
+    )
+    code, output = run(["python", str(path)], 120)
+    assert code == 0 and "rank 0 of 2 identical True" in output and "rank 1 of 2 identical True" in output, output
+
+
 def test_mpi_tells_where_to_meet(tmp_path):
     path = script(tmp_path, "hvd.init(); print('sum', hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist())")
     code, output = start(path, launcher=mpirun, HVDPLUS_TRANSPORT="torch")
@@ -182,14 +209,23 @@ def test_what_torch_distributed_cannot_do_is_said(tmp_path):
         """
         import warnings
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
         warnings.simplefilter("ignore")
         hvd.init()
         sharded = torch.nn.Linear(8, 8)
         fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+        split = parallelize_module(torch.nn.Linear(8, 8), init_device_mesh("cpu", (2,)), ColwiseParallel())
+        flat = FullyShardedDataParallel(torch.nn.Linear(8, 8), device_id=torch.device("cpu"))
+        views = FullyShardedDataParallel(torch.nn.Linear(8, 8), device_id=torch.device("cpu"), use_orig_params=True)
         whole = torch.nn.Linear(8, 8)
+        def optimize(model):
+            return lambda: hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         for what, call in {
-            "fsdp": lambda: hvd.DistributedOptimizer(torch.optim.SGD(sharded.parameters(), lr=0.1)),
+            "fsdp2": optimize(sharded),
+            "tensor parallel": optimize(split),
+            "fsdp": optimize(flat),
+            "fsdp with parameters": optimize(views),
             "attach": lambda: hvd.ddp.attach(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1)),
             "stale": lambda: hvd.DistributedOptimizer(torch.optim.SGD(whole.parameters(), lr=0.1), staleness=2),
         }.items():
@@ -201,9 +237,25 @@ def test_what_torch_distributed_cannot_do_is_said(tmp_path):
     )
     code, output = start(path)
     assert code == 0, output
-    assert output.count("fsdp refused: FSDP and its like shard parameters") == 2, output
+    for what in ("fsdp2", "tensor parallel", "fsdp", "fsdp with parameters"):
+        assert output.count(f"{what} refused: FSDP, tensor parallelism and their like shard parameters") == 2, output
     assert output.count("attach refused: attach wants a DistributedDataParallel model (FSDP") == 2, output
     assert output.count("stale refused: With staleness, all ranks add to a memory that MPI shares") == 2, output
+
+
+def test_a_group_without_a_store_is_refused(tmp_path):
+    """As PyTorch's mpi backend makes it, which PyTorch's packages are built without."""
+    path = script(
+        tmp_path,
+        """
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.distributed_c10d._get_default_store = lambda: None
+        hvd.init()
+        """,
+    )
+    code, output = start(path, ranks=1, HVDPLUS_TRANSPORT="torch")
+    assert code != 0 and "no store to meet by. Use gloo or nccl. Received: backend gloo" in output, output
 
 
 def test_tensorflow_under_torchrun_is_refused_and_told_what_works(tmp_path):

@@ -421,11 +421,11 @@ def fitting(parameters: Sequence[torch.nn.Parameter], world: World) -> World:
     Raises:
         ValueError: their gradients cannot share a bucket, or cannot be sent.
     """
-    sharded = next((type(p).__name__ for p in parameters if hasattr(p, "device_mesh")), "")
-    if sharded:
+    if sharded := next(filter(None, map(_sharded_by, parameters)), ""):
         raise ValueError(
-            "FSDP and its like shard parameters and exchange gradients themselves, in their own way. hvdplus exchanges "
-            f"gradients of whole parameters: with DistributedDataParallel, or without. Received: {sharded}"
+            "FSDP, tensor parallelism and their like shard parameters and exchange gradients themselves, in their own "
+            "way. hvdplus exchanges gradients of whole parameters: with DistributedDataParallel, or without. Received: "
+            f"{sharded}"
         )
     devices = sorted({str(p.device) for p in parameters})
     if len(devices) > 1:
@@ -438,6 +438,13 @@ def fitting(parameters: Sequence[torch.nn.Parameter], world: World) -> World:
     if devices in ([], ["cpu"]):
         return world._replace(differences=tuple(each for each in world.differences if not each.startswith("device:")))
     return world
+
+
+def _sharded_by(parameter: torch.nn.Parameter) -> str:
+    """What holds only a part of this parameter on each rank; empty: nothing does."""
+    if hasattr(parameter, "device_mesh"):  # FSDP2, tensor parallelism
+        return "DTensor"
+    return "FullyShardedDataParallel" if getattr(parameter, "_fsdp_flattened", False) else ""
 
 
 def _restored(kind: type[torch.optim.Optimizer], state: dict[str, Any]) -> torch.optim.Optimizer:

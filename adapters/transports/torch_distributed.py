@@ -58,9 +58,13 @@ class TorchDistributed(Gloo):
         self._ranks = ranks
         self.part = () if len(ranks) == dist.get_world_size() else ranks
         times, _times_joined[ranks] = _times_joined[ranks], _times_joined[ranks] + 1
-        store = dist.PrefixStore(
-            f"hvdplus.{'.'.join(map(str, ranks))}.{times}", dist.distributed_c10d._get_default_store()
-        )
+        default = dist.distributed_c10d._get_default_store()
+        if default is None:
+            raise TransportError(
+                "hvdplus makes a process group of its own, and this one has no store to meet by. Use gloo or nccl. "
+                f"Received: backend {dist.get_backend()}"
+            )
+        store = dist.PrefixStore(f"hvdplus.{'.'.join(map(str, ranks))}.{times}", default)
         super().__init__(store, ranks.index(dist.get_rank()), len(ranks), timeout_seconds)
         hosts = self.gather_objects(socket.gethostname(), "hvd.init (hosts)")
         self.local_rank = hosts[: self.rank].count(hosts[self.rank])
