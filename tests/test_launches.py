@@ -17,6 +17,7 @@ LAUNCHES = [
     ("torch", mpirun, 2, "mpi4py", "mpi4py"),
     ("torch", mpirun, 1, "local", "local"),
     ("torch", torchrun, 2, "auto", "torch-gloo"),
+    ("torch", torchrun, 4, "auto", "torch-gloo"),
     ("ddp", torchrun, 2, "auto", "torch-gloo"),
     ("ddp", torchrun, 4, "auto", "torch-gloo"),
     ("two_level", torchrun, 4, "auto", "torch-gloo"),

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from reference import Reference
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -109,7 +110,7 @@ def test_every_level_sends_what_the_reference_sends(level):
 
 
 @pytest.mark.parametrize("level", ["lowrank:2+fp16", "topk:0.1", "int4", "auto"])
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}])
 def test_lossy_levels_learn_and_keep_ranks_identical(level, options):
     model, optimizer = wrapped(**options)
     attach(model, optimizer, level)
@@ -206,11 +207,15 @@ def test_loss_scaling(given, capfd):
     attached = attach(model, optimizer, "auto", grad_scaler=scaler if given else None)
     for step in range(8):
         x, y = batch(step)
+        before = weights(model)
+        if step == 4 and RANK == 0:
+            x[0, 0] = float("inf")
         optimizer.zero_grad()
         scaler.scale(cross_entropy(model(x), y)).backward()
         scaler.step(optimizer)
         scaler.update()
-    assert identical(model)
+        assert torch.equal(weights(model), before) == (step == 4), "every rank's scaler skips the step"
+    assert identical(model) and torch.isfinite(weights(model)).all()
     refused = attached.hvdplus._controller.refused if attached.hvdplus._controller else {}
     assert bool(refused) == (not given and SIZE > 1)
     said = "attach() was not given it" in capfd.readouterr().err
@@ -269,6 +274,19 @@ def test_a_checkpoint_goes_on_bit_for_bit(level):
     assert torch.equal(weights(other), weights(model))
 
 
+def test_one_ranks_checkpoint_is_everybodys_once_consolidated():
+    model, optimizer = wrapped()
+    attached = attach(model, optimizer, "lowrank:2")
+    train(model, optimizer, 4)
+    held = [np.asarray(r) for r in _arrays(attached.state_dict()["residuals"])]
+    everyone = [None] * SIZE
+    dist.all_gather_object(everyone, held)
+    attached.consolidate_state_dict()
+    mine = [np.asarray(r) for r in _arrays(attached.state_dict()["residuals"])]
+    for of_all, mean in zip(zip(*everyone, strict=True), mine, strict=True):
+        np.testing.assert_allclose(mean, sum(of_all) / SIZE, atol=1e-5)
+
+
 def test_several_models_in_one_program():
     (one, first), (two, second) = wrapped(1), wrapped(2)
     attach(one, first, "lowrank:2")
@@ -307,6 +325,30 @@ def test_a_compiled_model():
         compiled = torch.compile(model, backend="eager")
         train(compiled, optimizer, 4)
     assert identical(model)
+
+
+def test_nothing_is_lost_across_changes_of_level():
+    model, _ = wrapped()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    start, total = weights(model), 0.0
+    # The test turns the dial, not the controller.
+    settings = {"ladder": ["none", "lowrank:1", "lowrank:2"], "dense_steps": 100_000, "drain_steps": 5}
+    attached = attach(model, optimizer, "auto", settings=settings)
+    step = 0
+    for level in (0, 1, 2, 0, 2, 1, 0, 0):
+        attached.hvdplus.set_level(level)
+        for _ in range(7):
+            twin = copy.deepcopy(model.module)
+            x, y = batch(step)
+            cross_entropy(twin(x), y).backward()
+            total = total + torch.cat([p.grad.flatten() for p in twin.parameters()]).double()
+            train(model, optimizer, 1, first=step)
+            step += 1
+    everyone = [None] * SIZE
+    dist.all_gather_object(everyone, total)
+    arrived = (start.double() - weights(model).double()) * SIZE
+    torch.testing.assert_close(arrived, sum(everyone), rtol=0, atol=2e-3)
+    assert identical(model) and all(state.residual is None for state in attached._exchange.states)
 
 
 def test_steps_that_are_skipped_lose_nothing():
@@ -386,16 +428,43 @@ def test_bad_arguments(arguments, words):
 
 
 @pytest.mark.ranks(4)
-def test_a_group_of_some_ranks():
-    """Two copies of a model that is split over two ranks: gradients cross only between copies."""
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    mine = groups[RANK % 2]
-    torch.manual_seed(RANK % 2)
-    half = DistributedDataParallel(nn.Linear(WIDTH, 5), process_group=mine)
-    optimizer = sgd(half)
-    attach(half, optimizer, "fp16" if RANK % 2 else "lowrank:2")
-    train(half, optimizer, 4)
+@pytest.mark.parametrize("level", ["none", "fp16", "lowrank:2"])
+def test_copies_of_a_model_that_is_split_exchange_among_themselves(level):
+    """A mesh of two copies x two parts: gradients cross between copies, activations between parts."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
+    mine, part = mesh["copies"].get_group(), mesh["parts"].get_local_rank()
+    partner = dist.get_process_group_ranks(mesh["parts"].get_group())[1 - part]
+    torch.manual_seed(0)
+    parts = [nn.Linear(WIDTH, 30), nn.Linear(30, 5)]
+    whole = copy.deepcopy(parts)
+    model = DistributedDataParallel(parts[part], process_group=mine)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    assert attach(model, optimizer, level).hvdplus.ranks == 2
+    reference = torch.optim.SGD([*whole[0].parameters(), *whole[1].parameters()], lr=0.5)
+    for step in range(3):
+        batches = [batch(step, rank) for rank in range(2)]
+        reference.zero_grad()
+        (sum(cross_entropy(whole[1](torch.tanh(whole[0](x))), y) for x, y in batches) / 2).backward()
+        optimizer.zero_grad()
+        x, y = batches[mesh["copies"].get_local_rank()]
+        if part == 0:
+            hidden = torch.tanh(model(x))
+            dist.send(hidden.detach(), partner)
+            back = torch.empty_like(hidden)
+            dist.recv(back, partner)
+            hidden.backward(back)
+        else:
+            hidden = torch.empty(len(x), 30)
+            dist.recv(hidden, partner)
+            hidden.requires_grad_()
+            cross_entropy(model(hidden), y).backward()
+            dist.send(hidden.grad, partner)
+        optimizer.step()
+        reference.step()
+        if level != "lowrank:2":
+            for own, expected in zip(model.parameters(), whole[part].parameters(), strict=True):
+                torch.testing.assert_close(own, expected, rtol=0, atol=1e-6 if level == "none" else 2e-3)
     everyone = [None] * SIZE
-    dist.all_gather_object(everyone, weights(half))
-    assert torch.equal(everyone[0], everyone[2]) and torch.equal(everyone[1], everyone[3])
-    assert not torch.equal(everyone[0], everyone[1])
+    dist.all_gather_object(everyone, (part, weights(model)))
+    for one, its_weights in everyone:
+        assert (one != part) or torch.equal(its_weights, weights(model))
