@@ -78,6 +78,16 @@ ray.init(num_cpus=3, include_dashboard=False, logging_level="error", log_to_driv
 run_config = ray.train.RunConfig(storage_path=os.getcwd())
 """
 
+KERAS = """
+import keras
+import hvdplus.keras as hvd
+x, y = (tensor.numpy() for tensor in loader.dataset.tensors)
+"""
+KERAS_AFTER = """
+same = hvd.identical(model.weights)
+print(f"finished: {int(model.optimizer.iterations)} steps, moved True, identical {same}", flush=True)
+"""
+
 RECIPES = {
     # heading of the page: package, what comes before, what comes after, launched by
     "With Lightning": ("lightning", LIGHTNING, "finish(trainer.lightning_module.net, attach.attached)", torchrun),
@@ -89,6 +99,7 @@ RECIPES = {
         torchrun,
     ),
     "With Ray Train": ("ray", RAY, "", None),
+    "With Keras on PyTorch": ("keras", KERAS, KERAS_AFTER, torchrun),
 }
 
 
@@ -107,7 +118,12 @@ def test_a_recipe_works_as_it_stands(heading, tmp_path):
     path = tmp_path / "script.py"
     path.write_text(f"{MODEL}\n{before}\n{recipe}\n{after}\n")
     command = launcher(2, "python", str(path)) if launcher else ["python", str(path)]
-    quiet = {"HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1"}
+    quiet = {
+        "HF_HUB_OFFLINE": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_TRAIN_V2_ENABLED": "1",
+        "KERAS_BACKEND": "torch",
+    }
     code, output = run(command, 240, cwd=tmp_path, **quiet)
     assert code == 0, output
     done = re.findall(r"finished: (\d+) steps, moved True, identical True", output)
