@@ -181,3 +181,4 @@ def test_the_quickstart_runs_as_it_stands(name: str, framework: str, tmp_path: P
     assert status == 0, output
     assert list(tmp_path.glob("model.*")), output
     assert json.loads(log.read_text().splitlines()[-1])["kind"] == "end", "whatever closes files first at exit"
+    assert "retracing" not in output, "TensorFlow warns of what is traced often"

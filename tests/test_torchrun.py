@@ -243,6 +243,40 @@ def test_what_torch_distributed_cannot_do_is_said(tmp_path):
     assert output.count("stale refused: With staleness, all ranks add to a memory that MPI shares") == 2, output
 
 
+@pytest.mark.parametrize("launcher", [torchrun, mpirun])
+def test_a_default_device_is_the_scripts_alone(launcher, tmp_path):
+    """What hvdplus makes for itself stays where it belongs: on ``meta`` nothing has a value."""
+    path = script(
+        tmp_path,
+        """
+        torch.set_default_device("meta")
+        hvd.init()
+        def train(model, optimizer, x):
+            for _ in range(12):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+        x = torch.full((8, 60), 1.0 + hvd.rank(), device="cpu")
+        for level in ("none", "fp16", "int8", "topk:0.1+int8", "lowrank:2+fp16", "powersgd:2", "auto", "local:4+int4"):
+            model = torch.nn.Sequential(torch.nn.Linear(60, 50, device="cpu"), torch.nn.Linear(50, 4, device="cpu"))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(0.1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            if hvd.torch_is_there and level[:5] != "local":
+                hvd.ddp.attach(torch.nn.parallel.DistributedDataParallel(model), optimizer, level)
+            else:
+                optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=level)
+                hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+                hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+            train(model, optimizer, x)
+            print(f"{level} identical {hvd.identical(model)}\\n", end="", flush=True)
+        """.replace("hvd.torch_is_there", str(launcher is torchrun)),
+    )
+    code, output = start(path, launcher=launcher)
+    assert code == 0 and output.count("identical True") == 16, output
+
+
 def test_a_group_without_a_store_is_refused(tmp_path):
     """As PyTorch's mpi backend makes it, which PyTorch's packages are built without."""
     path = script(

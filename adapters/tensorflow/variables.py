@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -116,7 +116,11 @@ class VariablesExchange(Exchange[tf.Tensor]):
         **rest: Any,
     ) -> None:
         """See ``Exchange``; it may be made while a step is being traced."""
-        compiled = functools.partial(tf.function, autograph=False)
+
+        def compiled(a_round: Callable[..., Any]) -> Any:
+            # As a partial: TensorFlow counts traces by code, and would warn of one a level.
+            return tf.function(functools.partial(a_round), autograph=False)
+
         with tf.init_scope():
             super().__init__(
                 TensorFlowOps(), shapes, dtypes, transport, settings, tries_codecs=True, compiled=compiled, **rest

@@ -193,7 +193,7 @@ class TorchBackend:
         return whole.view(-1)
 
     def all_true(self, flags: Sequence[torch.Tensor]) -> bool:
-        return not flags or bool(torch.stack([torch.as_tensor(flag) for flag in flags]).all())
+        return not flags or bool(torch.stack([torch.as_tensor(flag, device=self.device) for flag in flags]).all())
 
     def checked(
         self, finite: Sequence[torch.Tensor], overflow: Sequence[torch.Tensor], checksums: Sequence[torch.Tensor]
@@ -212,7 +212,7 @@ class TorchBackend:
         return torch.full_like(array, value)
 
     def restore(self, values: Any) -> torch.Tensor:
-        return torch.as_tensor(values).to(self.device, copy=True)
+        return torch.as_tensor(values, device=self.device).clone()
 
     def metadata_array(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values)

@@ -44,4 +44,4 @@ class Pool:
         found = next(fitting, None)
         block = torch.UntypedStorage(size) if found is None else self._blocks.pop(found)  # type: ignore[no-untyped-call]
         self._blocks = [*self._blocks[-MOST:], block]
-        return torch.empty(0, dtype=dtype).set_(block, 0, (count,))  # type: ignore[call-overload, no-any-return]
+        return torch.empty(0, dtype=dtype, device=block.device).set_(block, 0, (count,))  # type: ignore[call-overload, no-any-return]

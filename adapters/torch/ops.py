@@ -236,7 +236,8 @@ class TorchOps(PackingOps):
         norms = torch.linalg.vector_norm(matrix, dim=1)
         if norms.numel() and not (norms.amin() > FAINT and norms.amax() < 1 / FAINT):  # squares may have left float32
             norms = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64)
-        return torch.as_tensor(norms.mul_(matrix.shape[1] ** -0.5).float())
+        mean: torch.Tensor = norms.mul_(matrix.shape[1] ** -0.5).float()
+        return mean
 
 
 class DeviceOps(TorchOps):
@@ -247,7 +248,7 @@ class DeviceOps(TorchOps):
     _rounding = DeviceRounding
 
     def from_numpy(self, values: np.ndarray) -> torch.Tensor:
-        here = torch.tensor(values)
+        here = torch.tensor(values, device="cpu")
         if self._device.type != "cuda":
             return here.to(self._device)
         return here.pin_memory().to(self._device, non_blocking=True)  # a copy from other memory would wait

@@ -368,7 +368,7 @@ class Distributed(torch.optim.Optimizer):
             self._finish()
             # LBFGS decides by the loss how far it goes and when it stops: all ranks have to see the same loss.
             if isinstance(self, torch.optim.LBFGS) and not self._exchange.idle:
-                mine = torch.as_tensor(loss).detach()
+                mine = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(loss, device="cpu")
                 losses = self._world.transport.gather_objects(mine.item(), "LBFGS's loss")
                 return torch.full_like(mine, sum(losses) / len(losses))
             return loss

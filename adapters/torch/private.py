@@ -89,7 +89,7 @@ def check() -> list[str]:
     """Try every interface; returns a sentence for each that does not work, and turns it off."""
     global _use_count
     found = []
-    tensor = torch.zeros(4)
+    tensor = torch.zeros(4, device="cpu")
     try:
         alone, shared = uses(tensor.untyped_storage()), None
         view = tensor[1:]

@@ -155,10 +155,10 @@ class Gloo(Transport):
 
     def _gather(self, value: Any, words: str) -> list[Any]:
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths = torch.zeros(self.size, dtype=torch.int64, device="cpu")
         lengths[self.rank] = len(mine)
         self._wait(dist.all_reduce(lengths, group=self._main, async_op=True), words)
-        padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
+        padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device="cpu")
         padded[: len(mine)] = mine
         told = [torch.empty_like(padded) for _ in range(self.size)]
         self._wait(self._main.allgather([told], [padded]), words)
@@ -212,7 +212,7 @@ class Gloo(Transport):
 
     def _compare(self, words: str, group: Any) -> _Comparison:
         mine = digest(words)
-        extremes = torch.tensor([mine, -mine])
+        extremes = torch.tensor([mine, -mine], device="cpu")
         work = dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group, async_op=True)
         self._last["call" if group is self._main else "comparison"] = work
         return _Comparison(work, extremes, words, next(self._numbers[id(group)]))

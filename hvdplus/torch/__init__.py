@@ -317,7 +317,7 @@ def _others_have_joined() -> bool:
     """Whether another rank is in Horovod's ``join``, which adds zeros to the sums of ranks that are not."""
     if not _with_horovod():
         return False
-    handle = _horovods("allreduce_async")(torch.ones(1), name="hvdplus.join", op=_horovods("Sum"))
+    handle = _horovods("allreduce_async")(torch.ones(1, device="cpu"), name="hvdplus.join", op=_horovods("Sum"))
     deadline = time.monotonic() + JOIN_SECONDS
     while not _horovods("poll")(handle):
         if time.monotonic() > deadline:  # the others are in their next step, and wait for this rank there

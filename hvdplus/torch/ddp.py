@@ -55,6 +55,11 @@ def attach(
             "attach wants a DistributedDataParallel model (FSDP and its like exchange gradients themselves). Received: "
             f"{type(model).__name__}"
         )
+    if getattr(model, "_use_python_reducer", False):
+        raise ValueError(
+            "attach wants DistributedDataParallel's own reducer, which hands over buckets. Received: "
+            "torch._dynamo.config.optimize_ddp = 'python_reducer'"
+        )
     optimizers = [getattr(one, "optimizer", one) for one in (optimizer if _several(optimizer) else [optimizer])]
     odd = next((one for one in optimizers if not isinstance(one, torch.optim.Optimizer)), None)
     if odd is not None or not optimizers:

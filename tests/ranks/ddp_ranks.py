@@ -427,6 +427,13 @@ def test_bad_arguments(arguments, words):
         attach(*arguments(model, optimizer))
 
 
+def test_a_reducer_without_buckets_is_refused():
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        model, optimizer = wrapped()
+    with pytest.raises(ValueError, match="Received: torch._dynamo.config.optimize_ddp = 'python_reducer'"):
+        attach(model, optimizer)
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("level", ["none", "fp16", "lowrank:2"])
 def test_copies_of_a_model_that_is_split_exchange_among_themselves(level):
