@@ -188,7 +188,7 @@ def test_a_decision_is_read_out_with_what_it_rests_on() -> None:
         "Decisions and their evidence: lower quartiles over pairs of consecutive steps, a level's latest 40 at most",
         "  1. step 20, none -> fp16: try it Measured: none 19.80 ms a step (8.00 ms exposed, 2.25 ms hidden, 0.40 ms "
         "codec), topk:0.05 15.00 ms a step (0.10 ms exposed, 3.00 ms codec). Predicted: fp16 14.90 ms, lowrank:4 12.50 "
-        "ms. Link: 0.12 ms an all-reduce and 50.0 MB/s. Residual at topk:0.05: 1.24 times the gradient.",
+        "ms. Link: 0.12 ms an all-reduce and 50.0 MB/s. Residual over gradient: topk:0.05 1.24.",
     ]
 
 
@@ -204,6 +204,23 @@ def test_a_link_whose_time_does_not_depend_on_bytes_has_no_rate() -> None:
         "Decisions",
         "  1. step 20, stays at none: no Link: 3.00 ms an all-reduce, whatever it sends.",
     ]
+
+
+def test_of_a_trial_stands_what_came_of_it_unless_all_is_asked_for() -> None:
+    job = Job().run("none", 20).decide("fp16", "fp16 is expected to cost 0.90 times none", **EVIDENCE)
+    job.run("fp16", 10).decide("none", "fp16 costs 0.950 [0.800, 1.100] times none, 1 pair: in turns", **EVIDENCE)
+    job.run("none", 10).decide("none", "fp16 costs 1.100 [1.050, 1.150] times none, 2 pairs; none is best", **EVIDENCE)
+    job.run("none", 40)
+    head, first, last, *_ = spoken(job)
+    assert head == "Decisions (`hvdplus report --why` has all, with their figures)"
+    assert first.startswith("  1. ") and "Measured" not in first
+    assert last.startswith("  3. ") and "Measured: none 19.80 ms" in last
+    everything = table(job.records, why=True)
+    assert "  2. " in everything and everything.count("Measured: ") == 3
+    assert closing(job.records) == (
+        "Compression did not pay: in turns with none, the best level tried, fp16, cost 1.10 times as much (time a "
+        "step, with the price of delay), so 70 of 80 steps ran uncompressed."
+    )
 
 
 def test_a_decision_of_an_older_log_is_its_reason_alone() -> None:

@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pictures.add_argument("--png", metavar="PATH", help="where the picture goes (default: beside the log)")
     pictures.add_argument("--no-png", action="store_true", help="no picture")
     parser.add_argument("--html", metavar="PATH", nargs="?", const="", help="also a page (default: beside the log)")
+    parser.add_argument("--why", action="store_true", help="all decisions, with all figures that they rest on")
     parser.add_argument("--trace", metavar="PATH", help="also a trace for Perfetto, a process a rank")
     forms = parser.add_mutually_exclusive_group()
     forms.add_argument("--json", action="store_true", help="print figures as JSON instead of the table")
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         return _failed(str(error))
     for path, records in runs.items() if one or args.json else ():
         try:
-            print(json.dumps(summary(records), indent=1, allow_nan=False) if args.json else table(records))
+            print(json.dumps(summary(records), indent=1, allow_nan=False) if args.json else table(records, args.why))
         except FOREIGN as error:
             return _failed(foreign(path, error))
     if not one and not args.json:

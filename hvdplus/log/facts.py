@@ -8,6 +8,7 @@ does not change them. What the records do not hold is NaN.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -20,6 +21,11 @@ Record = dict[str, Any]
 DENSE = "none"
 PLAIN = (DENSE, "fp16")
 """Levels that stock Horovod has, too: what compression is held against."""
+
+TRIED = re.compile(r"(?P<level>\S+) costs (?P<ratio>\d+\.\d+) \[.*\] times (?P<held>[^\s,]+),")
+"""The reason of a decision that rests on pairs of blocks."""
+IN_TURNS = ": in turns"
+"""What it ends with while the trial goes on."""
 
 DRAINING = "draining"
 """Level of windows of dense steps that flush a residual; not a level of the ladder."""
@@ -333,6 +339,13 @@ def levels_passed_over(records: Sequence[Record]) -> list[tuple[str, float, str,
         if below:
             found.append((name, sent[name], below, sent[below]))
     return found
+
+
+def tried(records: Sequence[Record]) -> dict[str, float]:
+    """Level -> what it cost in the end against ``DENSE``, where both had their turns: the ratio of seconds a step with
+    the price of delay."""
+    sentences = (TRIED.match(str(decision.get("reason"))) for decision in decisions_of(records))
+    return {found["level"]: float(found["ratio"]) for found in sentences if found and found["held"] == DENSE}
 
 
 def levels_refused(records: Sequence[Record]) -> dict[str, str]:

@@ -5,21 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hvdplus.log.facts import MEDIANS, Record, Span, decisions_of, number_of, run_of, stretches
+from hvdplus.log.facts import IN_TURNS, MEDIANS, Record, Span, decisions_of, number_of, run_of, stretches
 from hvdplus.log.summary import about, end_text, warnings
 from hvdplus.log.words import closing, count, explain, fill, three_digits
 
 
-def table(records: Sequence[Record]) -> str:
-    """The report as plain text: facts, one row for each stretch of windows at one level, decisions, end, one
-    sentence."""
+def table(records: Sequence[Record], why: bool = False) -> str:
+    """The report as plain text: facts, one row for each stretch of windows at one level, decisions, end, one sentence.
+
+    Args:
+        why: all decisions with all their figures. Else the last one has its figures, and of a trial stands only what
+            came of it.
+    """
     return "\n\n".join(
         block
         for block in (
             *(fill(warning, "") for warning in warnings(records)),
             _facts(records),
             _rows(stretches(records), number_of(run_of(records).get("gradient_bytes"))),
-            _decision_list(records),
+            _decision_list(records, why),
             _left_out(records),
             fill(end_text(records), "") + "\n" + fill(closing(records), ""),
         )
@@ -70,16 +74,20 @@ def _rows(spans: Sequence[Span], gradient_bytes: float) -> str:
     )
 
 
-def _decision_list(records: Sequence[Record]) -> str:
-    decisions = decisions_of(records)
+def _decision_list(records: Sequence[Record], why: bool) -> str:
+    decisions = list(enumerate(decisions_of(records), start=1))
+    shown = [
+        (n, one) for n, one in decisions if why or n == len(decisions) or not str(one["reason"]).endswith(IN_TURNS)
+    ]
     memory = (run_of(records).get("limits") or {}).get("memory_steps")
     rests_on = (
         f" and their evidence: lower quartiles over pairs of consecutive steps, a level's latest {memory} at most"
         if memory
         else ""
     )
-    lines = [explain(number, decision) for number, decision in enumerate(decisions, start=1)]
-    return "\n".join([f"Decisions{rests_on}", *lines]) if lines else ""
+    lines = [explain(number, decision, why or number == len(decisions)) for number, decision in shown]
+    short = "" if why or len(decisions) == 1 else " (`hvdplus report --why` has all, with their figures)"
+    return "\n".join([f"Decisions{rests_on}{short}", *lines]) if lines else ""
 
 
 def _left_out(records: Sequence[Record]) -> str:

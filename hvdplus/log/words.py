@@ -28,6 +28,7 @@ from hvdplus.log.facts import (
     spans_by_level,
     spread,
     steps_in,
+    tried,
     windows_of,
 )
 
@@ -77,6 +78,13 @@ def closing(records: Sequence[Record]) -> str:
         return (
             f"Gradients were sent uncompressed, as asked for: communication held up {main.exposed_share:.0%} of the "
             f"step ({in_ms(main.step_ms)})."
+        )
+    ratios = tried(records)
+    if ratios and min(ratios.values()) > 1 and not levels_refused(records):
+        level = min(ratios, key=lambda name: ratios[name])
+        return (
+            f"Compression did not pay: in turns with {DENSE}, the best level tried, {level}, cost {ratios[level]:.2f} "
+            f"times as much (time a step, with the price of delay), so {main.steps} of {steps} steps ran uncompressed."
         )
     if others:
         best = max(others, key=lambda span: saved_share(span, main))
@@ -247,7 +255,7 @@ def decision_line(record: Record, arrow: str) -> str:
 
 def evidence_text(decision: Record) -> str:
     """The evidence of a decision, in sentences. Logs of older versions hold less."""
-    measured, predicted, last = [], [], []
+    measured, predicted, link, residuals = [], [], "", []
     parts = {"exposed_comm_ms": "exposed", "overlapped_comm_ms": "hidden", "codec_ms": "codec"}
     for name, figures in evidence_by_level(decision).items():
         if "step_ms" in figures:
@@ -256,18 +264,21 @@ def evidence_text(decision: Record) -> str:
         if "predicted_step_ms" in figures:
             predicted.append(f"{name} {figures['predicted_step_ms']:.2f} ms")
         if figures.get("error"):
-            last.append(f"Residual at {name}: {figures['error']:.2f} times the gradient.")
+            residuals.append(f"{name} {figures['error']:.2f}")
         if "ms_per_allreduce" in figures:
             slope = figures.get("ms_per_MB")
             rate = f" and {three_digits(1e3 / slope)} MB/s" if slope else ", whatever it sends"
-            last.insert(0, f"Link: {figures['ms_per_allreduce']:.2f} ms an all-reduce{rate}.")
-    groups = {"Measured": measured, "Predicted": predicted}
-    return " ".join([*(f"{title}: {', '.join(group)}." for title, group in groups.items() if group), *last])
+            link = f"{figures['ms_per_allreduce']:.2f} ms an all-reduce{rate}"
+    groups = {"Measured": measured, "Predicted": predicted, "Link": [link] if link else []}
+    groups["Residual over gradient"] = residuals
+    return " ".join(f"{title}: {', '.join(group)}." for title, group in groups.items() if group)
 
 
-def explain(number: int, decision: Record) -> str:
+def explain(number: int, decision: Record, evidence: bool = True) -> str:
     """A decision with its reason, and below it its evidence."""
-    lines = [fill(decision_line(decision, " -> "), f"{number:3}. "), fill(evidence_text(decision), " " * 5)]
+    lines = [fill(decision_line(decision, " -> "), f"{number:3}. ")]
+    if evidence:
+        lines.append(fill(evidence_text(decision), " " * 5))
     return "\n".join(filter(None, lines))
 
 
