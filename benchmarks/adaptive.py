@@ -55,7 +55,7 @@ from scipy.special import stdtrit
 
 from hvdplus.compression import parse
 from hvdplus.control.knowledge import price_of_delay
-from hvdplus.lab import UNSHAPED, Job, Lab, LabError
+from hvdplus.lab import UNSHAPED, Job, Lab, LabError, a_core_each
 from hvdplus.log.words import BOTTLENECK
 from hvdplus.settings import Settings
 
@@ -149,7 +149,7 @@ or 12 to 14, from one job to the next. Here nobody gives memory back, which is b
 @contextmanager
 def running(hosts: int, rates: Iterable[str], one_sided: bool = False, ranks_per_host: int = 1) -> Iterator[Ranks]:
     """A lab with a job of contestants: two hosts with a core each, more on all cores. Others: as of ``Lab``."""
-    cores = {"h1": "0", "h2": "1"} if hosts == 2 else None
+    cores = a_core_each(2) if hosts == 2 else None
     with Lab(hosts, "1gbit", cores) as lab, tempfile.TemporaryDirectory() as folder:
         for rate in rates:
             lab.shape(rate)

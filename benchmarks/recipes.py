@@ -26,7 +26,7 @@ import numpy as np
 from adaptive import machine
 from matplotlib.figure import Figure
 
-from hvdplus.lab import Lab
+from hvdplus.lab import Lab, a_core_each
 from hvdplus.log.facts import steps_in, windows_of
 from hvdplus.log.runlog import read
 
@@ -184,7 +184,7 @@ def measure(chosen: Sequence[Recipe], found: dict[str, dict[str, Any]]) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         files = data(folder)
-        with Lab(hosts=2, rate=RATE, cores={"h1": "0", "h2": "1"}) as lab:
+        with Lab(hosts=2, rate=RATE, cores=a_core_each(2)) as lab:
             for recipe in chosen:
                 prepare(lab, recipe, files, folder)
                 found[recipe.title] = {level: course(lab, recipe, level, files, folder) for level in LEVELS}

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hvdplus.cli.text import columns
-from hvdplus.lab import Lab, rootless, unavailable
+from hvdplus.lab import Lab, a_core_each, rootless, unavailable
 from hvdplus.log.page import table, write_page
 from hvdplus.log.runlog import read
 
@@ -62,9 +62,8 @@ def main() -> int:
         print(f"Both ranks share this host, as there can be no second one: {why_not} There is nothing to gain.\n")
         found = {key: train(None, *key, args.accuracy, runs) for key in every_way()}
     else:
-        cores = {"h1": "0", "h2": "1"} if (os.cpu_count() or 1) > 1 else None
         print(f"Two hosts, {args.rate} between them: {', '.join(WAYS.values())} train the same model.\n", flush=True)
-        with Lab(2, args.rate, cores) as lab:
+        with Lab(2, args.rate, a_core_each(2)) as lab:
             found = {key: train(lab, *key, args.accuracy, runs) for key in every_way()}
     head = (f"to {float(args.accuracy):.0%}", *HEAD[1:])
     print("\n" + columns([head, *rows(found)], range(2, len(HEAD))))

@@ -18,6 +18,23 @@ from hvdplus.lab import Lab, LabError, bits_per_second, rootless, unavailable
 
 COMMAND = [sys.executable, "-P", "-m", "hvdplus.cli", "lab"]
 
+ECHO = """
+import socket
+server = socket.create_server(("", 7000))
+print("here", flush=True)
+while True:
+    server.accept()[0].close()
+"""
+PING = """
+import socket, sys, time
+until = time.monotonic() + 3
+while True:
+    try:
+        sys.exit(socket.create_connection((sys.argv[1], 7000), timeout=1).close())
+    except OSError:
+        if time.monotonic() > until:
+            raise SystemExit(1)
+"""
 ALLREDUCE = """
 import socket, sys
 import numpy
@@ -203,6 +220,19 @@ def test_a_rate_changes_while_a_job_runs(lab):
 
 MOST_SENT_AGAIN = 1.15
 """Bytes on the wire for each of payload: what a full queue drops is sent again (seen: up to 1.07)."""
+
+
+def test_a_cable_is_out_and_in_again(lab):
+    with lab() as job_lab:
+        ping = job_lab.on("h1", ["python3", "-c", PING, job_lab.address("h2")])
+        with subprocess.Popen(job_lab.on("h2", ["python3", "-c", ECHO]), stdout=subprocess.PIPE, text=True) as echo:
+            assert echo.stdout.readline() == "here\n"
+            for connected in (True, False, True):
+                job_lab.plug("h2", connected)
+                assert (subprocess.run(ping).returncode == 0) == connected
+            echo.kill()
+        with pytest.raises(ValueError, match="no such host"):
+            job_lab.plug("h3", True)
 
 
 @pytest.mark.parametrize(("hosts", "ranks_per_host"), [(2, 1), (3, 1), (2, 2)])

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import signal
 import sys
 from collections.abc import Iterable
 
-from hvdplus.lab import UNSHAPED, Lab, LabError, rootless
+from hvdplus.lab import UNSHAPED, Lab, LabError, a_core_each, rootless
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,8 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command. Returns its exit code; 2 if there can be no lab; 124 if it took too long."""
     rootless.enter(["-m", "hvdplus.cli", *sys.argv[1:]])
-    count = os.cpu_count() or 1
-    cores = {f"h{i + 1}": str(i % count) for i in range(args.hosts)} if args.pin else None
+    cores = a_core_each(args.hosts) if args.pin else None
     try:
         slow = shares(args.slow)
         with contextlib.ExitStack() as stack:

@@ -86,6 +86,11 @@ def unavailable() -> str | None:
     return None
 
 
+def a_core_each(hosts: int) -> dict[str, str]:
+    """``cores`` of a `Lab` whose hosts are on different cores, as far as there are enough."""
+    return {f"h{i + 1}": str(i % (os.cpu_count() or 1)) for i in range(hosts)}
+
+
 class Lab:
     """Hosts, links and a switch, for as long as the ``with`` lasts.
 
@@ -164,6 +169,12 @@ class Lab:
                 if (self.rates[name], rate) != (UNSHAPED, UNSHAPED):
                     _tool(["tc", "-n", namespace], f"qdisc {verb} dev {device} root {shape.queue}")
             self.rates[name] = rate
+
+    def plug(self, host: str, connected: bool) -> None:
+        """Plug a host's cable in, or out: nothing crosses its link then, and nobody is told."""
+        if host not in self.hosts:
+            raise ValueError(f"There is no such host. Received: host={host!r}; there are {', '.join(self.hosts)}")
+        _tool(["ip", "-n", self._namespace("switch")], f"link set {host} {'up' if connected else 'down'}")
 
     def check(self, seconds: float = 0.3) -> dict[tuple[str, str], float]:
         """See that bytes over rate come out right; what was measured, see ``links.check``."""
