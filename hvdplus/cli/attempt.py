@@ -24,12 +24,14 @@ from typing import NamedTuple
 
 from hvdplus.cli.text import columns, whole
 from hvdplus.control.link import Wire, ring_all_reduce
-from hvdplus.lab import UNSHAPED, Job, Lab, LabError, bits_per_second, rootless
+from hvdplus.lab import UNSHAPED, Job, Lab, LabError, a_core_each, bits_per_second, rootless
 from hvdplus.log.facts import DENSE, Record, Span, delay_prices, spans_by_level, windows_of
 from hvdplus.log.forecast import best_level, costs_on, predict, what_the_run_showed
 from hvdplus.log.runlog import read
 from hvdplus.log.words import count, three_digits
 
+BUSY = 0.7
+"""Load from which other work disturbs."""
 WAYS = ("none", "fp16", "auto")
 RATES, PLANNED = "100mbit,1gbit", (10.0, 25.0)
 """That are measured, and those in Gbit/s that are planned."""
@@ -75,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         script = [part for part in args.script if part != "--"]
         if not script or not Path(script[0]).is_file():
             raise ValueError(f"hvdplus try wants a Python script. Received: {shlex.join(args.script) or 'nothing'}")
-        print(said_before(hosts, rates, seconds), flush=True)
+        print(said_before(hosts, rates, seconds) + busy(os.getloadavg()[0]), flush=True)
         with tempfile.TemporaryDirectory() as folder:
             launcher = "torch" if args.torchrun else "mpi"
             rows, logs = measured(hosts, rates, seconds, launcher, script, Path(folder))
@@ -89,9 +91,17 @@ def run(args: argparse.Namespace) -> int:
     print("\n" + columns([head, *rows, *planned(logs, hosts)], range(1, 4)))
     print(
         "\nMilliseconds a step. The last column is auto against the better of stock and fp16, with what delay costs. "
-        "\nAbove 1 it is sooner. Networks with a ~ are planned from the runs before, not measured."
+        "\nAbove 1 it is sooner. Networks with a ~ are planned from the runs before, not measured. One run each: "
+        "another try differs."
     )
     return 0
+
+
+def busy(load: float) -> str:
+    """A line where other programs keep this machine busy; ``load``: how many of them, on average."""
+    if load < BUSY:
+        return ""
+    return f"\nOther programs keep this machine busy (load {load:.1f}): figures will show them, too."
 
 
 def said_before(hosts: int, rates: Sequence[str], seconds: int) -> str:
@@ -111,10 +121,9 @@ def measured(
     Raises:
         RuntimeError: the script failed, or wrote no run log.
     """
-    cores = os.cpu_count() or 1
-    pinned = {f"h{i + 1}": str(i % cores) for i in range(hosts)} if cores >= hosts else None
+    cores = a_core_each(hosts) if (os.cpu_count() or 1) >= hosts else None
     rows, logs = [], []
-    with Lab(hosts, UNSHAPED, pinned) as lab:
+    with Lab(hosts, UNSHAPED, cores) as lab:
         for rate in rates:
             lab.shape(rate)
             went = {}
