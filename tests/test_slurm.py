@@ -8,7 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+from frameworks import need
 from launching import BIN, run
+from slurm_nodes import Cluster, missing
 
 ROOT = Path(__file__).parent.parent
 
@@ -132,3 +134,80 @@ def test_srun_without_an_mpi_plugin_is_an_error_not_two_jobs_of_one_rank(transpo
     assert code != 0
     assert "srun --mpi=pmix" in said
     assert "trained" not in said
+
+
+@pytest.fixture
+def cluster(lab):
+    """Two nodes with two cores each, on a laboratory's hosts."""
+    reason = missing()
+    if reason:
+        pytest.skip(reason)
+    return Cluster(lab(hosts=2))
+
+
+LAB = {
+    "PYTHONSAFEPATH": "",
+    "VENV": str(BIN.parent),
+    # These hosts are one machine, whose memory UCX would find.
+    "OMPI_MCA_pml": "ob1",
+    "OMPI_MCA_btl": "self,vader,tcp",
+    "GLOO_SOCKET_IFNAME": "eth0",
+}
+
+
+def submit(cluster, output, *script, **settings):
+    """A job's number."""
+    said = cluster.run("sbatch", "--parsable", f"--output={output}", *script, cwd=ROOT, **LAB, **settings)
+    return said.strip()
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("launcher", ["mpirun", "srun", "torchrun"])
+def test_two_nodes_with_two_tasks_each(cluster, launcher, tmp_path):
+    need("torch")
+    output, log = tmp_path / "job.out", tmp_path / "run.jsonl"
+    script = ["examples/slurm/several_nodes.sbatch", "examples/pytorch_digits.py", "--epochs", "3"]
+    job = submit(cluster, output, *script, LAUNCHER=launcher, HVDPLUS_RUN_LOG=str(log))
+    try:
+        state = cluster.end_of(job, 180)
+    finally:
+        printed = output.read_text() if output.exists() else "(no output file)"
+        print(printed)
+    assert state == "COMPLETED"
+    assert "4 ranks on 2 hosts (h1 x 2, h2 x 2)" in printed
+    assert re.search(r"hvdplus demo torch: accuracy=.* ranks=4 transport=\S+ .* identical_ranks=yes", printed)
+    assert log.stat().st_size > 0
+
+
+@pytest.mark.slurm
+def test_a_job_that_is_told_to_stop_goes_on_bit_for_bit(cluster, tmp_path):
+    """Its ranks save on the signal before a time limit; requeued, it ends where one that ran through does."""
+    need("torch")
+
+    jobs = []
+    try:
+        for name in ("through", "stopped"):
+            output = tmp_path / f"{name}.out"
+            job = submit(cluster, output, "examples/slurm/requeue.sbatch", "--steps", "3000")
+            jobs.append(job)
+            if name == "stopped":
+                deadline = time.monotonic() + 60
+                while "from step 0 on" not in (output.read_text() if output.exists() else ""):
+                    assert time.monotonic() < deadline, output.read_text()
+                    time.sleep(0.1)
+                time.sleep(1)
+                cluster.run("scancel", "--signal=USR1", job)
+                while cluster.state(job) != "PENDING" and "finished" not in output.read_text():
+                    assert time.monotonic() < deadline, output.read_text()
+                    time.sleep(0.2)
+                cluster.run("scontrol", "release", job, check=False)
+                cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
+            state = cluster.end_of(job, 180)
+            print(printed := output.read_text())
+            assert state == "COMPLETED", printed
+        through, stopped = ((tmp_path / f"{name}.out").read_text() for name in ("through", "stopped"))
+    finally:
+        for job in jobs:
+            shutil.rmtree(ROOT / "runs" / f"requeue-{job}", ignore_errors=True)
+    assert re.search(r"stopped after step \d+9\n", stopped) and re.search(r"from step [1-9]\d*0 on", stopped)
+    assert len({re.search(r"finished: 3000 steps, weights (\w+)", text).group(1) for text in (through, stopped)}) == 1

@@ -3,6 +3,7 @@
 #   sbatch examples/slurm/pytorch_digits.sbatch                                      mpirun
 #   sbatch --export=ALL,LAUNCHER=horovodrun examples/slurm/pytorch_digits.sbatch
 #   sbatch --export=ALL,LAUNCHER=srun examples/slurm/pytorch_digits.sbatch           srun --mpi=pmix
+#   sbatch --export=ALL,LAUNCHER=torchrun examples/slurm/pytorch_digits.sbatch       PyTorch alone: no MPI, no Horovod
 
 # On a cluster with modules, load your compiler and Python here, e.g.:
 # module load gcc python
@@ -24,7 +25,16 @@ launch() {
         # Open MPI finds hosts and numbers of ranks in Slurm's environment.
         mpirun) mpirun -np "$SLURM_NTASKS" --bind-to none "$@" ;;
         # Since 22.05 srun does not take the batch script's --cpus-per-task by itself: each rank would be held to one core.
-        srun) srun --mpi=pmix --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "$@" ;;
+        # A rank that fails ends the others, and so does one that has ended for a minute.
+        srun) srun --mpi=pmix --kill-on-bad-exit=1 --wait=60 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "$@" ;;
+        torchrun) # one on every node, which meet on the first; a port of the job's own
+            local meet ranks=${SLURM_NTASKS_PER_NODE:-$((SLURM_NTASKS / SLURM_JOB_NUM_NODES))}
+            meet=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1):$((10000 + SLURM_JOB_ID % 20000))
+            srun --mpi=none --kill-on-bad-exit=1 --wait=60 --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
+                --cpus-per-task=$((ranks * ${SLURM_CPUS_PER_TASK:-1})) torchrun --nnodes="$SLURM_JOB_NUM_NODES" \
+                --nproc-per-node="$ranks" --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$meet" \
+                --no-python "$@"
+            ;;
         horovodrun)
             if [[ $SLURM_JOB_NUM_NODES == 1 ]]; then
                 horovodrun -np "$SLURM_NTASKS" "$@"
@@ -35,7 +45,7 @@ launch() {
             fi
             ;;
         *)
-            echo "LAUNCHER must be mpirun, horovodrun or srun. Received: $LAUNCHER" >&2
+            echo "LAUNCHER must be mpirun, horovodrun, srun or torchrun. Received: $LAUNCHER" >&2
             return 2
             ;;
     esac

@@ -1,0 +1,117 @@
+"""A Slurm of several nodes on one machine: a slurmd on each host of a laboratory, the controller on the first."""
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+CONF = """
+ClusterName=laboratory
+SlurmctldHost=h1
+SlurmUser=root
+AuthType=auth/munge
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+MpiDefault=none
+ReturnToService=2
+KillWait=5
+JobRequeue=1
+JobCompType=jobcomp/none
+AccountingStorageType=accounting_storage/none
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+NodeName={nodes} CPUs={cores} RealMemory=4000 State=UNKNOWN
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+class Cluster:
+    """Slurm on a laboratory's hosts; it ends with the laboratory."""
+
+    def __init__(self, lab, cores=2):
+        """
+        Args:
+            cores: that each node says it has. All nodes share this machine's.
+
+        Raises:
+            TimeoutError: the nodes were not ready within 40 s; with the ends of Slurm's logs.
+        """
+        self.lab = lab
+        self.folder = lab.folder / "slurm"
+        (self.folder / "state").mkdir(parents=True)
+        conf = self.folder / "slurm.conf"
+        conf.write_text(CONF.format(folder=self.folder, nodes=",".join(lab.hosts), cores=cores))
+        self.environment = {
+            **os.environ,
+            "SLURM_CONF": str(conf),
+            "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin",
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        }
+        self.environment.pop("PYTHONUNBUFFERED", None)
+        self._start(lab.hosts[0], "slurmctld")
+        for host in lab.hosts:
+            self._start(host, "slurmd")
+        deadline = time.monotonic() + 40
+        while self.run("sinfo", "--noheader", "--format=%D %T", check=False).strip() != f"{len(lab.hosts)} idle":
+            if time.monotonic() > deadline:
+                logs = "\n".join(log.read_text()[-1500:] for log in self.folder.glob("*.log"))
+                raise TimeoutError(f"Slurm's nodes did not become ready within 40 s:\n{logs}")
+            time.sleep(0.5)
+
+    def run(self, *command, cwd=None, check=True, **environment):
+        """What a command prints that runs on the first host."""
+        done = subprocess.run(
+            self.lab.on(self.lab.hosts[0], command),
+            env={**self.environment, **environment},
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def state(self, job):
+        """What Slurm says of a job: ``COMPLETED``, ``RUNNING``, ..."""
+        shown = self.run("scontrol", "show", "job", job)
+        return shown.partition("JobState=")[2].split()[0]
+
+    def end_of(self, job, timeout_seconds):
+        """The state in which a job ended.
+
+        Raises:
+            TimeoutError: it did not within the time; it is cancelled then.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while (state := self.state(job)) in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED"):
+            if time.monotonic() > deadline:
+                self.run("scancel", job)
+                raise TimeoutError(f"job {job} was still {state} after {timeout_seconds} s")
+            time.sleep(0.5)
+        return state
+
+    def _start(self, host, daemon):
+        log = (self.folder / f"{host}-{daemon}.out").open("w")
+        command = self.lab.on(host, [daemon, "-D"])
+        subprocess.Popen(command, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+
+def missing():
+    """What is not here that a cluster needs; empty: nothing."""
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    found = [
+        name for name in ("slurmctld", "slurmd", "sbatch") if any((Path(p) / name).exists() for p in path.split(":"))
+    ]
+    if len(found) < 3:
+        return "Slurm is not installed: `make slurm-up` as root"
+    if subprocess.run(["munge", "-n"], capture_output=True).returncode:
+        return "munged does not run: `make slurm-up` as root"
+    return ""
