@@ -1,0 +1,395 @@
+"""What goes wrong in real jobs, done on purpose: does the job survive it or end with a word, or does it hang or lie?
+
+    python benchmarks/faults.py                    all of it, some 15 minutes; as root also those of the network
+    python benchmarks/faults.py --only killed,nan  rows whose names hold one of these words
+
+Two ranks train a small model over each transport, and a fault strikes one of them, mostly rank 1 before step 10. A row
+is one job. What comes out:
+
+    survived   all ranks came to the end with equal weights
+    ended      the job ended with an error that has the words which the row asks for: the rank, the cause
+    unsaid     it ended, but without these words
+    hang       it had not ended after the time allowed
+    DIVERGED   it came to the end as if all were well, and weights differ
+    half       some ranks came to the end, others did not
+
+Each row says which of the first two is right. Ends with 1 if a row comes out otherwise. Writes
+``benchmarks/results/faults.txt``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hvdplus.lab import Lab, a_core_each, unavailable
+
+HERE = Path(__file__).parent
+PATIENCE = 6
+"""Seconds after which a waiting rank gives up (HVDPLUS_TIMEOUT_SECONDS), in these jobs."""
+LIMIT_SECONDS = 100.0
+"""After which a job counts as hanging: it has the start of two frameworks in it."""
+
+TORCH = """
+import os, signal, subprocess, sys, time, warnings
+warnings.simplefilter("ignore")
+RANK = int(next(os.environ[name] for name in ("RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ))
+STEPS, rate, level, kind = 60, 0.05, os.environ.get("LEVEL", "auto"), "SGD"
+def before_import(): pass
+def before_wrap(): pass
+def before_step(step): pass
+def spoil(x, step): pass
+def at_end(): pass
+width, depth, dtype, careful, skipped = 40, 3, "float32", False, []
+{fault}
+before_import()
+import torch
+import hvdplus.torch as hvd
+hvd.init()
+torch.set_num_threads(1)
+torch.manual_seed(0)
+net = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(depth))).to(getattr(torch, dtype))
+before_wrap()
+inner = getattr(torch.optim, kind)(net.parameters(), lr=rate)
+optimizer = hvd.DistributedOptimizer(inner, net.named_parameters(), compression=level)
+if "nobroadcast" not in globals():
+    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+draw = torch.Generator().manual_seed(RANK)
+for step in range(STEPS):
+    before_step(step)
+    optimizer.zero_grad()
+    x = torch.randn(8, width, generator=draw).to(getattr(torch, dtype))
+    spoil(x, step)
+    net(x).square().mean().backward()
+    if not careful:
+        optimizer.step()
+        continue
+    optimizer.synchronize()  # as in scripts that leave bad steps out
+    if all(torch.isfinite(parameter.grad).all() for parameter in net.parameters()):
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    else:
+        skipped.append(step)
+assert skipped == ([10, 11] if careful else []), f"steps that were not finite: {{skipped}}"
+at_end()
+print(f"rank {{RANK}} at the end, identical {{hvd.identical(net)}}\\n", end="", flush=True)
+"""
+
+KERAS = """
+import os, signal, sys, time, warnings
+RANK = int(os.environ["OMPI_COMM_WORLD_RANK"])
+batches, callbacks = 60, []
+def before_import(): pass
+{fault}
+before_import()
+import numpy as np
+import keras
+import hvdplus.keras as hvd
+hvd.init()
+keras.utils.set_random_seed(0)
+class Strike(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        strike(self.model, batch)
+if "strike" not in globals():
+    def strike(model, batch): pass
+x = np.random.default_rng(RANK).standard_normal((8 * batches, 40)).astype("float32")
+if "spoil" in globals():
+    spoil(x)
+model = keras.Sequential([keras.layers.Dense(40), keras.layers.Dense(1)])
+model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), compression=os.environ.get("LEVEL", "auto")), "mse")
+calls = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback(), Strike(), *callbacks]
+model.fit(x, x[:, :1], batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=calls)
+print(f"rank {{RANK}} at the end, identical {{hvd.identical(model)}}\\n", end="", flush=True)
+"""
+
+
+class Fault(NamedTuple):
+    """One row."""
+
+    name: str
+    code: str
+    """What it puts into the script, on all ranks; ``RANK`` is known."""
+    right: str
+    """``survived``, or a pattern of the words with which the job has to end."""
+    framework: str = "torch"
+    transports: str = "horovod mpi4py torch"
+    env: dict[str, str] = {}
+    link: str = ""
+    """What becomes of the link between two hosts of a laboratory, from the first decision on."""
+
+
+def on_rank_1(code: str) -> str:
+    """A function body that only rank 1 runs, before its step 10."""
+    body = textwrap.indent(textwrap.dedent(code).strip(), " " * 8)
+    return f"def before_step(step):\n    if RANK == 1 and step == 10:\n{body}\n"
+
+
+def _strike(code: str) -> str:
+    """A callback's body that only rank 1 runs, after its batch 10."""
+    return f"def strike(model, batch):\n    if RANK == 1 and batch == 10: {code}"
+
+
+def _keras(name: str, code: str, right: str, **how: Any) -> Fault:
+    return Fault(f"Keras: {name}", code, right, "keras", "horovod mpi4py", **how)
+
+
+GONE = (
+    r"rank 1|Rank 1|Missing ranks|exited on signal|ChildFailedError|Signal 9|terminated|has ended|connection|Connection"
+)
+NAMED = r"Rank 1 (is|has)|rank 1|[Mm]issing ranks: 1|1: \[|has ended"
+LEVELS = (
+    "none",
+    "fp16",
+    "int8",
+    "int4",
+    "topk:0.1",
+    "lowrank:4",
+    "lowrank:4+fp16",
+    "powersgd:4+fp16",
+    "signsgd",
+    "qsgd",
+)
+
+FAULTS = [
+    Fault("nothing", "", "survived"),
+    Fault("killed", on_rank_1("os.kill(os.getpid(), signal.SIGKILL)"), GONE),
+    Fault(
+        "stopped for 4 s and continued",
+        on_rank_1(
+            """
+            subprocess.Popen(f"sleep 4; kill -CONT {os.getpid()}", shell=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            """
+        ),
+        "survived",
+    ),
+    Fault("stopped for ever", on_rank_1("os.kill(os.getpid(), signal.SIGSTOP)"), NAMED),
+    Fault(
+        "out of memory",
+        on_rank_1("import resource; resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33)); torch.zeros(2**34)"),
+        "memory|Memory",
+    ),
+    Fault("an exception between steps", on_rank_1("raise KeyError('enough')"), "enough"),
+    Fault(
+        "an exception in forward",
+        on_rank_1("net[1].register_forward_hook(lambda *_: 1 / 0)"),
+        "ZeroDivisionError",
+    ),
+    Fault(
+        "an exception in a gradient's hook",
+        on_rank_1("net[1].weight.register_hook(lambda gradient: 1 / 0)"),
+        "ZeroDivisionError",
+    ),
+    Fault(
+        "an exception in step",
+        on_rank_1("optimizer.register_step_pre_hook(lambda *_: 1 / 0)"),
+        "ZeroDivisionError",
+    ),
+    Fault(
+        "an exception in the data loader's worker",
+        on_rank_1(
+            """
+            class Data(torch.utils.data.Dataset):
+                def __len__(self): return 4
+                def __getitem__(self, i): raise OSError("disk is gone")
+            list(torch.utils.data.DataLoader(Data(), num_workers=1))
+            """
+        ),
+        "disk is gone",
+    ),
+    *(
+        Fault(
+            f"{value} in one rank's data, {level}",
+            f"careful = True\ndef spoil(x, step):\n    if RANK == 1 and step in (10, 11): x[0, 0] = float('{value}')\n",
+            "survived",
+            transports="horovod",
+            env={"LEVEL": level},
+        )
+        for level in LEVELS
+        for value in ("nan", "inf")
+    ),
+    Fault(
+        "other weights",
+        "nobroadcast = 1\ndef before_wrap():\n    torch.manual_seed(RANK)\n    net[0].reset_parameters()",
+        "differ",
+    ),
+    Fault("another type of numbers", "dtype = 'float64' if RANK else 'float32'", "differ|another|float64"),
+    Fault("fewer parameters", "depth = 3 - RANK", "differ|parameters"),
+    Fault("another width", "width = 40 + RANK", "differ|shape"),
+    Fault("fewer steps", "STEPS = 60 - 5 * RANK", NAMED),
+    Fault("a step left out", "STEPS = 60 - RANK", NAMED),
+    Fault("another level", "level = ('fp16', 'int8')[RANK]", "differ|fp16"),
+    Fault("another seed", "os.environ['HVDPLUS_SEED'] = str(RANK)", "differ|seed"),
+    Fault("another ladder", "os.environ['HVDPLUS_LADDER'] = ('none,fp16', 'none,int8')[RANK]", "differ|ladder"),
+    Fault("another rate of learning", "rate = (0.05, 0.5)[RANK]", "differ|learning"),
+    Fault("another optimizer", "kind = ('SGD', 'Adam')[RANK]", "differ|Adam|optimizer"),
+    Fault(
+        "another version of hvdplus",
+        "def before_import():\n    import hvdplus\n    hvdplus.__version__ = f'0.1.{RANK}'",
+        "version|differ|hvdplus 0.1|survived",
+    ),
+    Fault("wrapped on one rank only", "def before_wrap():\n    if RANK: time.sleep(60); sys.exit(0)", NAMED + "|0 is"),
+    Fault("a sum on one rank only", on_rank_1("hvd.allreduce(torch.ones(1), name='alone')"), NAMED + "|alone"),
+    Fault("a bad level", "level = 'lowrnk:4'", "lowrnk:4"),
+    Fault("a run log that is full", "", "survived", env={"HVDPLUS_RUN_LOG": "/dev/full"}),
+    Fault("a run log that may not be written", "", "Cannot write the run log", env={"HVDPLUS_RUN_LOG": "/proc/no"}),
+    Fault("settings that are no YAML", "", "yaml|YAML", env={"HVDPLUS_CONFIG": "{folder}/bad.yaml"}),
+    Fault("settings that are not there", "", "nowhere.yaml", env={"HVDPLUS_CONFIG": "{folder}/nowhere.yaml"}),
+    Fault(
+        "another model's checkpoint",
+        "def at_end():\n    other = torch.nn.Linear(3, 3)\n"
+        "    one = hvd.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), compression='lowrank:2')\n"
+        "    one.load_state_dict(optimizer.state_dict())",
+        "checkpoint|parameter|shape|group",
+    ),
+    Fault(
+        "a checkpoint that is cut off",
+        "def at_end():\n    state = optimizer.state_dict()\n    state['hvdplus'].pop('residuals', None)\n"
+        "    state['hvdplus'].pop('contexts', None)\n    optimizer.load_state_dict(state)",
+        "damaged|missing|checkpoint",
+        env={"LEVEL": "lowrank:2"},
+    ),
+    _keras("nothing", "", "survived"),
+    _keras("killed", _strike("os.kill(os.getpid(), signal.SIGKILL)"), GONE),
+    _keras("an exception in a callback", _strike("1 / 0"), "ZeroDivisionError"),
+    _keras("stop_training on one rank", _strike("model.stop_training = True"), NAMED),
+    _keras("fewer batches on one rank", "batches = 60 - 5 * RANK", NAMED),
+    _keras(
+        "NaN in one rank's data, fp16",
+        "def spoil(x):\n    if RANK: x[80] = float('nan')",
+        "survived",
+        env={"LEVEL": "fp16"},
+    ),
+    *(
+        Fault(f"the link: {link}", "STEPS = 400", "survived", link=link)
+        for link in ("cut for 4 s", "at 1 % of its bandwidth for 4 s", "another rate every 0.3 s")
+    ),
+    Fault("the link: cut for ever", "STEPS = 4000", f"{NAMED}|missing|closed|timed out|Broken|reset|lost", link="cut"),
+]
+
+
+def launched(transport: str, path: Path, framework: str) -> list[str]:
+    """The command that starts two ranks on this machine."""
+    python = [sys.executable, str(path)]
+    if transport == "torch":
+        return ["torchrun", "--standalone", "--no-python", "--nproc-per-node", "2", *python]
+    return ["mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", *python]
+
+
+def run(fault: Fault, transport: str, folder: Path) -> tuple[str, float, str]:
+    """(what came out, seconds, all that was printed)."""
+    path = folder / "job.py"
+    path.write_text((TORCH if fault.framework == "torch" else KERAS).format(fault=fault.code))
+    env = {name: value.format(folder=folder) for name, value in fault.env.items()}
+    env |= {
+        "HVDPLUS_TRANSPORT": transport,
+        "HVDPLUS_TIMEOUT_SECONDS": str(PATIENCE),
+        "OMP_NUM_THREADS": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    began = time.monotonic()
+    if fault.link:
+        code, output = _in_the_laboratory(fault, transport, path, env)
+    else:
+        code, output = _here(launched(transport, path, fault.framework), {**os.environ, **env})
+    return _outcome(fault, code, output), time.monotonic() - began, output
+
+
+def _here(command: list[str], env: dict[str, str]) -> tuple[int | None, str]:
+    env.pop("PYTHONUNBUFFERED", None)
+    process = subprocess.Popen(
+        command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        errors="replace", start_new_session=True,
+    )  # fmt: skip
+    try:
+        output = process.communicate(timeout=LIMIT_SECONDS)[0]
+        return process.returncode, output
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return None, process.communicate()[0]
+
+
+def _in_the_laboratory(fault: Fault, transport: str, path: Path, env: dict[str, str]) -> tuple[int | None, str]:
+    with Lab(hosts=2, rate="100mbit", cores=a_core_each(2)) as lab:
+        how = {"launcher": "torch" if transport == "torch" else "mpi", "env": env, "timeout_seconds": LIMIT_SECONDS}
+        with lab.start(["python", str(path)], **how) as job:
+            time.sleep(12)  # in the middle of its steps
+            if fault.link.startswith("cut"):
+                lab.plug("h2", connected=False)
+                if fault.link != "cut":
+                    time.sleep(4)
+                    lab.plug("h2", connected=True)
+            elif "1 %" in fault.link:
+                lab.shape("1mbit")
+                time.sleep(4)
+                lab.shape("100mbit")
+            else:
+                for turn in range(30):
+                    lab.shape(("20mbit", "100mbit", "500mbit")[turn % 3])
+                    time.sleep(0.3)
+            try:
+                done = job.wait()
+            except TimeoutError:
+                return None, job.output
+            return done.exit_code, done.output
+
+
+def _outcome(fault: Fault, code: int | None, output: str) -> str:
+    ends = re.findall(r"rank \d at the end, identical (True|False)", output)
+    if code is None:
+        return "hang"
+    if code == 0:
+        return "half" if len(ends) < 2 else "survived" if set(ends) == {"True"} else "DIVERGED"
+    return "ended" if fault.right != "survived" and re.search(fault.right, output) else "unsaid"
+
+
+def main() -> int:
+    """Run the rows, print the table, and say what came out otherwise than it should."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default="", help="words, with commas between them: rows whose names hold one")
+    parser.add_argument("--show", action="store_true", help="print what the jobs printed, too")
+    args = parser.parse_args()
+    words = [word for word in args.only.split(",") if word]
+    no_lab, wrong, lines, counts = unavailable(), [], [], dict[str, int]()
+    for fault in FAULTS:
+        if words and not any(word in fault.name for word in words):
+            continue
+        for transport in fault.transports.split():
+            if fault.link and no_lab:
+                lines.append(f"{fault.name:44} {transport:8} left out: {no_lab}")
+                print(lines[-1], flush=True)
+                continue
+            with tempfile.TemporaryDirectory() as name:
+                folder = Path(name)
+                (folder / "bad.yaml").write_text("a: [1, }")
+                outcome, seconds, output = run(fault, transport, folder)
+            right = outcome == ("survived" if fault.right == "survived" else "ended")
+            right = right or (outcome == "survived" and "survived" in fault.right)
+            counts[outcome] = counts.get(outcome, 0) + 1
+            lines.append(f"{fault.name:44} {transport:8} {outcome:9} {seconds:5.1f} s{'' if right else '   WRONG'}")
+            print(lines[-1], flush=True)
+            if not right:
+                wrong.append(fault.name)
+            if args.show or not right:
+                print(textwrap.indent(output[-1500:], "    | "), flush=True)
+    lines.append(", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
+    print(lines[-1])
+    if not words:
+        (HERE / "results" / "faults.txt").write_text("\n".join(lines) + "\n")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
