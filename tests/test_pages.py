@@ -182,3 +182,41 @@ def test_the_quickstart_runs_as_it_stands(name: str, framework: str, tmp_path: P
     assert list(tmp_path.glob("model.*")), output
     assert json.loads(log.read_text().splitlines()[-1])["kind"] == "end", "whatever closes files first at exit"
     assert "retracing" not in output, "TensorFlow warns of what is traced often"
+
+
+MINE = {
+    "torch": """
+import torch
+def MyDataset():
+    x = torch.randn(256, 20, generator=torch.Generator().manual_seed(0))
+    return torch.utils.data.TensorDataset(x, x[:, :4].argmax(1))
+def MyModel():
+    return torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
+""",
+    "keras": """
+import keras, numpy
+def my_data():
+    x = numpy.random.default_rng(0).standard_normal((256, 20)).astype("float32")
+    return x, x[:, :4].argmax(1)
+def my_model():
+    return keras.Sequential([keras.layers.Dense(64, "relu"), keras.layers.Dense(4, "softmax")])
+""",
+}
+"""What the README's scripts leave to the reader."""
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("framework", MINE)
+def test_the_readmes_scripts_run_as_they_stand(framework: str, tmp_path: Path) -> None:
+    if not present(framework):
+        pytest.skip(f"{framework} is not installed")
+    (script,) = (block for block in code(README, "py") if f"hvdplus.{framework} as hvd" in block)
+    (tmp_path / "train.py").write_text(MINE[framework] + script)
+    command = mpirun(2, sys.executable, "-P", str(tmp_path / "train.py"))
+    log = tmp_path / "run.jsonl"
+    status, output = run(command, timeout_seconds=180, cwd=tmp_path, HVDPLUS_RUN_LOG=str(log))
+    assert status == 0 and list(tmp_path.glob("model.*")), output
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    assert records[-1]["kind"] == "end" and records[-1]["steps"] == 40
+    losses = [record["loss"] for record in records if record["kind"] == "window"]
+    assert losses[-1] is not None and losses[-1] < losses[0], losses
