@@ -178,7 +178,9 @@ class Settings:
         "price k of gradients that arrive late: auto goes by the seconds of a step times 1 + k error",
     )
     error_budget: float = _setting(
-        5.0, _above_zero, "largest ||residual|| / ||gradient|| at which auto keeps a level, whatever it saves"
+        5.0,
+        _above_zero,
+        "largest error of a level that auto keeps, whatever it saves: residual over gradient, both summed over ranks",
     )
     bucket_bytes: int = _setting(8 << 20, _at_least(4), "size of the buckets that gradients are exchanged in, in bytes")
     weights_check_steps: int = _setting(

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
+from hvdplus.adapters.transports.board import too_long
+
 SECONDS_TO_END = 20
 """Time that a failed rank has for an orderly exit. Then it is killed."""
 
@@ -73,12 +75,9 @@ class Patience:
             call = self._call
             if call is None or time.monotonic() - call[0] <= self._seconds:
                 continue
-            line = (
-                f"hvdplus: rank {self._rank} has waited {time.monotonic() - call[0]:.0f} seconds in: {call[1]}. Ranks "
-                "that say nothing like this are missing. Where ranks may have to wait longer, raise "
-                f"HVDPLUS_TIMEOUT_SECONDS. Received: {self._seconds:g}"
-            )
-            print(line, file=sys.stderr, flush=True)
+            absent = "Ranks that say nothing like this are missing."
+            error = too_long(self._rank, time.monotonic() - call[0], call[1], absent, self._seconds)
+            print(f"hvdplus: {error}", file=sys.stderr, flush=True)
             time.sleep(TOLD_SECONDS)
             if self._call is call:
                 sys.stdout.flush()
