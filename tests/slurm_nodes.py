@@ -22,6 +22,7 @@ JobCompType=jobcomp/none
 AccountingStorageType=accounting_storage/none
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/%n
+TmpFS={folder}/tmp-%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
@@ -31,8 +32,11 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
+ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+
+
 class Cluster:
-    """Slurm on a laboratory's hosts; it ends with the laboratory."""
+    """Slurm on a laboratory's hosts."""
 
     def __init__(self, lab, cores=2):
         """
@@ -44,7 +48,10 @@ class Cluster:
         """
         self.lab = lab
         self.folder = lab.folder / "slurm"
+        self._daemons = []
         (self.folder / "state").mkdir(parents=True)
+        for host in lab.hosts:  # nodes share this machine's folders, and PMIx makes some for each job
+            (self.folder / f"tmp-{host}").mkdir()
         conf = self.folder / "slurm.conf"
         conf.write_text(CONF.format(folder=self.folder, nodes=",".join(lab.hosts), cores=cores))
         self.environment = {
@@ -61,9 +68,16 @@ class Cluster:
         deadline = time.monotonic() + 40
         while self.run("sinfo", "--noheader", "--format=%D %T", check=False).strip() != f"{len(lab.hosts)} idle":
             if time.monotonic() > deadline:
+                self.close()
                 logs = "\n".join(log.read_text()[-1500:] for log in self.folder.glob("*.log"))
                 raise TimeoutError(f"Slurm's nodes did not become ready within 40 s:\n{logs}")
             time.sleep(0.5)
+
+    def close(self):
+        """End the daemons; their jobs end with the laboratory."""
+        for daemon in self._daemons:
+            daemon.kill()
+            daemon.wait()
 
     def run(self, *command, cwd=None, check=True, **environment):
         """What a command prints that runs on the first host."""
@@ -91,7 +105,7 @@ class Cluster:
             TimeoutError: it did not within the time; it is cancelled then.
         """
         deadline = time.monotonic() + timeout_seconds
-        while (state := self.state(job)) in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED"):
+        while (state := self.state(job)) not in ENDS:
             if time.monotonic() > deadline:
                 self.run("scancel", job)
                 raise TimeoutError(f"job {job} was still {state} after {timeout_seconds} s")
@@ -99,9 +113,9 @@ class Cluster:
         return state
 
     def _start(self, host, daemon):
-        log = (self.folder / f"{host}-{daemon}.out").open("w")
-        command = self.lab.on(host, [daemon, "-D"])
-        subprocess.Popen(command, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        with (self.folder / f"{host}-{daemon}.out").open("w") as log:
+            how = {"env": self.environment, "stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            self._daemons.append(subprocess.Popen(self.lab.on(host, [daemon, "-D"]), **how))
 
 
 def missing():

@@ -223,16 +223,16 @@ MOST_SENT_AGAIN = 1.15
 
 
 def test_a_cable_is_out_and_in_again(lab):
-    with lab() as job_lab:
-        ping = job_lab.on("h1", ["python3", "-c", PING, job_lab.address("h2")])
-        with subprocess.Popen(job_lab.on("h2", ["python3", "-c", ECHO]), stdout=subprocess.PIPE, text=True) as echo:
-            assert echo.stdout.readline() == "here\n"
-            for connected in (True, False, True):
-                job_lab.plug("h2", connected)
-                assert (subprocess.run(ping).returncode == 0) == connected
-            echo.kill()
-        with pytest.raises(ValueError, match="no such host"):
-            job_lab.plug("h3", True)
+    lab = lab()
+    ping = lab.on("h1", ["python3", "-c", PING, lab.address("h2")])
+    with subprocess.Popen(lab.on("h2", ["python3", "-c", ECHO]), stdout=subprocess.PIPE, text=True) as echo:
+        assert echo.stdout.readline() == "here\n"
+        for connected in (True, False, True):
+            lab.plug("h2", connected)
+            assert (subprocess.run(ping).returncode == 0) == connected
+        echo.kill()
+    with pytest.raises(ValueError, match="no such host"):
+        lab.plug("h3", True)
 
 
 @pytest.mark.parametrize(("hosts", "ranks_per_host"), [(2, 1), (3, 1), (2, 2)])

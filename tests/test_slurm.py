@@ -142,7 +142,9 @@ def cluster(lab):
     reason = missing()
     if reason:
         pytest.skip(reason)
-    return Cluster(lab(hosts=2))
+    running = Cluster(lab(hosts=2))
+    yield running
+    running.close()
 
 
 LAB = {
@@ -204,7 +206,7 @@ def test_a_job_that_is_told_to_stop_goes_on_bit_for_bit(cluster, tmp_path):
                 cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
             state = cluster.end_of(job, 180)
             print(printed := output.read_text())
-            assert state == "COMPLETED", printed
+            assert state == "COMPLETED", (state, printed)
         through, stopped = ((tmp_path / f"{name}.out").read_text() for name in ("through", "stopped"))
     finally:
         for job in jobs:
