@@ -119,7 +119,24 @@ def test_patches_change_what_they_should(source: Path) -> None:
     assert text.count("set(CMAKE_CXX_STANDARD 17)") == 1
     assert text.count('"-O2 -g" "-O3"') == 3
     assert "CMAKE_INSTALL_RPATH" in text
+    for folder in ("torch", "tensorflow"):
+        assert "distutils" not in (source / f"horovod/{folder}/CMakeLists.txt").read_text()
     assert "xla_mpi_ops.cc" not in (source / "horovod/tensorflow/CMakeLists.txt").read_text()
+
+
+@pytest.mark.parametrize(("line", "standard"), [("#error C++20 or later compatible", "20"), ("", "17")])
+def test_pytorchs_headers_say_which_cpp_they_want(
+    line: str, standard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = tmp_path / "torch/include/torch/csrc/api/include/torch/all.h"
+    header.parent.mkdir(parents=True)
+    header.write_text(f"#pragma once\n{line}\n")
+    (tmp_path / "torch/__init__.py").touch()
+    assert build.pytorch_standard() in ("17", "20")  # of what is here
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert build.pytorch_standard() == standard
 
 
 @pytest.mark.parametrize("patch", patches.PATCHES, ids=lambda patch: patch.why)

@@ -88,8 +88,18 @@ def build_environment(stack: Stack, jobs: int) -> dict[str, str]:
         "MAKEFLAGS": f"-j{jobs}",
         "HVDPLUS_RPATH": run_path(stack),
         "HVDPLUS_RPATH_USE_LINK_PATH": "ON" if stack.custom else "OFF",
+        "HVDPLUS_CXX_STANDARD": pytorch_standard(),
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
+
+
+def pytorch_standard() -> str:
+    """The C++ that PyTorch's headers ask for; ``17`` where they do not say."""
+    spec = find_spec("torch")
+    header = Path(spec.origin).parent / "include/torch/csrc/api/include/torch/all.h" if spec and spec.origin else None
+    text = header.read_text(encoding="utf-8") if header and header.exists() else ""
+    asked = re.search(r"#error C\+\+(\d+) or later", text)
+    return asked[1] if asked else "17"
 
 
 def build_wheel(run: Runner, stack: Stack, folder: Path, jobs: int, use_cache: bool) -> Path:

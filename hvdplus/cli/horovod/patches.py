@@ -27,13 +27,63 @@ _PYTORCH = "horovod/torch/CMakeLists.txt"
 _TENSORFLOW = "horovod/tensorflow/CMakeLists.txt"
 PATCHES = (
     Patch("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)", 1, "TensorFlow wants C++17"),
-    Patch(_PYTORCH, "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)", 1, "PyTorch wants C++17"),
+    Patch(
+        _PYTORCH,
+        "set(CMAKE_CXX_STANDARD 14)",
+        "set(CMAKE_CXX_STANDARD $ENV{HVDPLUS_CXX_STANDARD})",
+        1,
+        "PyTorch wants C++17, and newer ones C++20",
+    ),
     Patch(
         _TENSORFLOW,
         'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
         "",
         1,
         "XLA's headers moved; the file only serves jit-compiled TensorFlow on GPUs",
+    ),
+    Patch(
+        "third_party/flatbuffers/include/flatbuffers/stl_emulation.h",
+        "  const size_type count_;",
+        "  size_type count_;",
+        1,
+        "GCC 14 refuses the assignment to it",
+    ),
+    # Three of upstream's, which no release has.
+    Patch(
+        "horovod/common/common.h",
+        "#include <memory>\n",
+        "#include <memory>\n#include <stdexcept>\n",
+        1,
+        "from GCC 13 on no other header brings it along (horovod#3957)",
+    ),
+    Patch(
+        "horovod/common/group_table.h",
+        "#include <queue>\n",
+        "#include <queue>\n#include <string>\n",
+        1,
+        "from GCC 13 on no other header brings it along (horovod#3957)",
+    ),
+    Patch(
+        "horovod/runner/mpi_run.py",
+        "elif 'MPICH' in output:",
+        "elif 'MPICH' in output or 'HYDRA' in output:",
+        1,
+        "so MPICH's mpirun names itself since 4.0 (horovod#3984)",
+    ),
+    # Python 3.12 has no distutils; setuptools' stand-in is not everywhere where jobs run.
+    Patch(
+        _PYTORCH,
+        "from distutils.sysconfig import get_python_inc; print(get_python_inc())",
+        "import sysconfig; print(sysconfig.get_path('include'))",
+        1,
+        "Python 3.12 has no distutils",
+    ),
+    Patch(
+        "horovod/runner/js_run.py",
+        "from distutils.spawn import find_executable\n",
+        "from shutil import which as find_executable\n",
+        1,
+        "Python 3.12 has no distutils",
     ),
     Patch("CMakeLists.txt", 'string(REPLACE "-O2" "-O3"', 'string(REPLACE "-O2 -g" "-O3"', 3, "no debug information"),
     Patch(
