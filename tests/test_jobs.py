@@ -265,3 +265,31 @@ def test_a_rank_that_takes_fewer_steps_is_named_after_the_time_that_was_set(scri
     code, output = run(launcher(2, sys.executable, script(SHORTER)), 120, **environment)
     assert code != 0 and "trained" not in output, output
     assert re.search(named, output), output
+
+
+STANDS_STILL = """
+    import os, signal, torch
+    import hvdplus.torch as hvd
+    hvd.init()
+    torch.set_num_threads(1)
+    net = torch.nn.Linear(20, 20)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.01), net.named_parameters())
+    for step in range(40):
+        if hvd.rank() == 1 and step == 5:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        optimizer.zero_grad()
+        net(torch.randn(4, 20)).square().sum().backward()
+        optimizer.step()
+    print("trained", flush=True)
+"""
+
+
+@pytest.mark.parametrize("transport", ["horovod", "mpi4py"])
+def test_a_rank_that_stands_still_ends_the_job(script, transport):
+    """Not even Horovod's own thread answers there, for which Horovod's check of waiting ranks waits, too."""
+    environment = {"HVDPLUS_TRANSPORT": transport, "HVDPLUS_TIMEOUT_SECONDS": "5"}
+    code, output = run(mpirun(2, sys.executable, script(STANDS_STILL)), 90, **environment)
+    assert code != 0 and "trained" not in output, output
+    assert re.search(r"Rank 0 has waited \d+ seconds in: sum .*raise HVDPLUS_TIMEOUT_SECONDS. Received: 5", output), (
+        output
+    )

@@ -54,9 +54,13 @@ class Patience:
     A thread looks after it. It knows this rank's call alone: ranks that print nothing are those that are missing.
     """
 
-    def __init__(self, rank: int, seconds: float) -> None:
-        """``seconds``: see ``HVDPLUS_TIMEOUT_SECONDS``."""
-        self._rank, self._seconds = rank, seconds
+    def __init__(self, rank: int, seconds: float, grace: float = 0.0) -> None:
+        """
+        Args:
+            seconds: see ``HVDPLUS_TIMEOUT_SECONDS``.
+            grace: more seconds, for somebody else to end the job, who knows which ranks are missing.
+        """
+        self._rank, self._seconds, self._grace = rank, seconds, grace
         self._call: tuple[float, str] | None = None
         threading.Thread(target=self._watch, name="hvdplus-patience", daemon=True).start()
 
@@ -73,7 +77,7 @@ class Patience:
         while True:
             time.sleep(min(LOOK_SECONDS, self._seconds / 4))
             call = self._call
-            if call is None or time.monotonic() - call[0] <= self._seconds:
+            if call is None or time.monotonic() - call[0] <= self._seconds + self._grace:
                 continue
             absent = "Ranks that say nothing like this are missing."
             error = too_long(self._rank, time.monotonic() - call[0], call[1], absent, self._seconds)

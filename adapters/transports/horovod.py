@@ -20,6 +20,7 @@ import numpy as np
 from hvdplus.adapters.transports.ending import Patience, end_soon, on_exception
 from hvdplus.transport import OBJECTS, Transport, TransportError, gather_in_parts
 
+SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 WARN_SECONDS = 60
 """Horovod names ranks that others have waited for so long; its own default."""
 
@@ -29,9 +30,13 @@ def limit_waiting(seconds: float, environ: MutableMapping[str, str] = os.environ
     stall check stays. Horovod prints before which ranks are missing in which calls. (Over Gloo, Horovod 0.28.1 does
     neither; see ``Patience``.)"""
     if math.isfinite(seconds):
-        limit = max(2, math.ceil(seconds))
-        environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(min(WARN_SECONDS, limit // 2)))
-        environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(limit))
+        environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(min(WARN_SECONDS, _limit(seconds) // 2)))
+        environ.setdefault(SHUTDOWN, str(_limit(seconds)))
+
+
+def _limit(seconds: float) -> int:
+    """As Horovod wants it."""
+    return max(2, math.ceil(seconds))
 
 
 class Horovod(Transport):
@@ -54,9 +59,12 @@ class Horovod(Transport):
         if self.size > 1:
             on_exception(lambda _: end_soon())  # Horovod's orderly shutdown, at exit, can wait for other ranks
         self._patience: Patience | None = None
-        """Where Horovod's own stall check does not work."""
-        if self.size > 1 and self.name == "horovod-gloo" and math.isfinite(timeout_seconds):
-            self._patience = Patience(self.rank, timeout_seconds)
+        """Where Horovod's own stall check does not work: over Gloo never; over MPI not while a rank's process stands
+        still, for which the check itself waits. Where it works, it comes first."""
+        if self.size > 1 and math.isfinite(timeout_seconds):
+            over_gloo = self.name == "horovod-gloo"
+            if over_gloo or os.environ.get(SHUTDOWN) == str(_limit(timeout_seconds)):  # and not the user's own
+                self._patience = Patience(self.rank, timeout_seconds, grace=0.0 if over_gloo else timeout_seconds)
         self._words: dict[Any, str] = {}
         """Handle -> its call, for ``Patience``."""
 
