@@ -176,7 +176,7 @@ def test_two_nodes_with_two_tasks_each(cluster, launcher, tmp_path):
         printed = output.read_text() if output.exists() else "(no output file)"
         print(printed)
     assert state == "COMPLETED"
-    assert "4 ranks on 2 hosts (h1 x 2, h2 x 2)" in printed
+    assert "4 ranks on 2 hosts (h1 x 2, h2 x 2)" in printed and "collective ring" in printed
     assert re.search(r"hvdplus demo torch: accuracy=.* ranks=4 transport=\S+ .* identical_ranks=yes", printed)
     assert log.stat().st_size > 0
 

@@ -78,8 +78,7 @@ def connect(binding: str, cpu: Cpu, *arguments: Any, **keywords: Any) -> World:
         collective = COLLECTIVES[transport.name]
     else:  # only Open MPI reads these settings
         grouped = 1 < transport.local_size < transport.size
-        known = "OMPI_COMM_WORLD_SIZE" in os.environ
-        collective = openmpi.allreduce_algorithm(made, grouped) if known else "MPI's choice"
+        collective = openmpi.allreduce_algorithm(made, grouped) if openmpi.is_loaded() else "MPI's choice"
     if transport.rank == 0 and transport.size > 1:
         atexit.unregister(agree.say_if_nothing_was_wrapped)
         atexit.register(agree.say_if_nothing_was_wrapped)

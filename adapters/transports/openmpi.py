@@ -131,6 +131,14 @@ def apply_settings(environ: MutableMapping[str, str] = os.environ) -> tuple[Sett
     return tuple(settings)
 
 
+def is_loaded() -> bool:
+    """Whether the MPI of this process is Open MPI, whatever has started it."""
+    try:
+        return "libopen-pal" in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # no Linux
+        return "OMPI_COMM_WORLD_SIZE" in os.environ
+
+
 def allreduce_algorithm(
     settings: Iterable[Setting], grouped: bool = False, environ: Mapping[str, str] = os.environ
 ) -> str:
