@@ -69,7 +69,7 @@ def of_commit(commit: str) -> Iterator[Callable[..., Any]]:
             ["git", "-C", str(ROOT), "archive", commit, "hvdplus/control"], check=True, capture_output=True
         ).stdout
         with tarfile.open(fileobj=io.BytesIO(archive)) as packed:
-            packed.extractall(folder, filter="data")
+            packed.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
         source = Path(folder) / "hvdplus" / "control"
         for path in source.glob("*.py"):
             path.write_text(path.read_text().replace("hvdplus.control", "control_against"))
