@@ -272,6 +272,7 @@ STANDS_STILL = """
     import hvdplus.torch as hvd
     hvd.init()
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     net = torch.nn.Linear(20, 20)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.01), net.named_parameters())
     for step in range(40):
