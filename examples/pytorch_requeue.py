@@ -44,14 +44,16 @@ model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 256), torch.
 optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=args.compression)
 
-mine, unfinished = args.folder / f"rank-{hvd.rank()}-of-{hvd.size()}.pt", args.folder / "unfinished"
+unfinished, mine = args.folder / "unfinished", f"rank-{hvd.rank()}-of-{hvd.size()}-step-"
 args.folder.mkdir(parents=True, exist_ok=True)
-first_step = 0
-if all(hvd.allgather_object(mine.exists())):  # each rank's own: what compression holds back differs between ranks
-    saved = torch.load(mine)
+# Each rank has files of its own: what compression holds back differs between ranks. A job may have died while some had
+# saved a step and others had not: all go on from the newest that every rank has.
+steps = {int(path.stem.removeprefix(mine)) for path in args.folder.glob(f"{mine}*.pt")}
+first_step = max(set.intersection(*hvd.allgather_object(steps)), default=0)
+if first_step:
+    saved = torch.load(args.folder / f"{mine}{first_step}.pt")
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
-    first_step = saved["step"]
 else:
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 if hvd.rank() == 0:
@@ -59,10 +61,13 @@ if hvd.rank() == 0:
 
 
 def save(step):
-    """Whole or not at all: a job may be ended in the middle of it."""
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-    torch.save(state, mine.with_suffix(".new"))
-    mine.with_suffix(".new").replace(mine)
+    """Whole or not at all: a job may be ended in the middle of it. Older files go once every rank has the new one."""
+    fresh = args.folder / f"{mine}{step}.new"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, fresh)
+    fresh.replace(fresh.with_suffix(".pt"))
+    hvd.barrier()
+    for old in steps:
+        (args.folder / f"{mine}{old}.pt").unlink(missing_ok=True)
 
 
 for step in range(first_step, args.steps):
@@ -74,7 +79,6 @@ for step in range(first_step, args.steps):
     if (step + 1) % 10 == 0 and any(hvd.allgather_object(asked_to_stop)):
         save(step + 1)
         unfinished.touch()
-        hvd.barrier()  # nobody leaves before everybody has saved
         if hvd.rank() == 0:
             print(f"stopped after step {step}", flush=True)
         break

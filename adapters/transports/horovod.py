@@ -64,7 +64,7 @@ class Horovod(Transport):
         if self.size > 1 and math.isfinite(timeout_seconds):
             over_gloo = self.name == "horovod-gloo"
             if over_gloo or os.environ.get(SHUTDOWN) == str(_limit(timeout_seconds)):  # and not the user's own
-                self._patience = Patience(self.rank, timeout_seconds, grace=0.0 if over_gloo else timeout_seconds)
+                self._patience = Patience(self.rank, timeout_seconds, grace=0.0 if over_gloo else 2 + timeout_seconds)
         self._words: dict[Any, str] = {}
         """Handle -> its call, for ``Patience``."""
 

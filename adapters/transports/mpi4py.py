@@ -182,15 +182,18 @@ class Mpi4py(Transport):
 
     def _missing(self, words: str) -> str:
         """See ``board.missing``, by the notes that have arrived."""
+        self._take_notes()
+        return missing({rank: self._waits.get(rank, "") for rank in range(self.size) if rank != self.rank}, words)
+
+    def _take_notes(self) -> None:
         status = MPI.Status()
         while self._main.Iprobe(MPI.ANY_SOURCE, WAITING_TAG, status):
             self._waits[status.Get_source()] = self._main.recv(source=status.Get_source(), tag=WAITING_TAG)
-        return missing({rank: self._waits.get(rank, "") for rank in range(self.size) if rank != self.rank}, words)
 
     def _leave(self) -> None:
         """Tell the next rank that this one leaves. In a circle, if some ranks wait and others have left, a waiting rank
-        comes next after one that has left. For its own sake it takes what others have told it: MPIs warn of messages
-        that nobody received."""
+        comes next after one that has left. Then it waits for a moment for the rank before it, and takes what has
+        arrived: MPIs warn of messages that nobody received."""
         if MPI.Is_finalized() or self.size == 1:
             return
         self._main.isend(None, (self.rank + 1) % self.size, LEAVING_TAG)
@@ -200,7 +203,7 @@ class Mpi4py(Transport):
                 return
             time.sleep(0.001)
         self._main.recv(source=before, tag=LEAVING_TAG)
-        self._missing("")
+        self._take_notes()
 
     def _agree(self, comm: MPI.Comm, words: str) -> None:
         """Raise TransportError on every rank unless all ranks of ``comm`` are about to make the same call."""

@@ -21,6 +21,7 @@ export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1} TF_NUM_INTRAOP_THREADS=${SLURM_
 export HVDPLUS_RUN_LOG=${HVDPLUS_RUN_LOG:-$SLURM_SUBMIT_DIR/runs/$SLURM_JOB_NAME-$SLURM_JOB_ID.jsonl}
 
 launch() {
+    local ranks=${SLURM_NTASKS_PER_NODE:-$((SLURM_NTASKS / SLURM_JOB_NUM_NODES))} # of a node
     case ${LAUNCHER:-mpirun} in
         # Open MPI finds hosts and numbers of ranks in Slurm's environment.
         mpirun) mpirun -np "$SLURM_NTASKS" --bind-to none "$@" ;;
@@ -28,7 +29,7 @@ launch() {
         # A rank that fails ends the others, and so does one that has ended for a minute.
         srun) srun --mpi=pmix --kill-on-bad-exit=1 --wait=60 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "$@" ;;
         torchrun) # one on every node, which meet on the first; a port of the job's own
-            local meet ranks=${SLURM_NTASKS_PER_NODE:-$((SLURM_NTASKS / SLURM_JOB_NUM_NODES))}
+            local meet
             meet=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1):$((10000 + SLURM_JOB_ID % 20000))
             srun --mpi=none --kill-on-bad-exit=1 --wait=60 --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
                 --cpus-per-task=$((ranks * ${SLURM_CPUS_PER_TASK:-1})) torchrun --nnodes="$SLURM_JOB_NUM_NODES" \
@@ -40,7 +41,7 @@ launch() {
                 horovodrun -np "$SLURM_NTASKS" "$@"
             else # between hosts horovodrun needs ssh without a password
                 local hosts
-                hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed "s/\$/:$SLURM_NTASKS_PER_NODE/" | paste -sd,)
+                hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed "s/\$/:$ranks/" | paste -sd,)
                 horovodrun -np "$SLURM_NTASKS" -H "$hosts" "$@"
             fi
             ;;

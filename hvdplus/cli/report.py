@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     picture cannot be drawn, it prints the message and returns 0.
     """
     paths: list[str] = args.runlogs
-    if args.html and not args.html.endswith((".html", ".htm")):  # `--html run.jsonl`: the next word is a log
+    if args.html and (not paths or _is_log(args.html)):  # `--html run.jsonl`: the next word is a log
         paths, args.html = [args.html, *paths], ""
     if not paths:
         return _failed("name a run log (HVDPLUS_RUN_LOG), such as run.jsonl")

@@ -1,7 +1,6 @@
 """What starts a job's ranks on the laboratory's hosts, over the network that is being measured.
 
-``mpirun`` is whichever comes first: Open MPI's, or that of MPICH and its children (Intel MPI, MVAPICH), which start
-ranks by Hydra and have options of their own.
+``mpirun`` is whichever comes first: Open MPI's, or MPICH's, which starts ranks by Hydra and has options of its own.
 """
 
 from __future__ import annotations

@@ -344,7 +344,8 @@ def levels_passed_over(records: Sequence[Record]) -> list[tuple[str, float, str,
 def tried(records: Sequence[Record]) -> dict[str, float]:
     """Level -> what it cost in the end against ``DENSE``, where both had their turns: the ratio of seconds a step with
     the price of delay."""
-    sentences = (TRIED.match(str(decision.get("reason"))) for decision in decisions_of(records))
+    reasons = (str(decision.get("reason")) for decision in decisions_of(records))
+    sentences = (TRIED.match(reason) for reason in reasons if not reason.endswith(IN_TURNS))
     return {found["level"]: float(found["ratio"]) for found in sentences if found and found["held"] == DENSE}
 
 

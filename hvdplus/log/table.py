@@ -14,8 +14,8 @@ def table(records: Sequence[Record], why: bool = False) -> str:
     """The report as plain text: facts, one row for each stretch of windows at one level, decisions, end, one sentence.
 
     Args:
-        why: all decisions with all their figures. Else the last one has its figures, and of a trial stands only what
-            came of it.
+        why: all decisions with all their figures. Else only the last one has its figures, and a trial is shown by its
+            outcome.
     """
     return "\n\n".join(
         block

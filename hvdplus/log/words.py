@@ -80,7 +80,7 @@ def closing(records: Sequence[Record]) -> str:
             f"step ({in_ms(main.step_ms)})."
         )
     ratios = tried(records)
-    if ratios and min(ratios.values()) > 1 and not levels_refused(records):
+    if ratios and min(ratios.values()) >= 1.005 and not levels_refused(records):
         level = min(ratios, key=lambda name: ratios[name])
         return (
             f"Compression did not pay: in turns with {DENSE}, the best level tried, {level}, cost {ratios[level]:.2f} "
