@@ -23,8 +23,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -34,7 +32,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdplus.lab import Lab, a_core_each, unavailable
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+import launching  # noqa: E402
+
+from hvdplus.lab import Lab, a_core_each, unavailable  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "faults.txt"
 PATIENCE = 6
@@ -92,10 +94,8 @@ print(f"rank {{RANK}} at the end, identical {{hvd.identical(net)}}\\n", end="", 
 KERAS = """
 import os, signal, sys, time, warnings
 RANK = int(os.environ["OMPI_COMM_WORLD_RANK"])
-batches, callbacks = 60, []
-def before_import(): pass
+batches = 60
 {fault}
-before_import()
 import numpy as np
 import keras
 import hvdplus.keras as hvd
@@ -111,7 +111,7 @@ if "spoil" in globals():
     spoil(x)
 model = keras.Sequential([keras.layers.Dense(40), keras.layers.Dense(1)])
 model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), compression=os.environ.get("LEVEL", "auto")), "mse")
-calls = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback(), Strike(), *callbacks]
+calls = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback(), Strike()]
 model.fit(x, x[:, :1], batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=calls)
 print(f"rank {{RANK}} at the end, identical {{hvd.identical(model)}}\\n", end="", flush=True)
 """
@@ -284,14 +284,6 @@ FAULTS = [
 ]
 
 
-def launched(transport: str, path: Path, framework: str) -> list[str]:
-    """The command that starts two ranks on this machine."""
-    python = [sys.executable, str(path)]
-    if transport == "torch":
-        return ["torchrun", "--standalone", "--no-python", "--nproc-per-node", "2", *python]
-    return ["mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", *python]
-
-
 def run(fault: Fault, transport: str, folder: Path) -> tuple[str, float, str]:
     """(what came out, seconds, all that was printed)."""
     path = folder / "job.py"
@@ -299,40 +291,27 @@ def run(fault: Fault, transport: str, folder: Path) -> tuple[str, float, str]:
     env = {
         "HVDPLUS_TRANSPORT": transport,
         "HVDPLUS_TIMEOUT_SECONDS": str(PATIENCE),
-        "OMP_NUM_THREADS": "1",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         **{name: value.format(folder=folder) for name, value in fault.env.items()},
     }
     began = time.monotonic()
     if fault.link:
         code, output = _in_the_laboratory(fault, transport, path, env)
     else:
-        code, output = _here(launched(transport, path, fault.framework), {**os.environ, **env})
+        start = launching.torchrun if transport == "torch" else launching.mpirun
+        command = start(2, sys.executable, str(path))
+        if os.geteuid() == 0:  # ranks have sessions of their own: all of them end with their namespace
+            command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *command]
+        try:
+            code, output = launching.run(command, LIMIT_SECONDS, **env)
+        except TimeoutError as error:
+            code, output = None, str(error)
     return _outcome(fault, code, output), time.monotonic() - began, output
-
-
-def _here(command: list[str], env: dict[str, str]) -> tuple[int | None, str]:
-    env.pop("PYTHONUNBUFFERED", None)
-    if os.geteuid() == 0:  # ranks have sessions of their own: all of them end with their namespace
-        command = [*["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"], *command]
-    process = subprocess.Popen(
-        command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        errors="replace", start_new_session=True,
-    )  # fmt: skip
-    try:
-        output = process.communicate(timeout=LIMIT_SECONDS)[0]
-        return process.returncode, output
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        return None, process.communicate()[0]
 
 
 def _in_the_laboratory(fault: Fault, transport: str, path: Path, env: dict[str, str]) -> tuple[int | None, str]:
     seconds = 45.0 if fault.link == "cut" else LIMIT_SECONDS
     with Lab(hosts=2, rate="100mbit", cores=a_core_each(2)) as lab:
+        env = {"OMP_NUM_THREADS": "1", **env}
         how = {"launcher": "torch" if transport == "torch" else "mpi", "env": env, "timeout_seconds": seconds}
         with lab.start(["python", str(path)], **how) as job:
             try:
