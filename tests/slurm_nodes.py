@@ -4,23 +4,13 @@ import os
 import shutil
 import subprocess
 import time
+from pathlib import Path
 
-CONF = """
+ONE_NODE = Path(__file__).parent.parent / "examples" / "slurm" / "one-node-slurm.sh"
+OWN = """
 ClusterName=laboratory
 FirstJobId={first_job}
 SlurmctldHost=h1
-SlurmUser=root
-AuthType=auth/munge
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-MpiDefault=none
-ReturnToService=2
-KillWait=5
-JobRequeue=1
-JobCompType=jobcomp/none
-AccountingStorageType=accounting_storage/none
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/%n
 TmpFS={folder}/tmp-%n
@@ -28,22 +18,25 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/%n.log
-NodeName={nodes} CPUs={cores} RealMemory=500 State=UNKNOWN
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+NodeName={nodes} CPUs=2 RealMemory=500 State=UNKNOWN
 """
+"""What is another here than on one node. Each node says that it has two cores; all share this machine's."""
 
 
-ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+def configuration(**values):
+    """Of one node, with this cluster's own lines."""
+    own = OWN.format(**values)
+    names = {line.partition("=")[0] for line in own.splitlines()}
+    one_node = subprocess.run(["bash", str(ONE_NODE), "conf"], capture_output=True, text=True, check=True).stdout
+    shared = [line for line in one_node.splitlines() if line.partition("=")[0] not in names]
+    return "\n".join([*shared, own])
 
 
 class Cluster:
     """Slurm on a laboratory's hosts."""
 
-    def __init__(self, lab, cores=2):
+    def __init__(self, lab):
         """
-        Args:
-            cores: that each node says it has. All nodes share this machine's.
-
         Raises:
             TimeoutError: the nodes were not ready within 40 s; with the ends of Slurm's logs.
         """
@@ -54,9 +47,8 @@ class Cluster:
         for host in lab.hosts:  # nodes share this machine's folders, and PMIx makes some for each job
             (self.folder / f"tmp-{host}").mkdir()
         conf = self.folder / "slurm.conf"
-        conf.write_text(
-            CONF.format(folder=self.folder, nodes=",".join(lab.hosts), cores=cores, first_job=10_000_000 + os.getpid())
-        )
+        first_job = 10_000_000 + os.getpid()
+        conf.write_text(configuration(folder=self.folder, nodes=",".join(lab.hosts), first_job=first_job))
         self.environment = {
             **os.environ,
             "SLURM_CONF": str(conf),
@@ -95,25 +87,6 @@ class Cluster:
         )
         assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
-
-    def state(self, job):
-        """What Slurm says of a job: ``COMPLETED``, ``RUNNING``, ..."""
-        shown = self.run("scontrol", "show", "job", job)
-        return shown.partition("JobState=")[2].split()[0]
-
-    def end_of(self, job, timeout_seconds):
-        """The state in which a job ended.
-
-        Raises:
-            TimeoutError: it did not within the time; it is cancelled then.
-        """
-        deadline = time.monotonic() + timeout_seconds
-        while (state := self.state(job)) not in ENDS:
-            if time.monotonic() > deadline:
-                self.run("scancel", job)
-                raise TimeoutError(f"job {job} was still {state} after {timeout_seconds} s")
-            time.sleep(0.5)
-        return state
 
     def is_idle(self):
         """Whether all nodes wait for jobs, with nothing of the last one left."""

@@ -50,7 +50,12 @@ def test_the_node_has_all_cores_whatever_openmp_is_told(variables):
     assert re.findall(r" CPUs=(\d+) ", text) == [str(len(os.sched_getaffinity(0)))]
 
 
-def state_at_the_end(job, timeout_seconds):
+def on_this_machine(*command, check=True):
+    """What a command prints."""
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=check).stdout
+
+
+def state_at_the_end(job, timeout_seconds, ask=on_this_machine):
     """How a job ended. ``sbatch --wait`` would look only after 2, 10, 42, ... seconds.
 
     Raises:
@@ -59,7 +64,7 @@ def state_at_the_end(job, timeout_seconds):
     deadline = time.monotonic() + timeout_seconds
     try:
         while True:
-            shown = subprocess.check_output(["scontrol", "show", "job", job], text=True, timeout=60)
+            shown = ask("scontrol", "show", "job", job)
             state = re.search(r"JobState=(\w+)", shown).group(1)
             if state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
                 return state
@@ -67,7 +72,7 @@ def state_at_the_end(job, timeout_seconds):
                 raise TimeoutError(f"job {job} was still {state} after {timeout_seconds} s")
             time.sleep(0.5)
     finally:  # by its number: a user's own job may have the same name; does nothing to a job that ended
-        subprocess.run(["scancel", job], check=False, timeout=60)
+        ask("scancel", job, check=False)
 
 
 @on_slurm
@@ -171,7 +176,7 @@ def test_two_nodes_with_two_tasks_each(cluster, launcher, tmp_path):
     script = ["examples/slurm/several_nodes.sbatch", "examples/pytorch_digits.py", "--epochs", "3"]
     job = submit(cluster, output, *script, LAUNCHER=launcher, HVDPLUS_RUN_LOG=str(log))
     try:
-        state = cluster.end_of(job, 180)
+        state = state_at_the_end(job, 180, cluster.run)
     finally:
         printed = output.read_text() if output.exists() else "(no output file)"
         print(printed)
