@@ -255,7 +255,7 @@ SHORTER = """
     ("launcher", "transport", "named"),
     [
         (mpirun, "horovod", r"Missing ranks:\s+1!: \[allreduce.hvdplus0"),
-        (gloo, "horovod", r"Rank 0 has waited \d+ seconds in: sum 'hvdplus0.* are missing. .*HVDPLUS_TIMEOUT_SECONDS"),
+        (gloo, "horovod", r"Rank 0 has waited \d seconds in: sum 'hvdplus0.* are missing. .*HVDPLUS_TIMEOUT_SECONDS"),
         (mpirun, "mpi4py", "in: sum 'hvdplus0.* It is not known to wait anywhere: rank 1. .*HVDPLUS_TIMEOUT_SECONDS"),
     ],
     ids=["horovod-mpi", "horovod-gloo", "mpi4py"],
