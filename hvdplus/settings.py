@@ -171,6 +171,9 @@ class Settings:
         _any_or_at_least_0,
         "exchanges by which a rank may be ahead of the slowest one; 0: all exchange together; any: nobody waits",
     )
+    secure_aggregation: bool = _setting(
+        False, _yes_or_no, "whether ranks mask what they send, so that only its sum can be read: yes or no"
+    )
     drain_steps: int = _setting(10, _at_least(1), "steps over which a residual is flushed on the way back to dense")
     delay_price: float = _setting(
         0.25,

@@ -33,6 +33,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "fragments": WHOLE,
     "average_state": st.booleans(),
     "staleness": st.integers(0, 10**6) | st.just("any"),
+    "secure_aggregation": st.booleans(),
     "drain_steps": WHOLE,
     "delay_price": st.floats(0, 1e300),
     "error_budget": st.floats(1e-300, 1e300),

@@ -94,7 +94,7 @@ class Exchange(HookedExchange):
     def agree(self, here: Any) -> torch.Tensor:
         """Whether ``here`` is true on all ranks."""
         elsewhere = torch.tensor([0.0 if bool(here) else 1.0], device="cpu")
-        return self.transport.wait(self.transport.start(elsewhere, f"{self.prefix}.agree"))[0] == 0
+        return self.bare.wait(self.bare.start(elsewhere, f"{self.prefix}.agree"))[0] == 0
 
     def reduce(
         self, grads: Sequence[torch.Tensor | None], learning_rate: Any, loss_scale: Any, applied: Sequence[bool]

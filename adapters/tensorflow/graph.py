@@ -72,7 +72,8 @@ class GraphExchange(VariablesExchange):
 
     def agree(self, here: tf.Tensor) -> tf.Tensor:
         """Whether ``here`` is true on all ranks."""
-        return self.sum(tf.reshape(tf.where(here, 0.0, 1.0), [1]), f"{self.prefix}.agree")[0] == 0
+        elsewhere = tf.reshape(tf.where(here, 0.0, 1.0), [1])
+        return self.bare.wait(self.bare.start(elsewhere, f"{self.prefix}.agree"))[0] == 0
 
     def sum(self, array: tf.Tensor, name: str, scale: float = 1.0) -> tf.Tensor:
         """The sum over all ranks, times ``scale``."""
@@ -116,7 +117,7 @@ class GraphExchange(VariablesExchange):
         measured = report.measured(self, coming, variant, dense, parts)
         weights = report.weights(self, coming)
         mine = report.metadata(self, coming, parts, heard.loss, learning_rate, measured, weights, absent)
-        total = self.sum(mine, f"{self.prefix}.metadata")
+        total = self.bare.wait(self.bare.start(mine, f"{self.prefix}.metadata"))
         probe = report.probe(self, coming, [done, total])
         stamps = Stamps(ready if heard.data_time is None else heard.data_time, ready, done, probe, begins, ends)
         sums_finite = tf.reduce_all([part.sum_finite for part in parts] or [True])
@@ -158,7 +159,7 @@ class GraphExchange(VariablesExchange):
 
     def see_sparse(self, grads: Sequence[Any]) -> None:
         """In the first step: give every sparse gradient a bucket of its own."""
-        if self.order_known or self.idle:
+        if self.order_known or self.idle or self.settings.secure_aggregation:
             return
         mine = [i for i, grad in enumerate(grads) if isinstance(grad, tf.IndexedSlices)]
         with tf.init_scope():

@@ -133,6 +133,12 @@ class VariablesExchange(Exchange[tf.Tensor]):
             """Whether residuals are pending."""
         self.make_states()
 
+    @staticmethod
+    def host_call(ops: Ops[Any], function: Callable[[np.ndarray], np.ndarray], array: Any, longer: int) -> Any:
+        called = tf.numpy_function(function, [array], array.dtype)
+        called.set_shape([None if array.shape[0] is None else array.shape[0] + longer])
+        return called
+
     def told(self) -> np.ndarray:
         """``Coming`` of the next step, as a float64 vector."""
         plan, times = self.coordinator.plan, self.times

@@ -223,6 +223,7 @@ def check(settings: Any, every: int, world: World) -> None:
         f"overlap_steps={settings.overlap_steps}": settings.overlap_steps > 0,
         f"fragments={settings.fragments}": settings.fragments > 1,
         "average_state=yes": settings.average_state,
+        "secure_aggregation=yes": settings.secure_aggregation,
     }
     if any(wrong.values()):
         received = ", ".join(name for name, is_so in wrong.items() if is_so)

@@ -55,7 +55,7 @@ class Coordinator:
         self._controller = Controller(ladder.names, self.costs, _config(settings)) if auto else None
         lossy = any(compressor.keeps_residual for compressor in ladder.compressors)
         self._batch_size = settings.batch_size
-        self._measures_norms = ranks > 1 and (auto or lossy)  # else nothing uses them
+        self._measures_norms = ranks > 1 and (auto or lossy) and not settings.secure_aggregation  # else nobody asks
         if not auto:
             self.schedule.set_level(len(ladder.names) - 1)
         self._probes: list[tuple[int, float]] = []

@@ -64,7 +64,7 @@ class EagerExchange(Exchange[EagerArray]):
         """Returns the factor by which the script scales its losses, and so its gradients; None: no scaling."""
         self.loss_scale = 1.0
         """Of the current step."""
-        self.sparse_as_dense = sparse_as_dense or self.two_level is not None
+        self.sparse_as_dense = sparse_as_dense or self.two_level is not None or self.settings.secure_aggregation
         self.stages: list[Stage] = []
         """Buckets whose first of several sums is in flight, in the order of their sums."""
         self.agreed = False
@@ -243,7 +243,7 @@ class EagerExchange(Exchange[EagerArray]):
 
     def know_gradients(self, order: Sequence[int], sparse: Sequence[int], tables: Sequence[int]) -> None:
         """Take over from a checkpoint the order and sparsity that a first step would show."""
-        tables = [] if self.two_level else tables
+        tables = [] if self.two_level or self.settings.secure_aggregation else tables
         self.order, self.sparse, self.tables, self.order_known = list(order), set(sparse), list(tables), True
         self._start_anew()
 

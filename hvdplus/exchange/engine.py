@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic
 
 import numpy as np
@@ -15,7 +17,7 @@ from hvdplus.compression import Array, Compressor, Context, NoCompression, Ops
 from hvdplus.control.calibration import codec_seconds
 from hvdplus.control.link import LevelCost
 from hvdplus.control.probing import probe
-from hvdplus.exchange import checkpoint
+from hvdplus.exchange import checkpoint, secure
 from hvdplus.exchange.bucket import Bucket, BucketState, bytes_per_step, compressor_for, itemsize, make_buckets
 from hvdplus.exchange.coordinator import Coordinator
 from hvdplus.exchange.plan import Ladder, Plan
@@ -58,7 +60,12 @@ class Exchange(ABC, Generic[Array]):
         """
         self.ops = ops
         self.shapes, self.dtypes = list(shapes), list(dtypes)
+        if settings.secure_aggregation:
+            two_level = "off" if settings.two_level == "auto" else settings.two_level
+            settings = replace(settings, warm_steps=0, two_level=two_level)  # warm-up is dense, and so is a host's sum
         self.transport, self.settings, self.ladder = transport, settings, ladder
+        self.bare = transport
+        """What carries metadata. If ranks aggregate securely, only these are sent as they are."""
         self.prefix = prefix
         self.two_level = self.choose_two_level()
         self.wire: Transport = self.two_level or transport
@@ -84,6 +91,9 @@ class Exchange(ABC, Generic[Array]):
         self.consolidated = False
         """Whether residuals are all ranks' mean, so that one rank's state is complete."""
         self.buckets = self.make_buckets()
+        if settings.secure_aggregation and transport.size > 1:
+            secure.check(self, auto)
+            self.transport = self.wire = secure.Masked(transport, prefix, functools.partial(self.host_call, ops))
         self._codec_seconds: tuple[float, ...] = (0.0,) * len(ladder.names)
         """Of every level, for all parameters; 0: not measured."""
         self._codec_elements = sum(bucket.spec.size for bucket in self.buckets)
@@ -114,6 +124,11 @@ class Exchange(ABC, Generic[Array]):
                 f"{self.settings.whence('two_level')}={self.settings.two_level}"
             )
         return None
+
+    @staticmethod
+    def host_call(ops: Ops[Any], function: Callable[[np.ndarray], np.ndarray], array: Any, longer: int) -> Any:
+        """``function`` of an array (1-D) in NumPy, as an array of the framework, by so many elements ``longer``."""
+        return ops.from_numpy(function(ops.to_numpy(array)))
 
     def sums(self, dtype: str) -> bool:
         """Whether the transport can add up arrays of this type."""

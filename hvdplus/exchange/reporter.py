@@ -151,7 +151,7 @@ class Reporter(Generic[EagerArray]):
 
     def _start_sum(self, x: EagerExchange[EagerArray], array: EagerArray) -> Callable[[], np.ndarray]:
         # The returned closure must not refer to the exchange either.
-        carrier, scale, transport, to_host = x.now.carrier, x.scale, x.transport, x.backend.to_host
+        carrier, scale, transport, to_host = x.now.carrier, x.scale, x.bare, x.backend.to_host
         if carrier is not None:
             with x.meter.codec():
                 name = x.ladder.tensor_name(x.now.prefix, carrier.bucket.number, x.plan)
@@ -175,7 +175,7 @@ class Reporter(Generic[EagerArray]):
         gradient_norm, residual_norm, sketched_norm, sketch, residual_sketch = self._measured(x)
         sums = Sums(
             nonfinite=float(not sound),
-            overflow=float(over),
+            overflow=float(over and not x.settings.secure_aggregation),  # what is left stays
             step=times.step,
             loss=0.0 if math.isnan(loss) else loss,
             losses=float(not math.isnan(loss)),
