@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Generic
 
 import numpy as np
@@ -60,9 +59,7 @@ class Exchange(ABC, Generic[Array]):
         """
         self.ops = ops
         self.shapes, self.dtypes = list(shapes), list(dtypes)
-        if settings.secure_aggregation:
-            two_level = "off" if settings.two_level == "auto" else settings.two_level
-            settings = replace(settings, warm_steps=0, two_level=two_level)  # warm-up is dense, and so is a host's sum
+        settings = secure.without_dense_sums(settings)
         self.transport, self.settings, self.ladder = transport, settings, ladder
         self.bare = transport
         """What carries metadata. If ranks aggregate securely, only these are sent as they are."""

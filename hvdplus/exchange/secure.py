@@ -22,12 +22,14 @@ import importlib.util
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hvdplus.compression.chain import Chain
 from hvdplus.compression.integer import Integer
+from hvdplus.settings import Settings
 from hvdplus.transport import OBJECTS, Transport, TransportError
 
 if TYPE_CHECKING:
@@ -142,6 +144,13 @@ class Masked(Transport):
         self._open.shutdown()
 
 
+def without_dense_sums(settings: Settings) -> Settings:
+    """The settings of an exchange; if ranks aggregate securely, without warm-up and without a host's own sums."""
+    if not settings.secure_aggregation:
+        return settings
+    return replace(settings, warm_steps=0, two_level="off" if settings.two_level == "auto" else settings.two_level)
+
+
 def check(x: Exchange[Any], auto: bool) -> None:
     """Raise ValueError where something that the exchange would send cannot be masked; on every rank alike."""
     asked = x.settings.whence("secure_aggregation")
@@ -193,8 +202,8 @@ def _stream(key: bytes, length: int) -> Iterator[np.ndarray]:
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
     encryptor = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
-    zeros, made = bytes(PART_BYTES), np.empty(PART_BYTES + 15, np.uint8)  # as much more as the library asks for
+    zeros, made = bytes(PART_BYTES), bytearray(PART_BYTES + 15)  # as much more as the library asks for
     for at in range(0, length, PART_BYTES):
         count = min(PART_BYTES, length - at)
         encryptor.update_into(memoryview(zeros)[:count], made)
-        yield made[:count]
+        yield np.frombuffer(made, np.uint8, count)
