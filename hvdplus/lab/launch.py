@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -17,8 +18,8 @@ from hvdplus.adapters.transports.window import UCX
 LAUNCHERS = ("mpi", "gloo", "torch")
 TORCHRUN_PORT = 29500
 """On the first host, where torchruns meet."""
-OB1 = "--mca pml ob1 --mca btl self,vader,tcp --mca btl_tcp_if_include eth0"
-"""Ranks of one host share memory (vader); hosts have a /dev/shm each, so between them there is only TCP."""
+OB1 = "--mca pml ob1 --mca btl self,{shared_memory},tcp --mca btl_tcp_if_include eth0"
+"""Ranks of one host share memory; hosts have a /dev/shm each, so between them there is only TCP."""
 UCX_OVER_TCP = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0"}
 """Else UCX would find that the hosts are one machine, and use its memory."""
 LIBFABRIC_OVER_TCP = {"FI_PROVIDER": "tcp", "FI_TCP_IFACE": "eth0"}
@@ -52,24 +53,40 @@ def launch(
     ranks, slots = ranks_per_host * len(hosts), ",".join(f"{host}:{ranks_per_host}" for host in hosts)
     if launcher == "gloo":
         line = f"horovodrun --gloo -np {ranks} -H {slots} --network-interfaces eth0 --disable-cache"
-    elif _starts_by_hydra(variables):
+    elif (version := _open_mpi(variables)) is None:
         how = f"-bind-to none -iface eth0 -launcher ssh -launcher-exec {folder}/bin/ssh"
         line = f"mpirun -n {ranks} -hosts {slots} {how}"
         variables |= UCX_OVER_TCP | LIBFABRIC_OVER_TCP
     else:
-        line = (
-            f"mpirun -np {ranks} -H {slots} --map-by ppr:{ranks_per_host}:node --bind-to none --oversubscribe "
-            f"--mca plm rsh --mca plm_rsh_agent {folder}/bin/ssh --mca orte_tmpdir_base {tempfile.mkdtemp(dir=folder)} "
-            f"{UCX if one_sided else OB1} --mca oob_tcp_if_include eth0"
-        )
+        scratch = tempfile.mkdtemp(dir=folder)
+        if version < 5:
+            shared_memory = "vader"
+            places, how = (
+                f"ppr:{ranks_per_host}:node",
+                f"--oversubscribe --mca plm rsh --mca plm_rsh_agent {folder}/bin/ssh",
+            )
+            how += f" --mca orte_tmpdir_base {scratch} --mca oob_tcp_if_include eth0"
+        else:  # ranks are started by PRRTE, which has options of its own
+            shared_memory = "sm"
+            places, how = (
+                f"ppr:{ranks_per_host}:node:OVERSUBSCRIBE",
+                f"--prtemca plm ssh --prtemca plm_ssh_agent {folder}/bin/ssh",
+            )
+            how += f" --prtemca prte_tmpdir_base {scratch} --prtemca prte_if_include eth0"
+        line = f"mpirun -np {ranks} -H {slots} --map-by {places} --bind-to none {how} "
+        line += UCX if one_sided else OB1.format(shared_memory=shared_memory)
         if one_sided:
             variables |= UCX_OVER_TCP
     return [*line.split(), *command], variables
 
 
-def _starts_by_hydra(variables: Mapping[str, str]) -> bool:
+def _open_mpi(variables: Mapping[str, str]) -> int | None:
+    """The first number of Open MPI's version; None: ``mpirun`` is another one's, and starts ranks by Hydra."""
     try:
         told = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, env=variables, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
-        return False
-    return "HYDRA" in told.stdout
+        return 4
+    if "HYDRA" in told.stdout:
+        return None
+    version = re.search(r"Open MPI\)? (\d+)", told.stdout)
+    return int(version[1]) if version else 4
