@@ -267,6 +267,30 @@ def test_a_rank_that_takes_fewer_steps_is_named_after_the_time_that_was_set(scri
     assert re.search(named, output), output
 
 
+SHORTER_KERAS = """
+    import time
+    import keras
+    import numpy as np
+    import hvdplus.keras as hvd
+
+    hvd.init()
+    keras.utils.set_random_seed(0)
+    net = keras.Sequential([keras.layers.Input((20,)), keras.layers.Dense(20)])
+    net.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), compression="lowrank:2"), "mse", jit_compile=False)
+    rows = 8 * (12 if hvd.rank() == 0 else 6)
+    net.fit(np.ones((rows, 20)), np.ones((rows, 20)), batch_size=8, verbose=0)
+    if hvd.rank() == 1:
+        time.sleep(300)  # busy with something else
+    print("trained", flush=True)
+"""
+
+
+def test_a_keras_rank_that_takes_fewer_steps_ends_a_job_over_gloo(script):
+    code, output = run(gloo(2, sys.executable, script(SHORTER_KERAS)), 120, HVDPLUS_TIMEOUT_SECONDS="6")
+    assert code != 0 and "trained" not in output, output
+    assert re.search(r"Rank 0 has waited \d+ seconds in: sum 'hvdplus0.metadata' of a training step", output), output
+
+
 STANDS_STILL = """
     import os, signal, torch
     import hvdplus.torch as hvd

@@ -117,7 +117,7 @@ class GraphExchange(VariablesExchange):
         measured = report.measured(self, coming, variant, dense, parts)
         weights = report.weights(self, coming)
         mine = report.metadata(self, coming, parts, heard.loss, learning_rate, measured, weights, absent)
-        total = self.bare.wait(self.bare.start(mine, f"{self.prefix}.metadata"))
+        total = self.bare.wait(self.bare.start(self._watched(mine), f"{self.prefix}.metadata"))
         probe = report.probe(self, coming, [done, total])
         stamps = Stamps(ready if heard.data_time is None else heard.data_time, ready, done, probe, begins, ends)
         sums_finite = tf.reduce_all([part.sum_finite for part in parts] or [True])
@@ -130,6 +130,20 @@ class GraphExchange(VariablesExchange):
         settle.keep(self, variant, answer[-3] > 0, answer[-2] > 0, mended, absent)
         settle.hand_over(self, variant, tf.cast(answer[0], tf.int32))
         return settle.delivered(self, mended, dense, absent)
+
+    def _watched(self, mine: tf.Tensor) -> tf.Tensor:
+        """This rank's metadata, from which on it waits for other ranks; ``_between_steps`` is the end of that."""
+        patience = getattr(self.bare, "patience", None)
+        if patience is None:
+            return mine
+
+        def begin(first: np.ndarray) -> np.ndarray:
+            patience.begin(f"sum '{self.prefix}.metadata' of a training step")
+            return first
+
+        first = tf.numpy_function(begin, [mine[:1]], mine.dtype)
+        first.set_shape([1])
+        return tf.concat([first, mine[1:]], axis=0)
 
     def end_step(self, updated: Sequence[tf.Tensor]) -> None:
         """The optimizer has taken the step: ``updated`` are values read after it."""
@@ -185,6 +199,9 @@ class GraphExchange(VariablesExchange):
         stamps: np.ndarray,
     ) -> np.ndarray:
         """Once a step: (``Coming``, 1 if all was finite, 1 if contexts learn from the step, ``settle.remedy``)."""
+        patience = getattr(self.bare, "patience", None)
+        if patience is not None:
+            patience.end()
         if self._closed:
             raise RuntimeError(COMPILED_FOR_OTHERS)
         step = Coming(*ran.tolist())

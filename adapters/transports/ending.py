@@ -67,11 +67,19 @@ class Patience:
     @contextlib.contextmanager
     def waits(self, words: str) -> Iterator[None]:
         """The call that this rank waits in."""
-        self._call = time.monotonic(), words
+        self.begin(words)
         try:
             yield
         finally:
-            self._call = None
+            self.end()
+
+    def begin(self, words: str) -> None:
+        """A call that this rank waits in begins; for those that do not begin and end in one place."""
+        self._call = time.monotonic(), words
+
+    def end(self) -> None:
+        """It is over."""
+        self._call = None
 
     def _watch(self) -> None:
         while True:

@@ -58,13 +58,13 @@ class Horovod(Transport):
         self.local_size = self.binding.local_size()
         if self.size > 1:
             on_exception(lambda _: end_soon())  # Horovod's orderly shutdown, at exit, can wait for other ranks
-        self._patience: Patience | None = None
+        self.patience: Patience | None = None
         """Where Horovod's own stall check does not work: over Gloo never; over MPI not while a rank's process stands
         still, for which the check itself waits. Where it works, it comes first."""
         if self.size > 1 and math.isfinite(timeout_seconds):
             over_gloo = self.name == "horovod-gloo"
             if over_gloo or os.environ.get(SHUTDOWN) == str(_limit(timeout_seconds)):  # and not the user's own
-                self._patience = Patience(self.rank, timeout_seconds, grace=0.0 if over_gloo else 2 + timeout_seconds)
+                self.patience = Patience(self.rank, timeout_seconds, grace=0.0 if over_gloo else 2 + timeout_seconds)
         self._words: dict[Any, str] = {}
         """Handle -> its call, for ``Patience``."""
 
@@ -102,7 +102,7 @@ class Horovod(Transport):
         return inside
 
     def _waits(self, words: str) -> contextlib.AbstractContextManager[None]:
-        return self._patience.waits(words) if self._patience else contextlib.nullcontext()
+        return self.patience.waits(words) if self.patience else contextlib.nullcontext()
 
     def barrier(self) -> None:
         self.binding.barrier(**self._set) if hasattr(self.binding, "barrier") else self.gather_objects(None)
@@ -169,7 +169,7 @@ class HorovodTorch(Horovod):
             return self.binding.synchronize(handle)
 
     def _named(self, handle: Any, name: str) -> Any:
-        if self._patience:
+        if self.patience:
             self._words[handle] = f"sum {name!r}"
         return handle
 
