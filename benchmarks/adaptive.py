@@ -54,7 +54,7 @@ from matplotlib.figure import Figure
 from scipy.special import stdtrit
 
 from hvdplus.compression import parse
-from hvdplus.control.knowledge import price_of_delay
+from hvdplus.control.delay import price_of_delay
 from hvdplus.lab import UNSHAPED, Job, Lab, LabError, a_core_each
 from hvdplus.log.words import BOTTLENECK
 from hvdplus.settings import Settings

@@ -41,7 +41,7 @@ from simulating import ERRORS, NOISES, Job, Noise, Training, drive, some_jobs  #
 from traces import Trace, traces  # noqa: E402
 
 from hvdplus.control.controller import Config, Controller  # noqa: E402
-from hvdplus.control.knowledge import price_of_delay  # noqa: E402
+from hvdplus.control.delay import price_of_delay  # noqa: E402
 
 PRICE_OF_DELAY = Config().delay_price
 NOISY = Noise(compute=0.1, wire=0.3, rank=0.05, odd=0.03, waves=0.1)

@@ -102,7 +102,7 @@ SMALL_ERROR = 1.0
 LADDER = Settings().ladder
 ASSUMED_KAPPA = 0.05
 ASSUMED_ENERGY = 0.02
-"""What the controller's ``knowledge.py`` says: ``e² = ENERGY (1 / share - 1)``."""
+"""What the controller's ``delay.py`` says: ``e² = ENERGY (1 / share - 1)``."""
 DRAWS = 1000
 STARTS = {
     "no dense step": (0, 0),

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdplus.control.blocks import ALONE, NOISE_FLOOR, Block, Guess, block_of, ratio_of, shrunk
-from hvdplus.control.knowledge import DRIFT, Knowledge, settled
+from hvdplus.control.delay import settled
+from hvdplus.control.knowledge import DRIFT, Knowledge
 from hvdplus.control.link import LevelCost
 from hvdplus.control.memory import from_plain, restore, to_plain
 from hvdplus.control.meter import StepTimes

@@ -10,9 +10,9 @@ run log. Every rank runs it on the same figures and so decides the same at the s
 Small sums that were timed beforehand show the link. The start is at the level that is expected to lose least, as long
 as nobody knows how long the computation takes.
 
-The cost of a level is seconds a step times the price of delay, see ``knowledge.py``. More compression has to be cheaper
-by a margin, less compression may cost half a margin more; so a tie goes to less. A level is tried only where the trial
-is worth its time: if it can tell the two apart, and if what it may gain is more than noise.
+The cost of a level is seconds a step times the price of delay, see ``knowledge.py`` and ``delay.py``. More compression
+has to be cheaper by a margin, less compression may cost half a margin more; so a tie goes to less. A level is tried
+only where the trial is worth its time: if it can tell the two apart, and if what it may gain is more than noise.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from statistics import median
 from typing import Any, NamedTuple
 
-from hvdplus.control.blocks import FAR, Block, Guess, block_of, noise_of
-from hvdplus.control.knowledge import Knowledge, reached
+from hvdplus.control.blocks import Block, Guess, block_of, noise_of
+from hvdplus.control.delay import reached
+from hvdplus.control.knowledge import Knowledge
 from hvdplus.control.link import LevelCost, Link
 from hvdplus.control.memory import restore, to_plain
 from hvdplus.control.meter import StepTimes
 from hvdplus.control.phases import Phases
-from hvdplus.control.trial import judge, promised
+from hvdplus.control.trial import hopeless, judge, promised
 
 
 class Observation(NamedTuple):
@@ -105,15 +105,10 @@ NOT_LEARNED = ("costs", "delay_price")
 """Fields of its ``Knowledge`` that are given anew."""
 PROBE_STEPS = 40
 """Least steps between two bandwidth probes."""
-PROBE_LEAST, PROBE_MOST = 64 << 10, 64 << 20
-"""Bytes of one: links carry some 10 kB at any speed after a rest, and what a level sends comes before it."""
 LONGEST = 3
 """Largest factor by which noise makes a trial's blocks longer."""
 START_SETTLES, START_STEPS = 2, 4
 """Steps of a start that do not count, and that do: it may be far from the best level, and trials follow anyway."""
-CLEAR, HOPELESS = 0.05, 0.3
-"""A loss that shows in three steps ends a trial's turn, if it is as large as that and far from noise. Steps that do not
-count otherwise show the second, if the fastest of them does."""
 
 
 @dataclass
@@ -176,21 +171,7 @@ class Controller:
         """
         restore(self, memory, without=(*ARGUMENTS, "_known"))
         restore(self._known, memory.get("_known"), without=NOT_LEARNED)
-        known = (*self.refused, *self._known.levels, *self._known.errors, *self._lost)
-        levels = {self.level, self.held, self.challenger, *known}
-        if not {*levels, *(level for level, _ in self._turns)} <= set(range(len(self.names))):
-            raise ValueError(f"it names levels beyond {', '.join(self.names)}")
-        if self.mode is not Mode.START and self.held not in self._known.levels:
-            raise ValueError("it holds a level that it has not seen")
-        turns = [*(level for level, _ in self._turns), self.level]
-        both = self.held, self.challenger
-        in_turns = all(level == both[place % 2] for place, level in enumerate(turns))
-        if self.mode is Mode.TRIAL and not (self._turns and in_turns):
-            raise ValueError(f"its trial of {self.names[self.challenger]} is not in turns")
-        if not {level for level, _ in self._turns} <= set(self._known.levels):
-            raise ValueError("it compares levels that it has not seen")
-        if self._noise < 0 or not self._known.plausible([block for _, block in self._turns]):
-            raise ValueError("it knows of steps that took less than no time")
+        _check(self)
 
     def begin(self, probes: Sequence[tuple[int, float]]) -> None:
         """Before the first step: sums of so many bytes took so many seconds."""
@@ -244,13 +225,11 @@ class Controller:
         rests = self.mode is Mode.HOLD and self._age >= self._probe_after
         if not (rests and self.level and self.link.beta and self.config.explore):
             return 0
-        step = self._known.seconds(self.level)
-        wanted = max(0.3 * step / self.link.beta, PROBE_LEAST)
-        size = int(min(wanted, self.costs[0].payload_bytes, PROBE_MOST)) // 4 * 4
+        size = self.link.probe_size(self._known.seconds(self.level), self.costs[0].payload_bytes)
         if 2 * size < self.costs[self.level].payload_bytes:  # which shows as much
             return 0
-        share = 0.5 * self.config.explore
-        return size if self.link.seconds(LevelCost.of_sum(size)) <= share * self._elapsed else 0
+        affordable = 0.5 * self.config.explore * self._elapsed
+        return size if self.link.seconds(LevelCost.of_sum(size)) <= affordable else 0
 
     # -- one block
 
@@ -268,11 +247,8 @@ class Controller:
         if self.mode is not Mode.TRIAL or self.level != self.challenger or len(self._window) < 3:
             return False
         steps, held = [each.step for each in self._window], self._turns[-1][1]
-        loss = math.log(max(median(steps) if settled else min(steps), 1e-9) / held.step)
-        loss += math.log(self._known.price(self.level) / self._known.price(self.held)) + self._need(self.level)
-        step_variance = self.config.block_steps * held.step_variance  # of one step
-        variance = step_variance / len(self._window) + held.step_variance
-        return loss > max(CLEAR if settled else HOPELESS, FAR * math.sqrt(variance))
+        extra = math.log(self._known.price(self.level) / self._known.price(self.held)) + self._need(self.level)
+        return hopeless(steps, held, extra, self.config.block_steps, settled=settled)
 
     def _patience(self) -> int:
         """Factor by which a trial's blocks are longer: where steps are noisy, long turns cost less than many."""
@@ -317,7 +293,9 @@ class Controller:
         promises = self._promises()
         if not promises:
             news = self.mode is not Mode.HOLD or self.level != self.held
-            words = f"{why}; {self.names[self.held]} is best{self._price()}"
+            words = f"{why}; {self.names[self.held]} is best"
+            if error := self._known.error(self.held).mean:
+                words += f" (price of delay {self._known.price(self.held):.3f}, error {error:.2f})"
             return self._enter(Mode.HOLD, self.held, words) if news else None
         best = max(promises, key=lambda level: promises[level])
         self.challenger, self._prior = best, self._known.ratio(best, self.held)
@@ -339,13 +317,10 @@ class Controller:
         return promises
 
     def _affords(self, gain: float) -> bool:
-        """Whether a trial that probably gains nothing fits into the time for exploring."""
-        return self._spent + self._turn_costs(-gain) <= self.config.explore * self._elapsed
-
-    def _turn_costs(self, ratio: float) -> float:
-        """Seconds that a turn takes longer than at the level held; ``ratio``: of a step's, a logarithm."""
+        """Whether a trial that probably gains nothing (``gain``: a logarithm) fits into the time for exploring."""
         steps = self.config.block_steps * self._patience() + self.config.settle_steps
-        return steps * self._known.seconds(self.held) * (math.exp(ratio) - 1)
+        longer = steps * self._known.seconds(self.held) * (math.exp(-gain) - 1)
+        return self._spent + longer <= self.config.explore * self._elapsed
 
     def _judge(self) -> Decision | None:
         """After a block of a trial: decide, if the pairs' bound does, or let the other have its turn."""
@@ -357,7 +332,7 @@ class Controller:
             price=math.log(self._known.price(self.challenger) / self._known.price(self.held)),
             need=self._need(self.challenger),
             certainty=config.certainty,
-            asked=self._certainty(self.challenger),
+            asked=config.certainty * self._burden(self.challenger),
             pairs=config.pairs,
         )
         pairs = f"{verdict.pairs} pair{'s' if verdict.pairs > 1 else ''}"
@@ -377,12 +352,8 @@ class Controller:
         self._turns = [turn for turn in self._turns if turn[0] == self.held][-1:]
         return self._choose(words)
 
-    def _certainty(self, level: int) -> float:
-        """Standard deviations by which a level has to be better."""
-        return self.config.certainty * self._burden(level)
-
     def _need(self, level: int) -> float:
-        """Gain that it has to show, as a logarithm."""
+        """Gain that a level has to show, as a logarithm."""
         return self.config.margin * (self._burden(level) or -0.5)
 
     def _burden(self, level: int) -> float:
@@ -393,13 +364,9 @@ class Controller:
 
     def _usable(self) -> list[int]:
         """Levels that may run, and that send less than every such level below them."""
-        sent = [cost.payload_bytes for cost in self.costs]
-        return [
-            level
-            for level in range(len(self.names))
-            if level not in self.refused
-            and all(sent[level] < sent[below] for below in range(level) if below not in self.refused)
-        ]
+        allowed = [level for level in range(len(self.names)) if level not in self.refused]
+        sent = [self.costs[level].payload_bytes for level in allowed]
+        return [level for place, level in enumerate(allowed) if all(sent[place] < more for more in sent[:place])]
 
     def _refuse(self, why: str) -> Decision | None:
         """The present level is out."""
@@ -411,13 +378,29 @@ class Controller:
         mode = Mode.HOLD if self._known.levels else Mode.START
         return self._enter(mode, self.held, f"{why}; back to {self.names[self.held]}")
 
-    def _price(self) -> str:
-        error = self._known.error(self.held).mean
-        return f" (price of delay {self._known.price(self.held):.3f}, error {error:.2f})" if error else ""
-
     def _enter(self, mode: Mode, level: int, why: str = "") -> Decision:
         if level != self.level:
             self._carried = reached(self._known.error(self.level).mean, self._age, self._carried)
             self._age, self._probe_after = 0, PROBE_STEPS
         self.mode, self.level, self._window, self._doubt = mode, level, [], False
         return Decision(level, why, self._known.evidence(self.names, self._usable()))
+
+
+def _check(controller: Controller) -> None:
+    """Raise ValueError if what a controller has recalled does not fit together."""
+    known, names, turns = controller._known, controller.names, controller._turns
+    seen = {*controller.refused, *known.levels, *known.errors, *controller._lost}
+    levels = {controller.level, controller.held, controller.challenger, *seen, *(level for level, _ in turns)}
+    if not levels <= set(range(len(names))):
+        raise ValueError(f"it names levels beyond {', '.join(names)}")
+    if controller.mode is not Mode.START and controller.held not in known.levels:
+        raise ValueError("it holds a level that it has not seen")
+    both = controller.held, controller.challenger
+    order = [*(level for level, _ in turns), controller.level]
+    in_turns = all(level == both[place % 2] for place, level in enumerate(order))
+    if controller.mode is Mode.TRIAL and not (turns and in_turns):
+        raise ValueError(f"its trial of {names[controller.challenger]} is not in turns")
+    if not {level for level, _ in turns} <= set(known.levels):
+        raise ValueError("it compares levels that it has not seen")
+    if controller._noise < 0 or not known.plausible([block for _, block in turns]):
+        raise ValueError("it knows of steps that took less than no time")

@@ -15,10 +15,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import NamedTuple
 
 from hvdplus.control.blocks import FAR, NOISE_FLOOR, Block, Guess
+from hvdplus.control.delay import expected, price_of_delay, settled
 from hvdplus.control.link import MODEL_ERROR, LevelCost, LinkEstimate
 
 DRIFT = 0.0015
@@ -37,16 +37,7 @@ PACKING, CODEC_ERROR, ALIKE_ERROR = 0.5, 0.3, 0.1
 """Seconds that a level with a residual takes to pack gradients and write means back, as a share of its codec's alone;
 standard deviations of a codec's time, as shares of it: of any, and where a level that packs likewise was measured.
 (0.5 to 0.8 on two cores, 2.3 for many small tensors; from ``lowrank`` to ``int8`` it hardly differs.)"""
-ENERGY, POWER = 0.027, 1.75
-"""Guesses for a level that was never run, with its share of the dense bytes: ``e² = ENERGY (1 / share - 1)``, or
-``e² ∝ (1 / share - 1)^POWER`` from a level that ran and sends about as many bytes. Both are fits to low-rank levels."""
-NEAR = 3.0
-"""Factor between the bytes of such two levels, at most: beyond, they are seldom of one kind."""
-GUESS_ERROR, NEAR_ERROR = 0.7, 0.3
-"""Standard deviations of such an e, as a share of it (``benchmarks/results/delay.txt``)."""
 ERRORS_KEPT = 10
-MOST_ERROR = 10.0
-"""Of any level: one that sends a hundredth of the energy of gradient and residual in a step."""
 COMPUTATIONS = (1e-3, 1e-2, 1e-1, 1.0)
 """Seconds that the computation of a step may take, before one was seen; half of them may hide communication."""
 HIDES = 0.7
@@ -228,25 +219,8 @@ class Knowledge:
         return math.exp(self._model(level) + own)
 
     def error(self, level: int) -> Guess:
-        """e, as measured, or else as guessed from the bytes and from the level measured with about as many."""
-        if level in self.errors:
-            return Guess(median(self.errors[level]), 0.0)
-        if not self.costs[level].keeps_residual:
-            return Guess(0.0, 0.0)
-        sent = self.costs[level].payload_bytes
-
-        def distance(other: int) -> float:
-            return abs(math.log(max(1, self.costs[other].payload_bytes) / max(1, sent)))
-
-        kept = [other for other in self.errors if self.costs[other].keeps_residual]
-        near = [other for other in kept if distance(other) < math.log(NEAR) and self._left_out(other)]
-        if not near:
-            error, spread = math.sqrt(ENERGY * self._left_out(level)), GUESS_ERROR
-        else:
-            nearest = min(near, key=distance)
-            times = self._left_out(level) / self._left_out(nearest)
-            error, spread = median(self.errors[nearest]) * times ** (POWER / 2), NEAR_ERROR
-        return Guess(error, (spread * error) ** 2)
+        """e, as measured or as guessed."""
+        return expected(level, self.errors, self.costs)
 
     def price(self, level: int) -> float:
         """By what factor a training at this level needs more steps."""
@@ -341,39 +315,3 @@ class Knowledge:
         dense = self.levels[0].codec if 0 in self.levels else 0.0
         codec = alone + PACKING * alone * keeps + dense
         return Guess(codec, (CODEC_ERROR * codec) ** 2)
-
-    def _left_out(self, level: int) -> float:
-        """Bytes that are not sent over bytes that are."""
-        dense, sent = self.costs[0].payload_bytes, self.costs[level].payload_bytes
-        return max(0.0, dense / max(1, sent) - 1)
-
-
-def price_of_delay(kappa: float, error: float) -> float:
-    """By what factor a training at an error e needs more steps than dense."""
-    return 1 + kappa * error
-
-
-def settled(error: float, age: int, carried: float = 0.0) -> float:
-    """What a level's error comes to, by a reading ``age`` steps after the level began, at an error of ``carried``.
-
-    The inverse of ``reached``, by bisection. A reading that is too large for any level stands for itself.
-    """
-    if not error:
-        return 0.0
-    low, high = 0.0, MOST_ERROR
-    if reached(high, age, carried) <= error:
-        return error
-    for _ in range(24):
-        middle = (low + high) / 2
-        low, high = (low, middle) if reached(middle, age, carried) > error else (middle, high)
-    return high
-
-
-def reached(settled: float, age: int, carried: float = 0.0) -> float:
-    """A level's error ``age`` steps after it began, at an error of ``carried``, if it comes to ``settled``.
-
-    A step sends the share δ of the energy of gradient and residual. If gradients are mostly noise, then
-    ``e² = (1 - δ) / δ · (1 - (1 - δ)^age) + carried² (1 - δ)^age``, and ``settled² = (1 - δ) / δ``.
-    """
-    kept = (settled**2 / (1 + settled**2)) ** max(1, age)
-    return math.sqrt(settled**2 * (1 - kept) + carried**2 * kept)

@@ -19,6 +19,10 @@ from hvdplus.control.blocks import FAR
 MODEL_ERROR = 0.05
 """Standard deviation of measured communication from the model, as a share of it."""
 
+PROBE_LEAST, PROBE_MOST = 64 << 10, 64 << 20
+"""Bytes of a bandwidth probe: links carry some 10 kB at any speed after a rest, and what a level sends comes before
+it."""
+
 
 class LevelCost(NamedTuple):
     """Demands of a level on link and processor in one step, the same on every rank."""
@@ -52,6 +56,10 @@ class Link(NamedTuple):
     def seconds(self, cost: LevelCost) -> float:
         """Communication of one step, hidden or not."""
         return self.alpha * cost.messages + self.beta * cost.payload_bytes
+
+    def probe_size(self, step: float, dense_bytes: int) -> int:
+        """Bytes whose sum shows the bandwidth: those of a third of a step of so many seconds."""
+        return int(min(max(0.3 * step / self.beta, PROBE_LEAST), dense_bytes, PROBE_MOST)) // 4 * 4
 
     def exposed(self, cost: LevelCost, hideable: float) -> float:
         """Communication that a step waits for, if computation can hide ``hideable`` seconds."""

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import median
 from typing import NamedTuple
 
-from hvdplus.control.blocks import Block, Guess, ratio_of
+from hvdplus.control.blocks import FAR, Block, Guess, ratio_of
+
+CLEAR, HOPELESS = 0.05, 0.3
+"""A loss that shows in three steps ends a trial's turn, if it is as large as that and far from noise. Steps that do not
+count otherwise show the second, if the fastest of them does."""
 
 
 class Verdict(NamedTuple):
@@ -53,6 +58,20 @@ def judge(
         math.exp(ratio.mean + price + off) for off in (-certainty * deviation, 0.0, certainty * deviation)
     )
     return Verdict(ratio, seen, gain > asked * deviation, at_stake, f"{middle:.3f} [{low:.3f}, {high:.3f}]")
+
+
+def hopeless(steps: Sequence[float], held: Block, extra: float, block_steps: int, *, settled: bool) -> bool:
+    """Whether the challenger is so much dearer already that the rest of its turn is not worth its time.
+
+    Args:
+        steps: seconds of its steps in this turn.
+        held: the last turn of the level held, of ``block_steps`` steps or so.
+        extra: what it has to make up for beside its seconds, as a logarithm.
+        settled: whether these steps count.
+    """
+    loss = math.log(max(median(steps) if settled else min(steps), 1e-9) / held.step) + extra
+    variance = block_steps * held.step_variance / len(steps) + held.step_variance  # first that of one step
+    return loss > max(CLEAR if settled else HOPELESS, FAR * math.sqrt(variance))
 
 
 def promised(gain: float, variance: float, noise: float, certainty: float) -> float:

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hvdplus.control.controller import PROBE_MOST, Config, Controller, Observation
-from hvdplus.control.link import LevelCost
+from hvdplus.control.controller import Config, Controller, Observation
+from hvdplus.control.link import PROBE_MOST, LevelCost
 from hvdplus.control.meter import StepTimes
 from hvdplus.exchange.form import is_count, is_list, require, require_fields
 from hvdplus.exchange.journal import Journal, costs_of_levels, label

@@ -12,7 +12,7 @@ import numpy as np
 
 from hvdplus.compression import Context
 from hvdplus.control.meter import StepMeter
-from hvdplus.exchange import two_level
+from hvdplus.exchange import outcome, two_level
 from hvdplus.exchange.backend import Backend, EagerArray
 from hvdplus.exchange.bucket import BucketSet, BucketState, wide
 from hvdplus.exchange.engine import Exchange
@@ -187,15 +187,7 @@ class EagerExchange(Exchange[EagerArray]):
         self._begun, self.next_bucket = False, 0
         before = self.plan.level
         self.follow(self.coordinator.advance())
-        self._hand_over(before)
-
-    def _hand_over(self, before: int) -> None:
-        """Hand the last level's contexts to the coming level, if that can reuse them."""
-        old, new = self.ladder.compressors[before], self.ladder.compressors[self.plan.level]
-        if self.plan.level != before and new.can_reuse(old):
-            for state in (state for state in self.states if state.bucket.compressible):
-                fresh = new.init(self.ops, state.bucket.spec)
-                state.contexts[self.plan.level] = new.reuse_context(self.ops, fresh, self.context(state, before))
+        outcome.hand_over(self, before)
 
     def commit(self) -> None:
         """The optimizer has taken the step: pending residuals become residuals."""

@@ -1,4 +1,4 @@
-"""The end of a step: send overflowed buckets again, commit or roll back contexts, deliver the means."""
+"""The end of a step: send overflowed buckets again, commit contexts or roll them back, deliver the means, hand over."""
 
 from __future__ import annotations
 
@@ -115,3 +115,12 @@ def turned_sparse(x: EagerExchange[EagerArray]) -> None:
     if x.reporter.observed_in_step:
         turned = x.reporter.metadata.read().turned
         x.sparse.update(i for i, turns in enumerate(turned.tolist()) if turns)
+
+
+def hand_over(x: EagerExchange[EagerArray], before: int) -> None:
+    """Hand the contexts of the level ``before`` to the coming level, if that can reuse them."""
+    old, new = x.ladder.compressors[before], x.ladder.compressors[x.plan.level]
+    if x.plan.level != before and new.can_reuse(old):
+        for state in (state for state in x.states if state.bucket.compressible):
+            fresh = new.init(x.ops, state.bucket.spec)
+            state.contexts[x.plan.level] = new.reuse_context(x.ops, fresh, x.context(state, before))

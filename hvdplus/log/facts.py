@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from hvdplus.control.knowledge import price_of_delay
+from hvdplus.control.delay import price_of_delay
 
 Record = dict[str, Any]
 """One line of the log: plain JSON values, ``kind`` among them."""
