@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from hvdplus.cli import horovod
-from hvdplus.cli.horovod import build, cache, check, patches, progress, stack
+from hvdplus.cli.horovod import build, cache, check, frameworks, patches, progress, stack, tools
 
-TORCH = stack.Framework("torch", "torch", "2.13.0+cpu")
+TORCH = frameworks.Framework("torch", "torch", "2.13.0+cpu")
 STACK = stack.Stack((TORCH,), None, "/usr/bin/c++", "c++ 12.2.0", {})
 
 
@@ -92,9 +92,9 @@ def test_no_mpi_is_said_aloud() -> None:
 
 def test_a_folder_called_torch_is_no_framework(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
-    program = "from hvdplus.cli.horovod.stack import find_frameworks as f; print([x.module for x in f()])"
+    program = "from hvdplus.cli.horovod.frameworks import find_frameworks as f; print([x.module for x in f()])"
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    here = "torch" if stack.package_version("torch") else "no torch"
+    here = "torch" if frameworks.package_version("torch") else "no torch"
     told = subprocess.check_output([sys.executable, "-c", program], env=environ, text=True)
     assert ("'torch'" in told) == (here == "torch")
 
@@ -143,7 +143,7 @@ def test_pytorchs_headers_say_which_cpp_they_want(
 def test_a_patch_that_does_not_fit_is_refused(source: Path, patch: patches.Patch) -> None:
     path = source / patch.path
     path.write_text(path.read_text().replace(patch.old, "other\n", 1))
-    with pytest.raises(stack.InstallError, match=re.escape(f"{patch.times} time(s), found {patch.times - 1}")):
+    with pytest.raises(tools.InstallError, match=re.escape(f"{patch.times} time(s), found {patch.times - 1}")):
         patches.apply_patches(source)
 
 
@@ -162,20 +162,20 @@ class FakePip:
 
 
 def test_a_changed_archive_is_refused(runner: progress.Runner, tmp_path: Path) -> None:
-    with pytest.raises(stack.InstallError, match="not the released one"):
+    with pytest.raises(tools.InstallError, match="not the released one"):
         build.fetch_sdist(FakePip(runner, b"something else"), tmp_path, use_cache=True)  # type: ignore[arg-type]
     assert not list(cache.cache_root().glob("*"))
 
 
 def test_pips_own_refusal_is_understood(runner: progress.Runner, tmp_path: Path) -> None:
     pip = FakePip(runner, None, "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.")
-    with pytest.raises(stack.InstallError, match="not the released one"):
+    with pytest.raises(tools.InstallError, match="not the released one"):
         build.fetch_sdist(pip, tmp_path, use_cache=True)  # type: ignore[arg-type]
 
 
 def test_a_failed_download_says_why_and_what_to_do(runner: progress.Runner, tmp_path: Path) -> None:
     pip = FakePip(runner, None, "ERROR: No matching distribution found for horovod==0.28.1")
-    with pytest.raises(stack.InstallError, match="(?s)No matching distribution.*yourself") as caught:
+    with pytest.raises(tools.InstallError, match="(?s)No matching distribution.*yourself") as caught:
         build.fetch_sdist(pip, tmp_path, use_cache=True)  # type: ignore[arg-type]
     assert str(cache.cache_root()) in str(caught.value)
 
@@ -199,7 +199,7 @@ def test_a_failed_build_shows_the_log(
         tar.add(source, arcname=f"horovod-{patches.VERSION}")
     monkeypatch.setattr(build, "fetch_sdist", lambda *_: archive)
     monkeypatch.setattr(build, "ensure_packages", lambda *_: None)
-    with pytest.raises(stack.InstallError, match="x.cc:1: error: no such header") as caught:
+    with pytest.raises(tools.InstallError, match="x.cc:1: error: no such header") as caught:
         build.build_wheel(runner, STACK, tmp_path / "scratch", 1, use_cache=False)
     assert str(runner.log) in str(caught.value) and "filler" in runner.log.read_text()
 
@@ -211,7 +211,7 @@ def test_every_version_is_in_the_key() -> None:
     mpi = stack.Mpi("/opt/mpi/bin/mpicxx", None, "Open MPI 4.1.8", ("/opt/mpi/lib",))
     others = [
         STACK._replace(frameworks=(TORCH._replace(version="2.12.0"),)),
-        STACK._replace(frameworks=(TORCH, stack.Framework("tensorflow", "tensorflow-cpu", "2.21.0"))),
+        STACK._replace(frameworks=(TORCH, frameworks.Framework("tensorflow", "tensorflow-cpu", "2.21.0"))),
         STACK._replace(mpi=mpi),
         STACK._replace(mpi=mpi._replace(version="Open MPI 4.1.4")),
         STACK._replace(mpi=mpi._replace(library_dirs=("/opt/other/lib",))),
@@ -294,7 +294,7 @@ def test_a_check_that_fails_says_what_it_saw(
     mpirun.chmod(0o755)
     monkeypatch.setitem(check.CHECKS, "torch", program)
     monkeypatch.setattr(check, "_TELL", "")
-    with pytest.raises(stack.InstallError, match=message):
+    with pytest.raises(tools.InstallError, match=message):
         check.check_framework(runner, TORCH, stack.Mpi("mpicxx", str(mpirun), "MPI 1", ()))
 
 

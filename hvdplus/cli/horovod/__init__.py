@@ -22,7 +22,8 @@ from hvdplus.cli.horovod.cache import cache_folder, cache_key, cached_wheel, sto
 from hvdplus.cli.horovod.check import check_framework, check_installed
 from hvdplus.cli.horovod.patches import VERSION
 from hvdplus.cli.horovod.progress import Progress, Runner
-from hvdplus.cli.horovod.stack import InstallError, Stack, default_jobs, find_stack
+from hvdplus.cli.horovod.stack import Stack, default_jobs, find_stack
+from hvdplus.cli.horovod.tools import InstallError
 
 RUNTIME = {"cloudpickle": "cloudpickle", "psutil": "psutil", "pyyaml": "yaml", "packaging": "packaging", "cffi": "cffi"}
 """What Horovod imports: pip name -> module name."""

@@ -12,7 +12,8 @@ from pathlib import Path
 from hvdplus.cli.horovod.cache import cache_root, cached_wheel, run_path, store
 from hvdplus.cli.horovod.patches import SDIST_SHA256, VERSION, apply_patches, unpack
 from hvdplus.cli.horovod.progress import Runner, last_lines
-from hvdplus.cli.horovod.stack import InstallError, Stack, output_of, which
+from hvdplus.cli.horovod.stack import Stack
+from hvdplus.cli.horovod.tools import InstallError, output_of, which
 
 TOOLS = {"setuptools": "setuptools", "wheel": "wheel", "packaging": "packaging"}
 """What the build needs: pip name -> module name."""

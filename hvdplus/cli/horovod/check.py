@@ -6,9 +6,11 @@ import json
 import os
 import sys
 
+from hvdplus.cli.horovod.frameworks import Framework, package_version
 from hvdplus.cli.horovod.patches import VERSION
 from hvdplus.cli.horovod.progress import Runner, last_lines
-from hvdplus.cli.horovod.stack import Framework, InstallError, Mpi, Stack, package_version
+from hvdplus.cli.horovod.stack import Mpi, Stack
+from hvdplus.cli.horovod.tools import InstallError
 
 CHECK_SECONDS = 180.0
 """Two ranks may import TensorFlow from a slow shared disk; the all-reduce itself is instant."""

@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shutil
-import subprocess
 import sys
 import sysconfig
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-TENSORFLOW_NAMES = ("tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tensorflow-rocm", "tf-nightly")
+from hvdplus.cli.horovod.frameworks import Framework, find_frameworks
+from hvdplus.cli.horovod.tools import InstallError, output_of, which
+
 BYTES_PER_JOB = 1.5 * 2**30
 """Peak of one compiler job, on PyTorch's headers."""
 
@@ -22,21 +21,6 @@ BYTES_PER_JOB = 1.5 * 2**30
 CUSTOM_BUILD = re.compile(
     r"HOROVOD_(GPU|CUDA|NCCL|ROCM|CCL|DDL|CPU_OPERATIONS|ALLOW_MIXED|BUILD|DEBUG|WITH_NVTX|WITHOUT_NVTX)|CCL_|NCCL_HOME"
 )
-
-
-class InstallError(Exception):
-    """A reason for not building, and the command that mends it, in words for the user."""
-
-
-class Framework(NamedTuple):
-    """A deep-learning framework of this environment: its module, its package and the package's version."""
-
-    module: str
-    package: str
-    version: str
-
-    def __str__(self) -> str:
-        return f"{self.package} {self.version}"
 
 
 class Mpi(NamedTuple):
@@ -56,50 +40,6 @@ class Stack(NamedTuple):
     compiler: str
     compiler_version: str
     custom: dict[str, str]
-
-
-def environment() -> dict[str, str]:
-    """Return the process environment with this Python's scripts first on PATH.
-
-    cmake, mpicxx and mpirun may come from wheels, and the environment need not be activated.
-    """
-    scripts = dict.fromkeys([str(Path(sys.executable).parent), sysconfig.get_path("scripts")])
-    return {**os.environ, "PATH": os.pathsep.join([*scripts, os.environ.get("PATH", os.defpath)])}
-
-
-def which(*names: str) -> str | None:
-    """Return the first of ``names`` that is on the PATH of `environment`, as an absolute path."""
-    path = environment()["PATH"]
-    return next((found for name in names if (found := shutil.which(name, path=path))), None)
-
-
-def output_of(*command: str) -> str:
-    """Return the output of ``command``, from either stream, or ``""`` if it fails."""
-    try:
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return (done.stdout or done.stderr) if done.returncode == 0 else ""
-
-
-def package_version(*packages: str) -> tuple[str, str] | None:
-    """Return (package, version) of the first installed of ``packages``, without importing it."""
-    for package in packages:
-        try:
-            return package, metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def find_frameworks() -> tuple[Framework, ...]:
-    """Return the frameworks of this environment, without importing them."""
-    found = []
-    for module, packages in (("torch", ("torch",)), ("tensorflow", TENSORFLOW_NAMES)):
-        # find_spec alone would take any folder of that name for the framework.
-        if find_spec(module) and (known := package_version(*packages)):
-            found.append(Framework(module, *known))
-    return tuple(found)
 
 
 def find_mpi() -> Mpi | None:
