@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -21,6 +22,8 @@ from hvdplus.cli import horovod
 from hvdplus.cli.horovod import build, cache, check, frameworks, patches, progress, stack, tools
 
 TORCH = frameworks.Framework("torch", "torch", "2.13.0+cpu")
+ARCHIVE = cache.cache_root() / f"horovod-{patches.VERSION}.tar.gz"
+"""The user's own copy of the released source, if an installation has left one."""
 STACK = stack.Stack((TORCH,), None, "/usr/bin/c++", "c++ 12.2.0", {})
 
 
@@ -42,6 +45,14 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def runner() -> progress.Runner:
     return progress.Runner(progress.Progress())
+
+
+def script(path: Path, text: str) -> Path:
+    """Write a shell script."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
 
 
 # ------------------------------------------------------------------------------------------------ what is missing
@@ -322,3 +333,69 @@ def test_a_dry_run_does_nothing(
     assert horovod.run(arguments("--dry-run", "--jobs", "2")) == 0
     assert "would build with 2 jobs" in capsys.readouterr().out
     assert not cache.cache_root().exists()
+
+
+# ------------------------------------------------------------------------------------------------ GPUs
+
+
+def nccl(home: Path, *libraries: str) -> Path:
+    """Make a folder with NCCL 2.32.3."""
+    for folder in ("include", "lib"):
+        (home / folder).mkdir(parents=True, exist_ok=True)
+    numbers = zip(("MAJOR", "MINOR", "PATCH"), (2, 32, 3), strict=True)
+    (home / "include/nccl.h").write_text("".join(f"#define NCCL_{name} {number}\n" for name, number in numbers))
+    for name in libraries or ("libnccl.so",):
+        (home / "lib" / name).touch()
+    return home
+
+
+@pytest.fixture
+def released(tmp_path: Path) -> Path:
+    """The released source with all changes."""
+    if not ARCHIVE.exists():
+        pytest.skip(f"no {ARCHIVE}")
+    tree = patches.unpack(ARCHIVE, tmp_path / "released")
+    patches.apply_patches(tree)
+    return tree
+
+
+def test_changes_for_gpus_fit_the_released_source(released: Path) -> None:
+    """What they do to the text; that was compiled with CUDA 13, and not run on a GPU."""
+    ops = (released / "horovod/tensorflow/mpi_ops.cc").read_text()
+    assert ops.count("AsGpuStreamValue(") == 2  # its declaration, and its use for older TensorFlows
+    assert ops.count(" StreamValue(") == 13 and "stream->platform_specific_handle().stream" in ops
+    kernels = (released / "horovod/common/ops/cuda/CMakeLists.txt").read_text()
+    assert "set(CMAKE_CUDA_STANDARD 14)" in kernels
+    pytorch = (released / "cmake/Modules/FindPytorch.cmake").read_text()
+    assert pytorch.count('if(NOT "$ENV{HVDPLUS_WITHOUT_GPU}" STREQUAL "")') == 2
+
+
+def test_architectures_are_those_of_the_nvcc_that_compiles(released: Path, tmp_path: Path) -> None:
+    told = "echo '--gpu-architecture <arch>'\necho 'Allowed values: {}'\necho '--gpu-code <code>'"
+    script(tmp_path / "old/nvcc", told.format("'sm_50','sm_90'"))
+    script(tmp_path / "cuda/bin/nvcc", told.format("'sm_75','sm_90','sm_90a','sm_121'"))
+    environ = {"PATH": f"{tmp_path}/old:/usr/bin:/bin", "PYTHONPATH": str(released / "cmake")}
+    program = "import build_utils; print(*build_utils.get_nvcc_flags())"
+
+    def architectures(**more: str) -> list[str]:
+        flags = subprocess.check_output([sys.executable, "-c", program], env=environ | more, text=True)
+        return re.findall(r"arch=compute_(\d+)", flags)
+
+    assert architectures() == ["50", "90"]
+    assert architectures(HOROVOD_CUDA_HOME=str(tmp_path / "cuda")) == ["75", "90", "121"]
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="no CMake")
+@pytest.mark.parametrize("library", ["libnccl.so", "libnccl.so.2"])
+def test_cmake_finds_the_nccl_that_it_is_told(released: Path, tmp_path: Path, library: str) -> None:
+    """pip's wheel has no libnccl.so; and another one, of the system, is not taken in its stead."""
+    mine, other = nccl(tmp_path / "mine", library), nccl(tmp_path / "other")
+    program = tmp_path / "find.cmake"
+    program.write_text(
+        "set(CMAKE_FIND_LIBRARY_PREFIXES lib)\nset(CMAKE_FIND_LIBRARY_SUFFIXES .so .a)\n"
+        f"set(CMAKE_SYSTEM_PREFIX_PATH {other})\nset(CMAKE_MODULE_PATH {released}/cmake/Modules)\n"
+        "find_package(NCCL REQUIRED)\nmessage(STATUS ${NCCL_INCLUDE_DIRS}:${NCCL_LIBRARIES}:${NCCL_MAJOR_VERSION})\n"
+    )
+    environ = {**os.environ, "HOROVOD_NCCL_HOME": str(mine), "HOROVOD_NCCL_LINK": "SHARED"}
+    told = subprocess.check_output(["cmake", "-P", str(program)], env=environ, text=True)
+    assert f"-- {mine}/include:{mine}/lib/{library}:2\n" in told
