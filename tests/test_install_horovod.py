@@ -19,12 +19,22 @@ from pathlib import Path
 import pytest
 
 from hvdplus.cli import horovod
-from hvdplus.cli.horovod import build, cache, check, frameworks, patches, progress, stack, tools
+from hvdplus.cli.horovod import build, cache, check, cuda, frameworks, patches, progress, stack, tools
 
 TORCH = frameworks.Framework("torch", "torch", "2.13.0+cpu")
+ON_GPUS = TORCH._replace(version="2.13.0+cu130", cuda="13.0")
+TENSORFLOW = frameworks.Framework("tensorflow", "tensorflow", "2.21.0", "12.5")
+STACK = stack.Stack((TORCH,), None, "/usr/bin/c++", "c++ 12.2.0", {})
+GPU = cuda.Gpu(cuda.Toolkit("/cuda", "13.0"), cuda.Nccl("2.32.3", "/nccl/include", "/nccl/lib", True))
 ARCHIVE = cache.cache_root() / f"horovod-{patches.VERSION}.tar.gz"
 """The user's own copy of the released source, if an installation has left one."""
-STACK = stack.Stack((TORCH,), None, "/usr/bin/c++", "c++ 12.2.0", {})
+SITE = (
+    "CUDA_HOME",
+    "EBROOTCUDA",
+    "EBROOTNCCL",
+    "CONDA_PREFIX",
+)
+"""Variables of modules and of conda, which would be found."""
 
 
 def arguments(*words: str) -> argparse.Namespace:
@@ -38,7 +48,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the user's wheel cache and build variables out of every test, and every log in its folder."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name in [name for name in os.environ if stack.CUSTOM_BUILD.match(name)]:
+    for name in [name for name in os.environ if stack.CUSTOM_BUILD.match(name) or name in SITE]:
         monkeypatch.delenv(name)
 
 
@@ -228,6 +238,10 @@ def test_every_version_is_in_the_key() -> None:
         STACK._replace(mpi=mpi._replace(library_dirs=("/opt/other/lib",))),
         STACK._replace(compiler_version="c++ 14"),
         STACK._replace(custom={"HOROVOD_GPU_OPERATIONS": "NCCL"}),
+        STACK._replace(gpu=GPU),
+        STACK._replace(gpu=GPU._replace(toolkit=GPU.toolkit._replace(version="13.1"))),
+        STACK._replace(gpu=GPU._replace(nccl=GPU.nccl._replace(version="2.28.1"))),
+        STACK._replace(gpu=GPU._replace(nccl=GPU.nccl._replace(shared=False))),
     ]
     folders = [cache.cache_folder(each) for each in (STACK, *others)]
     assert len(set(folders)) == len(folders)
@@ -245,6 +259,10 @@ def test_the_run_path_holds_no_path_of_this_environment() -> None:
     outside = inside._replace(library_dirs=("/opt/mpi/lib",))
     assert cache.run_path(STACK._replace(mpi=outside)) == "/opt/mpi/lib"
     assert cache.run_path(STACK) == ""
+    nccl = GPU.nccl._replace(lib=f"{sys.prefix}/lib/nvidia/nccl/lib")
+    both = cache.run_path(STACK._replace(mpi=outside, gpu=GPU._replace(nccl=nccl))).split(";")
+    assert both[0] == "/opt/mpi/lib" and both[1].startswith("$ORIGIN/") and sys.prefix not in both[1]
+    assert cache.run_path(STACK._replace(gpu=GPU._replace(nccl=nccl._replace(lib="/usr/lib/x86_64-linux-gnu")))) == ""
 
 
 def test_the_build_is_told_what_is_here_and_what_is_not() -> None:
@@ -287,6 +305,10 @@ def test_a_hanging_child_is_ended(runner: progress.Runner) -> None:
     assert code is None and time.monotonic() - began < 15
 
 
+RUN_LAST = f'for last; do :; done\nexec {sys.executable} -c "$last"'
+"""A launcher that runs its last argument, a program, once."""
+
+
 @pytest.mark.parametrize(
     ("program", "message"),
     [
@@ -300,13 +322,11 @@ def test_a_check_that_fails_says_what_it_saw(
     runner: progress.Runner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, message: str
 ) -> None:
     """A stand-in for mpirun runs the last argument as it is; the check must not take its word for more than it said."""
-    mpirun = tmp_path / "mpirun"
-    mpirun.write_text(f'#!/bin/sh\nfor last; do :; done\nexec {sys.executable} -c "$last"\n')
-    mpirun.chmod(0o755)
+    mpirun = script(tmp_path / "mpirun", RUN_LAST)
     monkeypatch.setitem(check.CHECKS, "torch", program)
     monkeypatch.setattr(check, "_TELL", "")
     with pytest.raises(tools.InstallError, match=message):
-        check.check_framework(runner, TORCH, stack.Mpi("mpicxx", str(mpirun), "MPI 1", ()))
+        check.check_framework(runner, TORCH, STACK._replace(mpi=stack.Mpi("mpicxx", str(mpirun), "MPI 1", ())))
 
 
 @pytest.fixture
@@ -337,6 +357,37 @@ def test_a_dry_run_does_nothing(
 
 # ------------------------------------------------------------------------------------------------ GPUs
 
+TORCH_VERSION = "__version__ = '2.13.0'\ndebug = False\ncuda: Optional[str] = {}\nhip: Optional[str] = {}\n"
+TENSORFLOW_BUILD = "build_info = collections.OrderedDict([{}])\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "text", "expected"),
+    [
+        ("torch", TORCH_VERSION.format("'13.0'", None), ("13.0", False)),
+        ("torch", TORCH_VERSION.format(None, None), ("", False)),
+        ("torch", TORCH_VERSION.format(None, "'6.4.43482'"), ("", True)),
+        ("tensorflow", TENSORFLOW_BUILD.format("('cuda_version', '12.5.1'), ('is_cuda_build', True)"), ("12.5", False)),
+        ("tensorflow", TENSORFLOW_BUILD.format("('is_cuda_build', False), ('is_rocm_build', False)"), ("", False)),
+        ("tensorflow", TENSORFLOW_BUILD.format("('is_cuda_build', False), ('is_rocm_build', True)"), ("", True)),
+        ("torch", None, ("", False)),
+    ],
+)
+def test_the_build_of_a_framework_is_read(
+    module: str, text: str | None, expected: tuple[str, bool], tmp_path: Path
+) -> None:
+    path = tmp_path / frameworks.BUILT_FOR[module][0]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if text is not None:
+        path.write_text(text)
+    assert frameworks.built_for(module, tmp_path) == expected
+
+
+def toolkit(home: Path, version: str = "13.0") -> Path:
+    """Make a CUDA toolkit: an nvcc that tells its version and its folder as NVIDIA's does. Return nvcc."""
+    told = f"case $1 in --version) echo 'Cuda compilation tools, release {version}, V{version}.88';;\n"
+    return script(home / "bin/nvcc", f"{told}*) echo '#$ TOP={home}/bin/..' >&2;;\nesac")
+
 
 def nccl(home: Path, *libraries: str) -> Path:
     """Make a folder with NCCL 2.32.3."""
@@ -347,6 +398,131 @@ def nccl(home: Path, *libraries: str) -> Path:
     for name in libraries or ("libnccl.so",):
         (home / "lib" / name).touch()
     return home
+
+
+def test_the_toolkit_that_is_named_wins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, version in (("named", "12.6"), ("home", "12.8"), ("module", "12.9"), ("path", "13.0")):
+        toolkit(tmp_path / name, version)
+    # As sites do: what is on PATH is far from the toolkit.
+    wrapper = script(tmp_path / "wrappers/nvcc", f'exec {tmp_path}/path/bin/nvcc "$@"')
+    monkeypatch.setenv("PATH", str(wrapper.parent), prepend=os.pathsep)
+    assert cuda.find_toolkit() == (str(tmp_path / "path"), "13.0")
+    for variable, name, version in (
+        ("EBROOTCUDA", "module", "12.9"),
+        ("CUDA_HOME", "home", "12.8"),
+        ("HOROVOD_CUDA_HOME", "named", "12.6"),
+    ):
+        monkeypatch.setenv(variable, str(tmp_path / name))
+        assert cuda.find_toolkit() == (str(tmp_path / name), version)
+    monkeypatch.setenv("HOROVOD_CUDA_HOME", str(tmp_path / "nowhere"))
+    with pytest.raises(tools.InstallError, match=f"with bin/nvcc. Received: {tmp_path}/nowhere"):
+        cuda.find_toolkit()
+
+
+def test_the_nccl_that_is_named_wins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    site = tmp_path / "site-packages"
+    record = site / "nvidia_nccl_cu13-2.32.3.dist-info/METADATA"
+    record.parent.mkdir(parents=True)
+    record.write_text("Metadata-Version: 2.1\nName: nvidia-nccl-cu13\nVersion: 2.32.3\n")
+    monkeypatch.syspath_prepend(str(site))
+    found = cuda.find_nccl(GPU.toolkit)
+    assert found is None or found.include == "/usr/include"  # of this machine
+    nccl(site / "nvidia/nccl", "libnccl.so.2")  # as the wheel has it
+    where = lambda: Path(cuda.find_nccl(GPU.toolkit).lib).parent  # type: ignore[union-attr]  # noqa: E731
+    assert where() == site / "nvidia/nccl"
+    for variable in ("CONDA_PREFIX", "EBROOTNCCL", "NCCL_HOME", "HOROVOD_NCCL_HOME"):
+        monkeypatch.setenv(variable, str(nccl(tmp_path / variable)))
+        assert where() == tmp_path / variable
+    monkeypatch.setenv("HOROVOD_NCCL_LIB", str(nccl(tmp_path / "static", "libnccl_static.a") / "lib"))
+    assert cuda.find_nccl(GPU.toolkit) == (
+        "2.32.3",
+        str(tmp_path / "HOROVOD_NCCL_HOME/include"),
+        str(tmp_path / "static/lib"),
+        False,
+    )
+    monkeypatch.setenv("HOROVOD_NCCL_LIB", "/nowhere")
+    with pytest.raises(tools.InstallError, match="include/nccl.h and lib/libnccl.so.*HOROVOD_NCCL_LIB=/nowhere"):
+        cuda.find_nccl(GPU.toolkit)
+
+
+def test_the_build_is_told_of_cuda_and_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = build.build_environment(STACK._replace(gpu=GPU), 1)
+    assert told["HOROVOD_GPU_OPERATIONS"] == "NCCL" and told["HVDPLUS_WITHOUT_GPU"] == ""
+    assert told["HOROVOD_CUDA_HOME"] == told["CUDA_HOME"] == "/cuda"
+    assert (told["HOROVOD_NCCL_HOME"], told["HOROVOD_NCCL_LIB"]) == ("/nccl", "/nccl/lib")
+    assert told["HOROVOD_NCCL_LINK"] == "SHARED"
+    monkeypatch.setenv("HOROVOD_NCCL_LINK", "STATIC")
+    monkeypatch.setenv("HOROVOD_NCCL_LIB", "/nccl/lib")
+    told = build.build_environment(STACK._replace(gpu=GPU), 1)
+    assert not {"HOROVOD_NCCL_LINK", "HOROVOD_NCCL_HOME"} & told.keys()
+    assert build.build_environment(STACK, 1)["HVDPLUS_WITHOUT_GPU"] == "1"
+    users = build.build_environment(STACK._replace(custom={"HOROVOD_GPU_OPERATIONS": "MPI"}), 1)
+    assert users["HVDPLUS_WITHOUT_GPU"] == "" and "HOROVOD_GPU_OPERATIONS" not in users
+
+
+@pytest.mark.parametrize(
+    ("found", "version", "library", "lack"),
+    [
+        ([TORCH], "13.0", True, ""),
+        ([ON_GPUS], "13.0", True, ""),
+        ([TORCH._replace(rocm=True)], "13.0", True, "ROCm"),
+        ([TORCH, TENSORFLOW], "12.9", True, "2.13.0.cpu is built for CPUs, .*leave it out .--without-torch"),
+        ([ON_GPUS], "", True, "no CUDA toolkit.*load the module of CUDA 13, or set HOROVOD_CUDA_HOME$"),
+        ([ON_GPUS], "12.9", True, "2.13.0.cu130 is built for CUDA 13.0, .* is CUDA 12.9.*module of CUDA 13.*_HOME$"),
+        ([ON_GPUS, TENSORFLOW], "13.0", True, "2.21.0 is built for CUDA 12.5, .*leave it out .--without-tensorflow"),
+        ([ON_GPUS], "13.0", False, "NCCL was not found.*set HOROVOD_NCCL_HOME.*pip install nvidia-nccl-cu13$"),
+    ],
+)
+def test_a_build_for_gpus_needs_all_of_it(
+    found: list[frameworks.Framework],
+    version: str,
+    library: bool,
+    lack: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    have = cuda.Toolkit(str(tmp_path), version) if version else None
+    monkeypatch.setattr(cuda, "find_toolkit", lambda: have)  # this machine may have its own
+    monkeypatch.setattr(cuda, "_places", lambda _: iter([str(nccl(tmp_path))] if library else []))
+    gpu = cuda.find_gpu(found)
+    if lack:
+        assert isinstance(gpu, cuda.Lack) and re.search(lack, " ".join(gpu))
+    else:
+        assert isinstance(gpu, cuda.Gpu) if found == [ON_GPUS] else gpu is None
+
+
+def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What a dry run prints where PyTorch is built for CUDA 13.0."""
+    monkeypatch.setattr(stack, "find_frameworks", lambda: (ON_GPUS,))
+    monkeypatch.setattr(stack, "find_compiler", lambda: ("/usr/bin/c++", "c++ 12.2.0"))
+    assert horovod.run(arguments("--dry-run", *words)) == 0
+    return capsys.readouterr().out
+
+
+def test_the_plan_tells_what_becomes_of_gpus(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    toolkit(tmp_path / "cuda")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    monkeypatch.setenv("NCCL_HOME", str(nccl(tmp_path / "nccl")))
+    told = plan(monkeypatch, capsys)
+    assert f"found CUDA 13.0 ({tmp_path}/cuda)" in told and f"found NCCL 2.32.3 ({tmp_path}/nccl/lib)" in told
+    assert "WARNING" not in told
+    toolkit(tmp_path / "cuda", "12.6")
+    told = plan(monkeypatch, capsys)
+    assert re.search("WARNING: .*FOR CPUS ONLY: torch .*CUDA 13.0, .* is CUDA 12.6", told)
+    assert "set HOROVOD_CUDA_HOME; then: hvdplus install-horovod" in told and "torchrun" in told
+    quiet = plan(monkeypatch, capsys, "--without-gpu")
+    assert "WARNING" not in quiet and "found CUDA" not in quiet
+
+
+def test_without_gpu_contradicts_the_users_own_settings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", "NCCL")
+    monkeypatch.setattr(stack, "find_compiler", lambda: ("/usr/bin/c++", "c++ 12.2.0"))
+    message = refusal(monkeypatch, capsys, "--without-gpu")
+    assert "--without-gpu contradicts HOROVOD_GPU_OPERATIONS=NCCL" in message
 
 
 @pytest.fixture

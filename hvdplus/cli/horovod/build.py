@@ -78,7 +78,10 @@ def build_environment(stack: Stack, jobs: int) -> dict[str, str]:
     def choose(feature: str, wanted: bool) -> dict[str, str]:
         return {f"HOROVOD_{'WITH' if wanted else 'WITHOUT'}_{feature}": "1"}
 
+    # Horovod's files for PyTorch would compile for CUDA wherever they see nvcc, and without NCCL.
+    without_gpu = stack.gpu is None and not stack.users_gpu
     return {
+        **(stack.gpu.variables() if stack.gpu else {}),
         **choose("MPI", stack.mpi is not None),
         **choose("GLOO", True),
         **choose("PYTORCH", "torch" in present),
@@ -90,6 +93,7 @@ def build_environment(stack: Stack, jobs: int) -> dict[str, str]:
         "HVDPLUS_RPATH": run_path(stack),
         "HVDPLUS_RPATH_USE_LINK_PATH": "ON" if stack.custom else "OFF",
         "HVDPLUS_CXX_STANDARD": pytorch_standard(),
+        "HVDPLUS_WITHOUT_GPU": "1" if without_gpu else "",
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
 
@@ -104,7 +108,12 @@ def pytorch_standard() -> str:
 
 
 def build_wheel(run: Runner, stack: Stack, folder: Path, jobs: int, use_cache: bool) -> Path:
-    """Build Horovod for ``stack`` in ``folder`` and return the wheel."""
+    """Build Horovod for ``stack`` in ``folder`` and return the wheel.
+
+    Args:
+        jobs: compiler jobs at a time.
+        use_cache: whether the source archive may come from the cache, and go there.
+    """
     ensure_packages(run, {**TOOLS, **({} if usable_cmake() else {"cmake": "cmake"})})
     source = unpack(fetch_sdist(run, folder, use_cache), folder)
     apply_patches(source)

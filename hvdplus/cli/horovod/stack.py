@@ -1,4 +1,4 @@
-"""The software that Horovod is built for and with: frameworks, MPI, compiler. Nothing is imported to find it."""
+"""The software that Horovod is built for and with: frameworks, MPI, CUDA, compiler. No framework is imported."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from hvdplus.cli.horovod.cuda import OWN_CHOICE, Gpu, Lack, find_gpu
 from hvdplus.cli.horovod.frameworks import Framework, find_frameworks
 from hvdplus.cli.horovod.tools import InstallError, output_of, which
 
@@ -40,6 +41,19 @@ class Stack(NamedTuple):
     compiler: str
     compiler_version: str
     custom: dict[str, str]
+    gpu: Gpu | None = None
+    lack: Lack | None = None
+    """Why the build is for CPUs although a framework uses GPUs; None if none does, or if the user asked for it."""
+
+    @property
+    def users_gpu(self) -> bool:
+        """Whether the user's own variables say what to build for GPUs."""
+        return any(name.startswith(OWN_CHOICE) for name in self.custom)
+
+    @property
+    def wants_nccl(self) -> bool:
+        """Whether the build has to have NCCL."""
+        return self.gpu is not None or self.custom.get("HOROVOD_GPU_OPERATIONS") == "NCCL"
 
 
 def find_mpi() -> Mpi | None:
@@ -73,6 +87,24 @@ def find_stack(args: argparse.Namespace) -> Stack:
             f"No PyTorch and no TensorFlow found in {sys.prefix}{left_out}. Horovod is built for what is there, so "
             "install one first: pip install torch, or: pip install tensorflow-cpu keras"
         )
+    custom = {name: value for name, value in sorted(os.environ.items()) if CUSTOM_BUILD.match(name)}
+    custom |= {name: os.environ[name] for name in ("CXXFLAGS", "LDFLAGS") if name in os.environ}
+    mpi = None if args.without_mpi else find_mpi()
+    compiler, version = find_compiler()
+    stack = Stack(frameworks, mpi, compiler, version, custom)
+    if args.without_gpu:
+        if stack.users_gpu:
+            asked = " ".join(f"{name}={value}" for name, value in custom.items() if name.startswith(OWN_CHOICE))
+            raise InstallError(f"--without-gpu contradicts {asked} in the environment: leave one of them out")
+        return stack
+    if stack.users_gpu:
+        return stack
+    found = find_gpu(frameworks)
+    return stack._replace(lack=found) if isinstance(found, Lack) else stack._replace(gpu=found)
+
+
+def find_compiler() -> tuple[str, str]:
+    """Return (C++ compiler, its version). Raises `InstallError` without it, make or Python's headers."""
     compiler = which(*filter(None, [os.environ.get("CXX")]), "c++", "g++", "clang++")
     if not compiler:
         raise InstallError("No C++ compiler found (looked for $CXX, c++, g++ and clang++). Mend it with: "
@@ -82,10 +114,7 @@ def find_stack(args: argparse.Namespace) -> Stack:
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.exists():
         raise InstallError(f"Python's headers are missing ({header}). Mend it with: sudo apt-get install python3-dev")
-    version = (output_of(compiler, "--version").splitlines() or ["unknown"])[0]
-    custom = {name: value for name, value in sorted(os.environ.items()) if CUSTOM_BUILD.match(name)}
-    custom |= {name: os.environ[name] for name in ("CXXFLAGS", "LDFLAGS") if name in os.environ}
-    return Stack(frameworks, None if args.without_mpi else find_mpi(), compiler, version, custom)
+    return compiler, (output_of(compiler, "--version").splitlines() or ["unknown"])[0]
 
 
 def default_jobs() -> int:

@@ -36,3 +36,8 @@ def output_of(*command: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return (done.stdout or done.stderr) if done.returncode == 0 else ""
+
+
+def inside(path: str | Path) -> bool:
+    """Return whether ``path`` lies in this environment."""
+    return Path(path).resolve().is_relative_to(Path(sys.prefix).resolve())
