@@ -33,6 +33,10 @@ SITE = (
     "EBROOTCUDA",
     "EBROOTNCCL",
     "CONDA_PREFIX",
+    "PE_ENV",
+    "CRAYPE_VERSION",
+    "CRAY_MPICH_VERSION",
+    "CXX",
 )
 """Variables of modules and of conda, which would be found."""
 
@@ -544,6 +548,7 @@ def test_changes_for_gpus_fit_the_released_source(released: Path) -> None:
     assert "set(CMAKE_CUDA_STANDARD 14)" in kernels
     pytorch = (released / "cmake/Modules/FindPytorch.cmake").read_text()
     assert pytorch.count('if(NOT "$ENV{HVDPLUS_WITHOUT_GPU}" STREQUAL "")') == 2
+    assert "$ENV{HVDPLUS_MPICXX}" in (released / "CMakeLists.txt").read_text()
 
 
 def test_architectures_are_those_of_the_nvcc_that_compiles(released: Path, tmp_path: Path) -> None:
@@ -575,3 +580,44 @@ def test_cmake_finds_the_nccl_that_it_is_told(released: Path, tmp_path: Path, li
     environ = {**os.environ, "HOROVOD_NCCL_HOME": str(mine), "HOROVOD_NCCL_LINK": "SHARED"}
     told = subprocess.check_output(["cmake", "-P", str(program)], env=environ, text=True)
     assert f"-- {mine}/include:{mine}/lib/{library}:2\n" in told
+
+
+# ------------------------------------------------------------------------------------------------ clusters
+
+
+def test_crays_compiler_brings_mpi_along(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    answers = "case $1 in --cray-print-opts=libs) echo '-L/opt/cray/mpich/lib -lmpi';; --version) echo g++ 13.2;; esac"
+    wrapper = script(tmp_path / "CC", answers)
+    script(tmp_path / "mpirun", "echo 'mpirun (Open MPI) 5.0.1'")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    before = stack.find_mpi()
+    assert before is None or before.wrapper != str(wrapper)
+    monkeypatch.setenv("PE_ENV", "GNU")
+    monkeypatch.setenv("CRAY_MPICH_VERSION", "8.1.28")
+    assert stack.find_mpi() == (str(wrapper), None, "Cray MPICH 8.1.28", ("/opt/cray/mpich/lib",))
+    assert stack.find_compiler() == (str(wrapper), "g++ 13.2")
+    monkeypatch.setenv("CXX", str(script(tmp_path / "mine", "echo mine 1")))
+    assert stack.find_compiler() == (str(tmp_path / "mine"), "mine 1")
+
+
+def test_the_mpi_of_a_named_wrapper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wrapper = script(tmp_path / "mpi/bin/siteCC", "echo g++ -I/x -L/opt/their/lib -lmpi")
+    mpirun = script(tmp_path / "mpi/bin/mpirun", "echo HYDRA build details: Version: 4.2.1")
+    expected = (str(wrapper), str(mpirun), "MPICH 4.2.1", ("/opt/their/lib",))
+    assert stack.find_mpi(str(wrapper)) == expected
+    monkeypatch.setenv("PATH", str(wrapper.parent), prepend=os.pathsep)
+    assert stack.find_mpi("siteCC") == expected
+    found = stack.find_mpi("siteCC")
+    assert build.build_environment(STACK._replace(mpi=found), 1)["HVDPLUS_MPICXX"] == str(wrapper)
+    with pytest.raises(tools.InstallError, match="--mpicxx must be .*Received: /nowhere/mpicxx"):
+        stack.find_mpi("/nowhere/mpicxx")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--mpicxx", "CC", "--without-mpi")],
+)
+def test_options_that_contradict_each_other(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments(*words)
+    assert "not allowed with argument" in capsys.readouterr().err

@@ -37,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--without-torch", action="store_true", help="leave PyTorch out although it is here")
     parser.add_argument("--without-tensorflow", action="store_true", help="leave TensorFlow out although it is here")
     parser.add_argument("--without-gpu", action="store_true", help="build for CPUs although a framework uses GPUs")
-    parser.add_argument("--without-mpi", action="store_true", help="leave MPI out: ranks talk through Gloo only")
+    mpi = parser.add_mutually_exclusive_group()
+    mpi.add_argument("--without-mpi", action="store_true", help="leave MPI out: ranks talk through Gloo only")
+    mpi.add_argument("--mpicxx", metavar="PATH", help="the MPI's C++ compiler wrapper (default: Cray's CC, or mpicxx)")
     parser.add_argument("--dry-run", action="store_true", help="print the plan, and do nothing")
 
 

@@ -93,6 +93,7 @@ def build_environment(stack: Stack, jobs: int) -> dict[str, str]:
         "HVDPLUS_RPATH": run_path(stack),
         "HVDPLUS_RPATH_USE_LINK_PATH": "ON" if stack.custom else "OFF",
         "HVDPLUS_CXX_STANDARD": pytorch_standard(),
+        "HVDPLUS_MPICXX": stack.mpi.wrapper if stack.mpi else "",
         "HVDPLUS_WITHOUT_GPU": "1" if without_gpu else "",
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }

@@ -151,6 +151,13 @@ PATCHES = (
         1,
         "a wheel that works in another environment",
     ),
+    Patch(
+        "CMakeLists.txt",
+        "    find_package(MPI ${MPI_REQUIRED})\n",
+        '    set(MPI_CXX_COMPILER "$ENV{HVDPLUS_MPICXX}" CACHE FILEPATH "")\n    find_package(MPI ${MPI_REQUIRED})\n',
+        1,
+        "the MPI of the wrapper that was found or named",
+    ),
 )
 
 

@@ -22,6 +22,8 @@ BYTES_PER_JOB = 1.5 * 2**30
 CUSTOM_BUILD = re.compile(
     r"HOROVOD_(GPU|CUDA|NCCL|ROCM|CCL|DDL|CPU_OPERATIONS|ALLOW_MIXED|BUILD|DEBUG|WITH_NVTX|WITHOUT_NVTX)|CCL_|NCCL_HOME"
 )
+CRAY = ("CRAYPE_VERSION", "PE_ENV")
+"""Variables of Cray's programming environment. There ``CC`` is the C++ compiler, and brings MPI along."""
 
 
 class Mpi(NamedTuple):
@@ -56,17 +58,41 @@ class Stack(NamedTuple):
         return self.gpu is not None or self.custom.get("HOROVOD_GPU_OPERATIONS") == "NCCL"
 
 
-def find_mpi() -> Mpi | None:
-    """Return the MPI whose compiler wrapper comes first on PATH (this environment's own before the system's)."""
-    wrapper = which("mpicxx", "mpic++", "mpicc")
-    if not wrapper:
+def cray_compiler() -> tuple[str, ...]:
+    """Return the name of Cray's compiler wrapper where a Cray programming environment is loaded, else nothing."""
+    return ("CC",) if any(name in os.environ for name in CRAY) else ()
+
+
+def find_mpi(wanted: str | None = None) -> Mpi | None:
+    """Return the MPI of the compiler wrapper ``wanted`` (a path, or a name on PATH), else of that which comes first on
+    PATH: Cray's where its environment is loaded, this environment's own before the system's.
+
+    Raises:
+        InstallError: there is no program ``wanted``.
+    """
+    found = which(*([wanted] if wanted else [*cray_compiler(), "mpicxx", "mpic++", "mpicc"]))
+    if not found:
+        if wanted:
+            raise InstallError("--mpicxx must be an MPI's C++ compiler wrapper: its path, or its name on PATH, such as "
+                               f"mpicxx or CC. Received: {wanted}")  # fmt: skip
         return None
-    mpirun = which("mpirun", "mpiexec")
-    banner = output_of(mpirun, "--version") if mpirun else ""
+    wrapper = str(Path(found).absolute())
+    if Path(wrapper).name in cray_compiler():  # it has no mpirun, and any other's would not fit
+        version, mpirun = f"Cray MPICH {os.environ.get('CRAY_MPICH_VERSION', 'unknown')}", None
+        question = "--cray-print-opts=libs"
+    else:
+        beside = Path(wrapper).parent
+        mpirun = which(str(beside / "mpirun"), str(beside / "mpiexec"), "mpirun", "mpiexec")
+        version, question = _mpi_version(output_of(mpirun, "--version") if mpirun else ""), "-show"
+    dirs = re.findall(r"(?:^|\s)-L(\S+)", output_of(wrapper, question))
+    return Mpi(wrapper, mpirun, version, tuple(dict.fromkeys(dirs)))
+
+
+def _mpi_version(banner: str) -> str:
+    """The name and version that mpirun's own words tell."""
     number = re.search(r"\d+\.\d+(\.\d+)?\S*", banner)
     name = "Open MPI" if "Open MPI" in banner or "OpenRTE" in banner else "MPICH" if "HYDRA" in banner else "MPI"
-    dirs = re.findall(r"(?:^|\s)-L(\S+)", output_of(wrapper, "-show"))
-    return Mpi(wrapper, mpirun, f"{name} {number[0] if number else 'unknown'}", tuple(dict.fromkeys(dirs)))
+    return f"{name} {number[0] if number else 'unknown'}"
 
 
 def find_stack(args: argparse.Namespace) -> Stack:
@@ -89,7 +115,7 @@ def find_stack(args: argparse.Namespace) -> Stack:
         )
     custom = {name: value for name, value in sorted(os.environ.items()) if CUSTOM_BUILD.match(name)}
     custom |= {name: os.environ[name] for name in ("CXXFLAGS", "LDFLAGS") if name in os.environ}
-    mpi = None if args.without_mpi else find_mpi()
+    mpi = None if args.without_mpi else find_mpi(args.mpicxx)
     compiler, version = find_compiler()
     stack = Stack(frameworks, mpi, compiler, version, custom)
     if args.without_gpu:
@@ -105,7 +131,7 @@ def find_stack(args: argparse.Namespace) -> Stack:
 
 def find_compiler() -> tuple[str, str]:
     """Return (C++ compiler, its version). Raises `InstallError` without it, make or Python's headers."""
-    compiler = which(*filter(None, [os.environ.get("CXX")]), "c++", "g++", "clang++")
+    compiler = which(*filter(None, [os.environ.get("CXX")]), *cray_compiler(), "c++", "g++", "clang++")
     if not compiler:
         raise InstallError("No C++ compiler found (looked for $CXX, c++, g++ and clang++). Mend it with: "
                            "sudo apt-get install g++ make")  # fmt: skip
