@@ -615,9 +615,110 @@ def test_the_mpi_of_a_named_wrapper(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 @pytest.mark.parametrize(
     "words",
-    [("--mpicxx", "CC", "--without-mpi")],
+    [("--mpicxx", "CC", "--without-mpi"), ("--no-check", "--check-with", "srun")],
 )
 def test_options_that_contradict_each_other(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         arguments(*words)
     assert "not allowed with argument" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "with its options"),
+        ("srun 'unfinished", "with its options"),
+        ("no-such-launcher -n 2", "on PATH.*Received: 'no-such-launcher -n 2'"),
+        ("srun -n 4", "must start 2 ranks.*Received: 'srun -n 4'"),
+        ("srun --ntasks=1 --mpi=pmix", "must start 2 ranks"),
+        ("srun -N 1 -n3", "must start 2 ranks"),
+    ],
+)
+def test_a_launcher_that_cannot_be(text: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script(tmp_path / "srun", "exit 0")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(tools.InstallError, match=message):
+        check.given_launcher(text)
+    for right in ("srun -n 2 --mpi=pmix", "srun -N 1 -n2", "srun --ntasks=2", "srun"):
+        assert check.given_launcher(right) == tuple(right.split())
+
+
+def test_the_users_launcher_starts_the_check(
+    runner: progress.Runner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    srun = script(tmp_path / "srun", f'printf "%s " "$@" > {tmp_path}/told\n{RUN_LAST}')
+    saw = 'print(\'hvdplus saw {"ranks": %d, "total": 3.0, "mpi": true, "gloo": true, "nccl": false}\')'
+    monkeypatch.setitem(check.CHECKS, "torch", saw % 2)
+    monkeypatch.setattr(check, "_TELL", "")
+    mpi = STACK._replace(mpi=stack.Mpi("CC", None, "Cray MPICH 8.1", ()))
+    assert "two ranks over" in check.check_framework(runner, TORCH, mpi, (str(srun), "-n", "2"))
+    assert (tmp_path / "told").read_text().startswith("-n 2 ")
+    with pytest.raises(tools.InstallError, match="without NCCL, but CUDA 13.0 and NCCL 2.32.3 is here"):
+        check.check_framework(runner, TORCH, mpi._replace(gpu=GPU), (str(srun),))
+    monkeypatch.setitem(check.CHECKS, "torch", saw % 1)
+    with pytest.raises(tools.InstallError, match="saw 1 and 3.0: .*srun -n 2 does not start .*Change --check-with"):
+        check.check_framework(runner, TORCH, mpi, (str(srun), "-n", "2"))
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the command does to the environment and to ranks, told instead of done."""
+    did: list[str] = []
+
+    def checked(_: progress.Runner, framework: frameworks.Framework, *__: object) -> str:
+        did.append(f"check {framework.module}")
+        return "seen"
+
+    monkeypatch.setattr(stack, "find_frameworks", lambda: (TORCH,))
+    monkeypatch.setattr(horovod, "ensure_packages", lambda *_: None)
+    monkeypatch.setattr(horovod, "install_wheel", lambda _, wheel: did.append(f"install {wheel}"))
+    monkeypatch.setattr(horovod, "check_framework", checked)
+    monkeypatch.setattr(check, "check_framework", checked)
+    return did
+
+
+def test_a_login_node_checks_nothing(
+    installed: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    built = tmp_path / "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
+    built.write_bytes(b"wheel")
+    monkeypatch.setattr(horovod, "build_wheel", lambda *_: built)
+    monkeypatch.setattr(stack, "find_compiler", lambda: ("/usr/bin/c++", "c++ 12.2.0"))
+    assert horovod.run(arguments("--no-check")) == 0
+    assert installed == [f"install {built}"]
+    assert "was not checked. In a job: hvdplus install-horovod --check-with" in capsys.readouterr().out
+    assert not cache.cache_root().exists()  # only what works is kept
+    assert horovod.run(arguments("--force")) == 0
+    assert installed[-2:] == [f"install {built}", "check torch"] and cache.cache_root().exists()
+
+
+@pytest.mark.parametrize(("version", "right"), [("0.28.1+site", True), ("0.29.0", True), ("0.28.0", False)])
+def test_a_horovod_of_the_site_that_works_is_used(
+    version: str,
+    right: bool,
+    no_build: None,
+    installed: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for module in (check, horovod):
+        monkeypatch.setattr(module, "package_version", lambda _: ("horovod", version))
+    monkeypatch.setattr(stack, "find_compiler", lambda: ("/usr/bin/c++", "c++ 12.2.0"))
+    if right:
+        assert horovod.run(arguments()) == 0
+        assert f"Horovod {version} is installed and works" in capsys.readouterr().out and installed == ["check torch"]
+    else:
+        with pytest.raises(AssertionError, match="nothing was to be built"):
+            horovod.run(arguments())
+        assert f"replacing it: Horovod {version} is installed, which is older than 0.28.1" in capsys.readouterr().out
+
+
+def test_a_module_that_would_hide_a_new_horovod_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    record = tmp_path / "horovod-0.28.1.dist-info/METADATA"
+    record.parent.mkdir()
+    record.write_text("Metadata-Version: 2.1\nName: horovod\nVersion: 0.28.1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    check.refuse_hidden()  # behind this environment's packages, or in its own paths
+    monkeypatch.setenv("PYTHONPATH", f"/elsewhere{os.pathsep}{tmp_path}")
+    with pytest.raises(tools.InstallError, match=f"The Horovod in {tmp_path} comes first on PYTHONPATH"):
+        check.refuse_hidden()

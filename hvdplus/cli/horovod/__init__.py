@@ -9,6 +9,7 @@ environment with the same versions (``cache``). About 3 minutes on two cores, un
 from __future__ import annotations
 
 import argparse
+import importlib
 import platform
 import signal
 import sys
@@ -19,7 +20,8 @@ from pathlib import Path
 
 from hvdplus.cli.horovod.build import build_wheel, ensure_packages, install_wheel
 from hvdplus.cli.horovod.cache import cache_folder, cache_key, cached_wheel, store
-from hvdplus.cli.horovod.check import check_framework, check_installed
+from hvdplus.cli.horovod.check import check_framework, check_installed, given_launcher, refuse_hidden
+from hvdplus.cli.horovod.frameworks import package_version
 from hvdplus.cli.horovod.patches import VERSION
 from hvdplus.cli.horovod.progress import Progress, Runner
 from hvdplus.cli.horovod.stack import Stack, default_jobs, find_stack
@@ -40,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     mpi = parser.add_mutually_exclusive_group()
     mpi.add_argument("--without-mpi", action="store_true", help="leave MPI out: ranks talk through Gloo only")
     mpi.add_argument("--mpicxx", metavar="PATH", help="the MPI's C++ compiler wrapper (default: Cray's CC, or mpicxx)")
+    check = parser.add_mutually_exclusive_group()
+    check.add_argument("--no-check", action="store_true", help="start no ranks: where no job may run")
+    check.add_argument("--check-with", metavar="LAUNCHER", help="what starts the check: 'srun -n 2 --mpi=pmix'")
     parser.add_argument("--dry-run", action="store_true", help="print the plan, and do nothing")
 
 
@@ -58,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     if args.jobs is not None and args.jobs < 1:
         raise InstallError(f"--jobs must be at least 1. Received: {args.jobs}")
+    launcher = given_launcher(args.check_with) if args.check_with is not None else ()
     stack = find_stack(args)
     jobs = args.jobs or default_jobs()
     folder = cache_folder(stack)
@@ -68,24 +74,29 @@ def _run(args: argparse.Namespace) -> int:
         for line in _warn(stack):
             print(line)
         print("wheel:", wheel or f"none (its place in the cache would be {folder})")
-        print(f"would {'install it' if wheel else f'build with {jobs} jobs, install'} and check two ranks")
+        check = "not check it" if args.no_check else f"check two ranks{f' by {args.check_with}' if launcher else ''}"
+        print(f"would {'install it' if wheel else f'build with {jobs} jobs, install'} and {check}")
         return 0
 
     # Children run in sessions of their own: let a batch system's SIGTERM end them too, as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     runner = Runner(Progress())
-    if not args.force:
-        seen, reason = check_installed(runner, stack)
+    # What cannot be tried is installed anew.
+    if not (args.force or args.no_check):
+        seen, reason = check_installed(runner, stack, launcher)
         if seen:
             _done(runner, seen, "is installed and works; --force builds it anew.")
             return 0
         if reason:
             runner.progress.say(f"replacing it: {reason}")
-    _install(args, runner, stack, wheel)
+    refuse_hidden()
+    _install(args, runner, stack, wheel, launcher)
     return 0
 
 
-def _install(args: argparse.Namespace, runner: Runner, stack: Stack, wheel: Path | None) -> None:
+def _install(
+    args: argparse.Namespace, runner: Runner, stack: Stack, wheel: Path | None, launcher: Sequence[str]
+) -> None:
     """Install ``wheel``, or one that is built now, and check it."""
     began = time.monotonic()
     say = runner.progress.say
@@ -98,15 +109,19 @@ def _install(args: argparse.Namespace, runner: Runner, stack: Stack, wheel: Path
         jobs = args.jobs or default_jobs()
         built = wheel or build_wheel(runner, stack, Path(scratch), jobs, not args.no_cache)
         install_wheel(runner, built)
-        seen = [check_framework(runner, framework, stack) for framework in stack.frameworks]
-        if not wheel and not args.no_cache:  # only what works is kept
+        check = [] if args.no_check else stack.frameworks
+        seen = [check_framework(runner, framework, stack, launcher) for framework in check]
+        if seen and not wheel and not args.no_cache:  # only what works is kept
             store(built, cache_folder(stack), cache_key(stack))
-    _done(runner, seen, f"is installed and works ({time.monotonic() - began:.0f} s).")
+    unseen = "is installed, and was not checked. In a job: hvdplus install-horovod --check-with 'srun -n 2 --mpi=pmix'"
+    _done(runner, seen, f"{'is installed and works' if seen else unseen} ({time.monotonic() - began:.0f} s).")
 
 
 def _done(runner: Runner, seen: Sequence[str], how: str) -> None:
     """The last words: what was seen of the Horovod that is installed, and how it is. The log is not needed any more."""
-    runner.progress.say("\n".join([*seen, f"Horovod {VERSION} {how}"]))
+    importlib.invalidate_caches()
+    known = package_version("horovod")
+    runner.progress.say("\n".join([*seen, f"Horovod {known[1] if known else VERSION} {how}"]))
     runner.log.unlink()
 
 
