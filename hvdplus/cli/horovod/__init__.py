@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hvdplus.cli.horovod.build import build_wheel, ensure_packages, install_wheel
+from hvdplus.cli.horovod.build import build_wheel, ensure_packages, given_sdist, given_wheel, install_wheel
 from hvdplus.cli.horovod.cache import cache_folder, cache_key, cached_wheel, store
 from hvdplus.cli.horovod.check import check_framework, check_installed, given_launcher, refuse_hidden
 from hvdplus.cli.horovod.frameworks import package_version
@@ -45,6 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check = parser.add_mutually_exclusive_group()
     check.add_argument("--no-check", action="store_true", help="start no ranks: where no job may run")
     check.add_argument("--check-with", metavar="LAUNCHER", help="what starts the check: 'srun -n 2 --mpi=pmix'")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--sdist", metavar="FILE", help="Horovod's source archive, instead of a download")
+    source.add_argument("--wheel", metavar="FILE", help="install this wheel of Horovod, and build nothing")
+    parser.add_argument("--wheel-dir", metavar="DIR", help="put the wheel into this folder, too")
     parser.add_argument("--dry-run", action="store_true", help="print the plan, and do nothing")
 
 
@@ -63,13 +67,20 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     if args.jobs is not None and args.jobs < 1:
         raise InstallError(f"--jobs must be at least 1. Received: {args.jobs}")
+    if args.wheel_dir and Path(args.wheel_dir).exists() and not Path(args.wheel_dir).is_dir():
+        raise InstallError(
+            f"--wheel-dir must be a folder, or the name of a new one. Received: {args.wheel_dir} (a file)"
+        )
     launcher = given_launcher(args.check_with) if args.check_with is not None else ()
+    sdist = given_sdist(args.sdist) if args.sdist else None
+    wheel = given_wheel(args.wheel) if args.wheel else None
     stack = find_stack(args)
     jobs = args.jobs or default_jobs()
     folder = cache_folder(stack)
     for line in _describe(stack):
         print(line, flush=True)
-    wheel = None if args.no_cache or args.force else cached_wheel(folder)
+    if wheel is None and not args.no_cache and not args.force:
+        wheel = cached_wheel(folder)
     if args.dry_run:
         for line in _warn(stack):
             print(line)
@@ -81,8 +92,8 @@ def _run(args: argparse.Namespace) -> int:
     # Children run in sessions of their own: let a batch system's SIGTERM end them too, as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     runner = Runner(Progress())
-    # What cannot be tried is installed anew.
-    if not (args.force or args.no_check):
+    # What cannot be tried, or is asked for as a wheel, is installed anew.
+    if not (args.force or args.no_check or args.wheel or args.wheel_dir):
         seen, reason = check_installed(runner, stack, launcher)
         if seen:
             _done(runner, seen, "is installed and works; --force builds it anew.")
@@ -90,13 +101,14 @@ def _run(args: argparse.Namespace) -> int:
         if reason:
             runner.progress.say(f"replacing it: {reason}")
     refuse_hidden()
-    _install(args, runner, stack, wheel, launcher)
+    _install(args, runner, stack, wheel, sdist, launcher)
     return 0
 
 
 def _install(
-    args: argparse.Namespace, runner: Runner, stack: Stack, wheel: Path | None, launcher: Sequence[str]
-) -> None:
+    args: argparse.Namespace, runner: Runner, stack: Stack, wheel: Path | None, sdist: Path | None,
+    launcher: Sequence[str],
+) -> None:  # fmt: skip
     """Install ``wheel``, or one that is built now, and check it."""
     began = time.monotonic()
     say = runner.progress.say
@@ -107,12 +119,15 @@ def _install(
         if wheel:
             say(f"from {wheel}")
         jobs = args.jobs or default_jobs()
-        built = wheel or build_wheel(runner, stack, Path(scratch), jobs, not args.no_cache)
+        built = wheel or build_wheel(runner, stack, Path(scratch), jobs, not args.no_cache, sdist)
         install_wheel(runner, built)
         check = [] if args.no_check else stack.frameworks
         seen = [check_framework(runner, framework, stack, launcher) for framework in check]
         if seen and not wheel and not args.no_cache:  # only what works is kept
             store(built, cache_folder(stack), cache_key(stack))
+        if args.wheel_dir:
+            store(built, Path(args.wheel_dir))
+            say(f"the wheel: {Path(args.wheel_dir) / built.name}")
     unseen = "is installed, and was not checked. In a job: hvdplus install-horovod --check-with 'srun -n 2 --mpi=pmix'"
     _done(runner, seen, f"{'is installed and works' if seen else unseen} ({time.monotonic() - began:.0f} s).")
 
@@ -139,7 +154,8 @@ def _describe(stack: Stack) -> Iterator[str]:
     if stack.gpu:
         yield f"  found CUDA {stack.gpu.toolkit.version} ({stack.gpu.toolkit.home})"
         yield f"  found NCCL {stack.gpu.nccl.version} ({stack.gpu.nccl.lib}): GPUs will exchange gradients over it"
-    yield f"  found {stack.compiler_version} ({stack.compiler})"
+    if stack.compiler:
+        yield f"  found {stack.compiler_version} ({stack.compiler})"
     if stack.custom:
         yield f"  your settings: {' '.join(f'{name}={value}' for name, value in stack.custom.items())}"
 

@@ -96,7 +96,8 @@ def _mpi_version(banner: str) -> str:
 
 
 def find_stack(args: argparse.Namespace) -> Stack:
-    """Return the stack of this environment. Raises `InstallError` if something that a build needs is missing."""
+    """Return the stack of this environment. Raises `InstallError` if something that a build needs is missing; with
+    ``--wheel``, no compiler is."""
     stdlib = Path(sysconfig.get_path("stdlib"))
     if sys.prefix == sys.base_prefix and (stdlib / "EXTERNALLY-MANAGED").exists():
         raise InstallError(
@@ -116,6 +117,8 @@ def find_stack(args: argparse.Namespace) -> Stack:
     custom = {name: value for name, value in sorted(os.environ.items()) if CUSTOM_BUILD.match(name)}
     custom |= {name: os.environ[name] for name in ("CXXFLAGS", "LDFLAGS") if name in os.environ}
     mpi = None if args.without_mpi else find_mpi(args.mpicxx)
+    if args.wheel:
+        return Stack(frameworks, mpi, "", "none", custom)
     compiler, version = find_compiler()
     stack = Stack(frameworks, mpi, compiler, version, custom)
     if args.without_gpu:
