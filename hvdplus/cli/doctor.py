@@ -22,15 +22,9 @@ from typing import Any, NamedTuple
 from hvdplus.adapters.numpy import NumpyOps
 from hvdplus.adapters.transports.local import Local
 from hvdplus.agree import AUTO, choose_ladder
-from hvdplus.cli.horovod.stack import (
-    TENSORFLOW_NAMES,
-    default_jobs,
-    environment,
-    find_frameworks,
-    find_mpi,
-    package_version,
-    which,
-)
+from hvdplus.cli.horovod.frameworks import TENSORFLOW_NAMES, find_frameworks, package_version
+from hvdplus.cli.horovod.stack import default_jobs, find_mpi
+from hvdplus.cli.horovod.tools import environment, which
 from hvdplus.cli.text import reason
 from hvdplus.log.words import printable
 from hvdplus.settings import CONFIG, Settings, describe, unknown

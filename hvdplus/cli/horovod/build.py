@@ -12,7 +12,8 @@ from pathlib import Path
 from hvdplus.cli.horovod.cache import cache_root, cached_wheel, run_path, store
 from hvdplus.cli.horovod.patches import SDIST_SHA256, VERSION, apply_patches, unpack
 from hvdplus.cli.horovod.progress import Runner, last_lines
-from hvdplus.cli.horovod.stack import InstallError, Stack, output_of, which
+from hvdplus.cli.horovod.stack import Stack
+from hvdplus.cli.horovod.tools import InstallError, output_of, which
 
 TOOLS = {"setuptools": "setuptools", "wheel": "wheel", "packaging": "packaging"}
 """What the build needs: pip name -> module name."""
@@ -40,6 +41,29 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def given_sdist(path: str) -> Path:
+    """Return ``path`` if it is Horovod's released source archive. Raises `InstallError` if not."""
+    archive = Path(path)
+    received = sha256(archive) if archive.is_file() else "no file"
+    if received != SDIST_SHA256:
+        raise InstallError(
+            f"--sdist must be horovod-{VERSION}.tar.gz as it was released, with the SHA-256 {SDIST_SHA256}. Received: "
+            f"{path} ({received})"
+        )
+    return archive.absolute()
+
+
+def given_wheel(path: str) -> Path:
+    """Return ``path`` if its name is that of a wheel of Horovod. Raises `InstallError` if not."""
+    wheel = Path(path)
+    if not (wheel.is_file() and re.fullmatch(rf"horovod-{re.escape(VERSION)}(\+[\w.]+)?-.+\.whl", wheel.name)):
+        raise InstallError(
+            f"--wheel must be a wheel of Horovod {VERSION}, horovod-{VERSION}-*.whl, such as --wheel-dir leaves. "
+            f"Received: {path}{'' if wheel.is_file() else ' (no file)'}"
+        )
+    return wheel.absolute()
+
+
 def fetch_sdist(run: Runner, folder: Path, use_cache: bool) -> Path:
     """Return Horovod's source archive, from the cache or by ``pip download``. Its hash is verified before any code of
     it runs."""
@@ -63,7 +87,7 @@ def fetch_sdist(run: Runner, folder: Path, use_cache: bool) -> Path:
     if code or not archive.exists():
         raise InstallError(
             f"The download of {name} failed:\n{last_lines(output, 5)}\nMend the network or pip's index settings, or "
-            f"put the file into {cache_root()} yourself; then: hvdplus install-horovod (log: {run.log})"
+            f"bring the file yourself; then: hvdplus install-horovod --sdist {name} (log: {run.log})"
         )
     if use_cache:
         store(archive, cache_root())
@@ -77,7 +101,10 @@ def build_environment(stack: Stack, jobs: int) -> dict[str, str]:
     def choose(feature: str, wanted: bool) -> dict[str, str]:
         return {f"HOROVOD_{'WITH' if wanted else 'WITHOUT'}_{feature}": "1"}
 
+    # Horovod's files for PyTorch would compile for CUDA wherever they see nvcc, and without NCCL.
+    without_gpu = stack.gpu is None and not stack.users_gpu
     return {
+        **(stack.gpu.variables() if stack.gpu else {}),
         **choose("MPI", stack.mpi is not None),
         **choose("GLOO", True),
         **choose("PYTORCH", "torch" in present),
@@ -89,6 +116,8 @@ def build_environment(stack: Stack, jobs: int) -> dict[str, str]:
         "HVDPLUS_RPATH": run_path(stack),
         "HVDPLUS_RPATH_USE_LINK_PATH": "ON" if stack.custom else "OFF",
         "HVDPLUS_CXX_STANDARD": pytorch_standard(),
+        "HVDPLUS_MPICXX": stack.mpi.wrapper if stack.mpi else "",
+        "HVDPLUS_WITHOUT_GPU": "1" if without_gpu else "",
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
 
@@ -102,10 +131,16 @@ def pytorch_standard() -> str:
     return asked[1] if asked else "17"
 
 
-def build_wheel(run: Runner, stack: Stack, folder: Path, jobs: int, use_cache: bool) -> Path:
-    """Build Horovod for ``stack`` in ``folder`` and return the wheel."""
+def build_wheel(run: Runner, stack: Stack, folder: Path, jobs: int, use_cache: bool, sdist: Path | None = None) -> Path:
+    """Build Horovod for ``stack`` in ``folder`` and return the wheel.
+
+    Args:
+        jobs: compiler jobs at a time.
+        use_cache: whether the source archive may come from the cache, and go there.
+        sdist: the verified source archive, if the user has brought it.
+    """
     ensure_packages(run, {**TOOLS, **({} if usable_cmake() else {"cmake": "cmake"})})
-    source = unpack(fetch_sdist(run, folder, use_cache), folder)
+    source = unpack(sdist or fetch_sdist(run, folder, use_cache), folder)
     apply_patches(source)
     command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps", "--no-cache-dir",
                "--wheel-dir", str(folder / "wheel"), str(source)]  # fmt: skip

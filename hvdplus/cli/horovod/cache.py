@@ -1,9 +1,9 @@
 """The cache of wheels: one for each combination of everything that a build depends on.
 
-A wheel from the cache must work in another environment, so it may hold no path of this one. The only such path is the
-run path to ``libmpi``; it is written relative to the extension (``$ORIGIN/...``) when MPI lives inside the
-environment, and is part of the cache key when it does not. PyTorch's and TensorFlow's libraries need no run path:
-Horovod's modules import the framework first, and the loader then finds them by name.
+A wheel from the cache must work in another environment, so it may hold no path of this one. The only such paths are the
+run paths to ``libmpi`` and ``libnccl``; they are written relative to the extension (``$ORIGIN/...``) where the library
+lives inside the environment, and are part of the cache key where it does not. PyTorch's and TensorFlow's libraries need
+no run path: Horovod's modules import the framework first, and the loader then finds them by name.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ from pathlib import Path
 
 from hvdplus.cli.horovod.patches import PATCHES, VERSION
 from hvdplus.cli.horovod.stack import Stack
+from hvdplus.cli.horovod.tools import inside
 
 
 def run_path(stack: Stack) -> str:
-    """Return the run path of the extensions: MPI's libraries, relative where they live in this environment."""
+    """Return the run path of the extensions: MPI's and NCCL's libraries, relative where they live in this
+    environment."""
     folder = Path(sysconfig.get_path("platlib")) / "horovod" / "torch"  # TensorFlow's lies as deep
-    entries = []
-    for directory in stack.mpi.library_dirs if stack.mpi else ():
-        inside = Path(directory).resolve().is_relative_to(Path(sys.prefix).resolve())
-        entries.append("$ORIGIN/" + os.path.relpath(directory, folder) if inside else directory)
-    return ";".join(entries)
+    directories = [*(stack.mpi.library_dirs if stack.mpi else ()), *(stack.gpu.run_path if stack.gpu else ())]
+    return ";".join("$ORIGIN/" + os.path.relpath(each, folder) if inside(each) else each for each in directories)
 
 
 def cache_key(stack: Stack) -> dict[str, str]:
@@ -48,6 +47,7 @@ def cache_key(stack: Stack) -> dict[str, str]:
         "compiler": stack.compiler_version,
         "cpu": " ".join(sorted(cpu)),  # Horovod builds for these if the machine has them
         "mpi": stack.mpi.version if stack.mpi else "none",
+        "gpu": f"{stack.gpu}{'' if stack.gpu.nccl.shared else ', static'}" if stack.gpu else "none",
         "run path": run_path(stack),
     }
     key |= {framework.module: str(framework) for framework in stack.frameworks}

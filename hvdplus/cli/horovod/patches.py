@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hvdplus.cli.horovod.stack import InstallError
+from hvdplus.cli.horovod.tools import InstallError
 
 VERSION = "0.28.1"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
@@ -25,6 +25,18 @@ class Patch(NamedTuple):
 
 _PYTORCH = "horovod/torch/CMakeLists.txt"
 _TENSORFLOW = "horovod/tensorflow/CMakeLists.txt"
+_TENSORFLOW_OPS = "horovod/tensorflow/mpi_ops.cc"
+_FIND_NCCL = "cmake/Modules/FindNCCL.cmake"
+
+
+def _without_gpu(variable: str) -> Patch:
+    """Let the build say that a ``variable`` of FindPytorch is false, whatever PyTorch can do."""
+    old = f'string(TOUPPER "${{{variable}}}" {variable})\n'
+    new = f'if(NOT "$ENV{{HVDPLUS_WITHOUT_GPU}}" STREQUAL "")\n    set({variable} FALSE)\nendif()\n'
+    why = f"{variable} is false in a build for CPUs"
+    return Patch("cmake/Modules/FindPytorch.cmake", old, old + new, 1, why)
+
+
 PATCHES = (
     Patch("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)", 1, "TensorFlow wants C++17"),
     Patch(
@@ -85,6 +97,49 @@ PATCHES = (
         1,
         "Python 3.12 has no distutils",
     ),
+    # For GPUs.
+    _without_gpu("Pytorch_CUDA"),
+    _without_gpu("Pytorch_ROCM"),
+    Patch(
+        "horovod/common/ops/cuda/CMakeLists.txt",
+        "set(CMAKE_CUDA_STANDARD 11)",
+        "set(CMAKE_CUDA_STANDARD 14)",
+        1,
+        "nvcc does not compile GCC 14's headers as C++11 (horovod#4313)",
+    ),
+    # Architectures are those that nvcc lists, so CUDA 13's, too; but it has to be the nvcc that compiles.
+    Patch(
+        "cmake/build_utils.py",
+        "for nvcc_bin in ['nvcc', cuda_nvcc]:",
+        "for nvcc_bin in [cuda_nvcc, 'nvcc'] if 'HOROVOD_CUDA_HOME' in os.environ else ['nvcc', cuda_nvcc]:",
+        1,
+        "CUDA 13 lacks architectures of an older nvcc on PATH",
+    ),
+    # pip's wheel of NCCL has its library under this name alone. One folder after the other, so that NCCL's own wins.
+    Patch(_FIND_NCCL, 'set(NCCL_LIBNAME "nccl")', "set(NCCL_LIBNAME nccl libnccl.so.2)", 1, "NCCL may be pip's wheel"),
+    Patch(
+        _FIND_NCCL,
+        "        NAMES ${NCCL_LIBNAME}\n",
+        "        NAMES ${NCCL_LIBNAME} NAMES_PER_DIR\n",
+        1,
+        "the named NCCL wins over the system's",
+    ),
+    Patch(_TENSORFLOW_OPS, "stream_executor::gpu::AsGpuStreamValue(", "StreamValue(", 12, "see the next one"),
+    Patch(
+        _TENSORFLOW_OPS,
+        "#endif // TENSORFLOW_VERSION >= 2011000000\n#endif // HAVE_GPU\n",
+        "#endif // TENSORFLOW_VERSION >= 2011000000\n"
+        "static GpuStreamHandle StreamValue(stream_executor::Stream* stream) {\n"
+        "#if TENSORFLOW_VERSION >= 2020000000\n"
+        "  return static_cast<GpuStreamHandle>(stream->platform_specific_handle().stream);\n"
+        "#else\n"
+        "  return stream_executor::gpu::AsGpuStreamValue(stream);\n"
+        "#endif\n"
+        "}\n"
+        "#endif // HAVE_GPU\n",
+        1,
+        "TensorFlow 2.21 has no AsGpuStreamValue",
+    ),
     Patch("CMakeLists.txt", 'string(REPLACE "-O2" "-O3"', 'string(REPLACE "-O2 -g" "-O3"', 3, "no debug information"),
     Patch(
         "CMakeLists.txt",
@@ -95,6 +150,13 @@ PATCHES = (
         'set(CMAKE_INSTALL_RPATH_USE_LINK_PATH "$ENV{HVDPLUS_RPATH_USE_LINK_PATH}")\n',
         1,
         "a wheel that works in another environment",
+    ),
+    Patch(
+        "CMakeLists.txt",
+        "    find_package(MPI ${MPI_REQUIRED})\n",
+        '    set(MPI_CXX_COMPILER "$ENV{HVDPLUS_MPICXX}" CACHE FILEPATH "")\n    find_package(MPI ${MPI_REQUIRED})\n',
+        1,
+        "the MPI of the wrapper that was found or named",
     ),
 )
 

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
-from hvdplus.cli.horovod.stack import environment
+from hvdplus.cli.horovod.tools import environment
 
 HEARTBEAT_SECONDS = 15.0
 

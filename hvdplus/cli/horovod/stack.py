@@ -1,20 +1,20 @@
-"""The software that Horovod is built for and with: frameworks, MPI, compiler. Nothing is imported to find it."""
+"""The software that Horovod is built for and with: frameworks, MPI, CUDA, compiler. No framework is imported."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import re
-import shutil
-import subprocess
 import sys
 import sysconfig
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-TENSORFLOW_NAMES = ("tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tensorflow-rocm", "tf-nightly")
+from hvdplus.cli.horovod.cuda import OWN_CHOICE, Gpu, Lack, find_gpu
+from hvdplus.cli.horovod.frameworks import Framework, find_frameworks
+from hvdplus.cli.horovod.tools import InstallError, output_of, which
+
 BYTES_PER_JOB = 1.5 * 2**30
 """Peak of one compiler job, on PyTorch's headers."""
 
@@ -22,21 +22,8 @@ BYTES_PER_JOB = 1.5 * 2**30
 CUSTOM_BUILD = re.compile(
     r"HOROVOD_(GPU|CUDA|NCCL|ROCM|CCL|DDL|CPU_OPERATIONS|ALLOW_MIXED|BUILD|DEBUG|WITH_NVTX|WITHOUT_NVTX)|CCL_|NCCL_HOME"
 )
-
-
-class InstallError(Exception):
-    """A reason for not building, and the command that mends it, in words for the user."""
-
-
-class Framework(NamedTuple):
-    """A deep-learning framework of this environment: its module, its package and the package's version."""
-
-    module: str
-    package: str
-    version: str
-
-    def __str__(self) -> str:
-        return f"{self.package} {self.version}"
+CRAY = ("CRAYPE_VERSION", "PE_ENV")
+"""Variables of Cray's programming environment. There ``CC`` is the C++ compiler, and brings MPI along."""
 
 
 class Mpi(NamedTuple):
@@ -56,67 +43,61 @@ class Stack(NamedTuple):
     compiler: str
     compiler_version: str
     custom: dict[str, str]
+    gpu: Gpu | None = None
+    lack: Lack | None = None
+    """Why the build is for CPUs although a framework uses GPUs; None if none does, or if the user asked for it."""
+
+    @property
+    def users_gpu(self) -> bool:
+        """Whether the user's own variables say what to build for GPUs."""
+        return any(name.startswith(OWN_CHOICE) for name in self.custom)
+
+    @property
+    def wants_nccl(self) -> bool:
+        """Whether the build has to have NCCL."""
+        return self.gpu is not None or self.custom.get("HOROVOD_GPU_OPERATIONS") == "NCCL"
 
 
-def environment() -> dict[str, str]:
-    """Return the process environment with this Python's scripts first on PATH.
+def cray_compiler() -> tuple[str, ...]:
+    """Return the name of Cray's compiler wrapper where a Cray programming environment is loaded, else nothing."""
+    return ("CC",) if any(name in os.environ for name in CRAY) else ()
 
-    cmake, mpicxx and mpirun may come from wheels, and the environment need not be activated.
+
+def find_mpi(wanted: str | None = None) -> Mpi | None:
+    """Return the MPI of the compiler wrapper ``wanted`` (a path, or a name on PATH), else of that which comes first on
+    PATH: Cray's where its environment is loaded, this environment's own before the system's.
+
+    Raises:
+        InstallError: there is no program ``wanted``.
     """
-    scripts = dict.fromkeys([str(Path(sys.executable).parent), sysconfig.get_path("scripts")])
-    return {**os.environ, "PATH": os.pathsep.join([*scripts, os.environ.get("PATH", os.defpath)])}
-
-
-def which(*names: str) -> str | None:
-    """Return the first of ``names`` that is on the PATH of `environment`, as an absolute path."""
-    path = environment()["PATH"]
-    return next((found for name in names if (found := shutil.which(name, path=path))), None)
-
-
-def output_of(*command: str) -> str:
-    """Return the output of ``command``, from either stream, or ``""`` if it fails."""
-    try:
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return (done.stdout or done.stderr) if done.returncode == 0 else ""
-
-
-def package_version(*packages: str) -> tuple[str, str] | None:
-    """Return (package, version) of the first installed of ``packages``, without importing it."""
-    for package in packages:
-        try:
-            return package, metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def find_frameworks() -> tuple[Framework, ...]:
-    """Return the frameworks of this environment, without importing them."""
-    found = []
-    for module, packages in (("torch", ("torch",)), ("tensorflow", TENSORFLOW_NAMES)):
-        # find_spec alone would take any folder of that name for the framework.
-        if find_spec(module) and (known := package_version(*packages)):
-            found.append(Framework(module, *known))
-    return tuple(found)
-
-
-def find_mpi() -> Mpi | None:
-    """Return the MPI whose compiler wrapper comes first on PATH (this environment's own before the system's)."""
-    wrapper = which("mpicxx", "mpic++", "mpicc")
-    if not wrapper:
+    found = which(*([wanted] if wanted else [*cray_compiler(), "mpicxx", "mpic++", "mpicc"]))
+    if not found:
+        if wanted:
+            raise InstallError("--mpicxx must be an MPI's C++ compiler wrapper: its path, or its name on PATH, such as "
+                               f"mpicxx or CC. Received: {wanted}")  # fmt: skip
         return None
-    mpirun = which("mpirun", "mpiexec")
-    banner = output_of(mpirun, "--version") if mpirun else ""
+    wrapper = str(Path(found).absolute())
+    if Path(wrapper).name in cray_compiler():  # it has no mpirun, and any other's would not fit
+        version, mpirun = f"Cray MPICH {os.environ.get('CRAY_MPICH_VERSION', 'unknown')}", None
+        question = "--cray-print-opts=libs"
+    else:
+        beside = Path(wrapper).parent
+        mpirun = which(str(beside / "mpirun"), str(beside / "mpiexec"), "mpirun", "mpiexec")
+        version, question = _mpi_version(output_of(mpirun, "--version") if mpirun else ""), "-show"
+    dirs = re.findall(r"(?:^|\s)-L(\S+)", output_of(wrapper, question))
+    return Mpi(wrapper, mpirun, version, tuple(dict.fromkeys(dirs)))
+
+
+def _mpi_version(banner: str) -> str:
+    """The name and version that mpirun's own words tell."""
     number = re.search(r"\d+\.\d+(\.\d+)?\S*", banner)
     name = "Open MPI" if "Open MPI" in banner or "OpenRTE" in banner else "MPICH" if "HYDRA" in banner else "MPI"
-    dirs = re.findall(r"(?:^|\s)-L(\S+)", output_of(wrapper, "-show"))
-    return Mpi(wrapper, mpirun, f"{name} {number[0] if number else 'unknown'}", tuple(dict.fromkeys(dirs)))
+    return f"{name} {number[0] if number else 'unknown'}"
 
 
 def find_stack(args: argparse.Namespace) -> Stack:
-    """Return the stack of this environment. Raises `InstallError` if something that a build needs is missing."""
+    """Return the stack of this environment. Raises `InstallError` if something that a build needs is missing; with
+    ``--wheel``, no compiler is."""
     stdlib = Path(sysconfig.get_path("stdlib"))
     if sys.prefix == sys.base_prefix and (stdlib / "EXTERNALLY-MANAGED").exists():
         raise InstallError(
@@ -133,7 +114,27 @@ def find_stack(args: argparse.Namespace) -> Stack:
             f"No PyTorch and no TensorFlow found in {sys.prefix}{left_out}. Horovod is built for what is there, so "
             "install one first: pip install torch, or: pip install tensorflow-cpu keras"
         )
-    compiler = which(*filter(None, [os.environ.get("CXX")]), "c++", "g++", "clang++")
+    custom = {name: value for name, value in sorted(os.environ.items()) if CUSTOM_BUILD.match(name)}
+    custom |= {name: os.environ[name] for name in ("CXXFLAGS", "LDFLAGS") if name in os.environ}
+    mpi = None if args.without_mpi else find_mpi(args.mpicxx)
+    if args.wheel:
+        return Stack(frameworks, mpi, "", "none", custom)
+    compiler, version = find_compiler()
+    stack = Stack(frameworks, mpi, compiler, version, custom)
+    if args.without_gpu:
+        if stack.users_gpu:
+            asked = " ".join(f"{name}={value}" for name, value in custom.items() if name.startswith(OWN_CHOICE))
+            raise InstallError(f"--without-gpu contradicts {asked} in the environment: leave one of them out")
+        return stack
+    if stack.users_gpu:
+        return stack
+    found = find_gpu(frameworks)
+    return stack._replace(lack=found) if isinstance(found, Lack) else stack._replace(gpu=found)
+
+
+def find_compiler() -> tuple[str, str]:
+    """Return (C++ compiler, its version). Raises `InstallError` without it, make or Python's headers."""
+    compiler = which(*filter(None, [os.environ.get("CXX")]), *cray_compiler(), "c++", "g++", "clang++")
     if not compiler:
         raise InstallError("No C++ compiler found (looked for $CXX, c++, g++ and clang++). Mend it with: "
                            "sudo apt-get install g++ make")  # fmt: skip
@@ -142,10 +143,7 @@ def find_stack(args: argparse.Namespace) -> Stack:
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.exists():
         raise InstallError(f"Python's headers are missing ({header}). Mend it with: sudo apt-get install python3-dev")
-    version = (output_of(compiler, "--version").splitlines() or ["unknown"])[0]
-    custom = {name: value for name, value in sorted(os.environ.items()) if CUSTOM_BUILD.match(name)}
-    custom |= {name: os.environ[name] for name in ("CXXFLAGS", "LDFLAGS") if name in os.environ}
-    return Stack(frameworks, None if args.without_mpi else find_mpi(), compiler, version, custom)
+    return compiler, (output_of(compiler, "--version").splitlines() or ["unknown"])[0]
 
 
 def default_jobs() -> int:
