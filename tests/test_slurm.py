@@ -1,8 +1,10 @@
 """The batch scripts on a real Slurm (``make slurm-up`` starts one on this machine)."""
 
+import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -229,3 +231,35 @@ def test_a_job_that_is_told_to_stop_goes_on_bit_for_bit(cluster, tmp_path):
     assert re.search(r"from step [1-9]\d*0 on", stopped)
     weights = [re.search(r"finished: 2000 steps, weights (\w+)", told).group(1) for told in (through, stopped)]
     assert weights[0] == weights[1]
+
+
+def processes(**variables):
+    """Numbers of the processes that have these variables."""
+    wanted, found = {f"{name}={value}".encode() for name, value in variables.items()}, []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if wanted <= set(environment.read_bytes().split(b"\0")):
+                found.append(int(environment.parent.name))
+    return found
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("lost", ["a rank", "a node"])
+def test_a_job_outlives_what_it_loses(lost, cluster, tmp_path):
+    """It goes on from its checkpoint; with as many ranks as before, it ends where a job that lost nobody does."""
+    need("torch")
+
+    def kill(job):
+        # torchrun has no rank. It has the lower number, and so is killed before it can notice anything.
+        gone = processes(SLURM_JOB_ID=job, **({"RANK": 1} if lost == "a rank" else {"SLURM_PROCID": 1}))
+        assert len(gone) == (1 if lost == "a rank" else 2)
+        for process in sorted(gone):
+            os.kill(process, signal.SIGKILL)
+
+    told = to_the_end(cluster, tmp_path / "job", "elastic", "--epochs", "12", until="epoch 3 of 12 saved", then=kill)
+    assert re.search(rf"from epoch ([3-9]|1\d) on, ranks: {2 if lost == 'a rank' else 1}\n", told)
+    finished = re.search(r"finished: accuracy (\S+), weights (\w+), identical ranks: True", told)
+    assert float(finished.group(1)) > 0.95
+    if lost == "a rank":
+        through = to_the_end(cluster, tmp_path / "through", "elastic", "--epochs", "12")
+        assert finished.group() in through
