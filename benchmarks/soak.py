@@ -34,7 +34,7 @@ CHANGING = "changing"
 """In place of a level, for steps that flush or warm up."""
 JOBS = ("walk", "auto")
 STEPS, QUICK_STEPS, WARM, STRETCH = 20_500, 2_000, 500, 1_000
-YARDSTICK = 8
+YARDSTICK = 16
 """Steps of each rank alone, after a block."""
 RATIO_LIMIT = 1.02
 MEMORY_LIMIT_MB, LATE_MEMORY_LIMIT_MB = 16.0, 4.0
