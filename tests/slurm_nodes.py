@@ -1,4 +1,7 @@
-"""A Slurm of several nodes on one machine: a slurmd on each host of a laboratory, the controller on the first."""
+"""A Slurm of several nodes on one machine: a slurmd on each host of a laboratory, the controller on the first.
+
+It has a munged of its own, so that it neither needs nor disturbs the Slurm of ``make slurm-up``.
+"""
 
 import os
 import shutil
@@ -11,6 +14,8 @@ OWN = """
 ClusterName=laboratory
 FirstJobId={first_job}
 SlurmctldHost=h1
+AuthInfo=socket={folder}/munge/socket,cred_expire={requeue_seconds}
+SchedulerParameters=sched_interval=1,batch_sched_delay=0
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/%n
 TmpFS={folder}/tmp-%n
@@ -21,6 +26,9 @@ SlurmdLogFile={folder}/%n.log
 NodeName={nodes} CPUs=2 RealMemory=500 State=UNKNOWN
 """
 """What is another here than on one node. Each node says that it has two cores; all share this machine's."""
+REQUEUE_SECONDS = 10
+"""After which Slurm starts a requeued job again; 120 by default. ``scontrol update StartTime=now`` would not do: a node
+counts a credential's age in whole seconds, and refuses a job that comes back in the second in which it was ended."""
 
 
 def configuration(**values):
@@ -48,7 +56,10 @@ class Cluster:
             (self.folder / f"tmp-{host}").mkdir()
         conf = self.folder / "slurm.conf"
         first_job = 10_000_000 + os.getpid()
-        conf.write_text(configuration(folder=self.folder, nodes=",".join(lab.hosts), first_job=first_job))
+        nodes = ",".join(lab.hosts)
+        conf.write_text(
+            configuration(folder=self.folder, nodes=nodes, first_job=first_job, requeue_seconds=REQUEUE_SECONDS)
+        )
         self.environment = {
             **os.environ,
             "SLURM_CONF": str(conf),
@@ -57,9 +68,10 @@ class Cluster:
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         }
         self.environment.pop("PYTHONUNBUFFERED", None)
-        self._start(lab.hosts[0], "slurmctld")
+        self._start_munged(self.folder / "munge")
+        self._start(lab.hosts[0], "slurmctld", "-D")
         for host in lab.hosts:
-            self._start(host, "slurmd")
+            self._start(host, "slurmd", "-D")
         deadline = time.monotonic() + 40
         while not self.is_idle():
             if time.monotonic() > deadline:
@@ -96,17 +108,27 @@ class Cluster:
             return False
         return told.strip() == f"{len(self.lab.hosts)} idle"
 
-    def _start(self, host, daemon):
-        with (self.folder / f"{host}-{daemon}.out").open("w") as log:
+    def _start_munged(self, folder):
+        folder.mkdir()
+        key = folder / "key"
+        key.touch(mode=0o400)
+        key.write_bytes(os.urandom(128))
+        files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        options = [f"--{option}={folder / name}" for option, name in files.items()]
+        self._start(self.lab.hosts[0], "munged", "--foreground", *options)
+
+    def _start(self, host, *daemon):
+        with (self.folder / f"{host}-{daemon[0]}.out").open("w") as log:
             how = {"env": self.environment, "stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-            self._daemons.append(subprocess.Popen(self.lab.on(host, [daemon, "-D"]), **how))
+            self._daemons.append(subprocess.Popen(self.lab.on(host, daemon), **how))
 
 
 def missing():
     """What is not here that a cluster needs; empty: nothing."""
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-    if not all(shutil.which(name, path=path) for name in ("slurmctld", "slurmd", "sbatch")):
-        return "Slurm is not installed: `make slurm-up` as root"
-    if subprocess.run(["munge", "-n"], capture_output=True).returncode:
-        return "munged does not run: `make slurm-up` as root"
-    return ""
+    wanted = ("slurmctld", "slurmd", "sbatch", "munged")
+    return (
+        ""
+        if all(shutil.which(name, path=path) for name in wanted)
+        else "Slurm is not installed: `make slurm-up` as root"
+    )

@@ -1,8 +1,10 @@
 """The batch scripts on a real Slurm (``make slurm-up`` starts one on this machine)."""
 
+import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -184,3 +186,80 @@ def test_two_nodes_with_two_tasks_each(cluster, launcher, tmp_path):
     assert "4 ranks on 2 hosts (h1 x 2, h2 x 2)" in printed and "collective ring" in printed
     assert re.search(r"hvdplus demo torch: accuracy=.* ranks=4 transport=\S+ .* identical_ranks=yes", printed)
     assert log.stat().st_size > 0
+
+
+def printed_by(output):
+    """What a job has printed so far."""
+    return output.read_text() if output.exists() else ""
+
+
+def to_the_end(cluster, output, script, *arguments, until=None, then=lambda job: None):
+    """What a job prints that writes into ``runs/``; once it has printed ``until``, ``then`` is called with its number.
+
+    Raises:
+        TimeoutError: it did not print this, or did not end, in time.
+    """
+    job = submit(cluster, output, f"examples/slurm/{script}.sbatch", *arguments)
+    try:
+        deadline = time.monotonic() + 90
+        while until and until not in printed_by(output):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"job {job} did not print {until!r} within 90 s")
+            time.sleep(0.1)
+        then(job)
+        state = state_at_the_end(job, 240, cluster.run)
+    finally:
+        cluster.run("scancel", job, check=False)
+        print(printed_by(output))
+        for left in (ROOT / "runs").glob(f"{script}-{job}*"):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+    assert state == "COMPLETED"
+    return printed_by(output)
+
+
+@pytest.mark.slurm
+def test_a_job_that_is_told_to_stop_goes_on_bit_for_bit(cluster, tmp_path):
+    """Its ranks save on the signal before a time limit; requeued, it ends where one that ran through does."""
+    need("torch")
+
+    def stop(job):
+        cluster.run("scancel", "--signal=USR1", job)
+
+    through = to_the_end(cluster, tmp_path / "through", "requeue", "--steps", "2000")
+    stopped = to_the_end(cluster, tmp_path / "stopped", "requeue", "--steps", "2000", until="from step 0 on", then=stop)
+    assert re.search(r"stopped after step \d*9\n", stopped)
+    assert re.search(r"from step [1-9]\d*0 on", stopped)
+    weights = [re.search(r"finished: 2000 steps, weights (\w+)", told).group(1) for told in (through, stopped)]
+    assert weights[0] == weights[1]
+
+
+def processes(**variables):
+    """Numbers of the processes that have these variables."""
+    wanted, found = {f"{name}={value}".encode() for name, value in variables.items()}, []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if wanted <= set(environment.read_bytes().split(b"\0")):
+                found.append(int(environment.parent.name))
+    return found
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("lost", ["a rank", "a node"])
+def test_a_job_outlives_what_it_loses(lost, cluster, tmp_path):
+    """It goes on from its checkpoint; with as many ranks as before, it ends where a job that lost nobody does."""
+    need("torch")
+
+    def kill(job):
+        # torchrun has no rank. It has the lower number, and so is killed before it can notice anything.
+        gone = processes(SLURM_JOB_ID=job, **({"RANK": 1} if lost == "a rank" else {"SLURM_PROCID": 1}))
+        assert len(gone) == (1 if lost == "a rank" else 2)
+        for process in sorted(gone):
+            os.kill(process, signal.SIGKILL)
+
+    told = to_the_end(cluster, tmp_path / "job", "elastic", "--epochs", "12", until="epoch 3 of 12 saved", then=kill)
+    assert re.search(rf"from epoch ([3-9]|1\d) on, ranks: {2 if lost == 'a rank' else 1}\n", told)
+    finished = re.search(r"finished: accuracy (\S+), weights (\w+), identical ranks: True", told)
+    assert float(finished.group(1)) > 0.95
+    if lost == "a rank":
+        through = to_the_end(cluster, tmp_path / "through", "elastic", "--epochs", "12")
+        assert finished.group() in through

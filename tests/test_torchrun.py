@@ -2,11 +2,16 @@
 
 import os
 import re
+import shlex
 import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from frameworks import need
 from launching import TESTS, mpirun, run, torchrun
+
+from hvdplus.adapters.transports.rendezvous import own_address
 
 pytestmark = pytest.mark.jobs
 EXAMPLES = TESTS.parent / "examples"
@@ -160,8 +165,38 @@ def test_a_killed_rank_ends_the_job(tmp_path):
     assert code != 0 and "SIGKILL" in output, output
 
 
-def test_torchrun_restarts_a_job_that_goes_on_from_its_checkpoint(tmp_path):
-    """Killed once, the job ends with the weights of a job that was not."""
+def two_torchruns(*command):
+    """As on two nodes with a rank each."""
+    meet = f"--rdzv-backend c10d --rdzv-endpoint localhost:{own_address([], os.environ)[1]}"
+    node = f"torchrun --nnodes 2 --nproc-per-node 1 --max-restarts 1 {meet} --no-python {shlex.join(command)}"
+    return ["bash", "-c", f"{node} & {node}; code=$?; wait $! && exit $code"]
+
+
+def test_starts_of_ranks_have_names_of_their_own():
+    """Whatever earlier ranks have left in the store, and whoever comes first."""
+    store = need("torch.distributed").HashStore()
+    from hvdplus.adapters.transports.torch_distributed import start_of_ranks
+
+    def start(size, late):
+        def rank(number):
+            time.sleep(0.2 * (number in late))
+            return start_of_ranks(store, number, size, 20.0)
+
+        with ThreadPoolExecutor(size) as ranks:
+            (name,) = set(ranks.map(rank, range(size)))
+        return name
+
+    names = [start(3, {0}), start(3, {1, 2})]
+    for alone in (1, 0, 1):  # ranks of a start to which the others did not come
+        with pytest.raises((RuntimeError, TimeoutError)):
+            start_of_ranks(store, alone, 2, 0.2)
+    names += [start(2, {0}), start(4, {1}), start(1, ())]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_torchrun_restarts_a_job_that_goes_on_from_its_checkpoint(nodes, tmp_path):
+    """Killed once, the job ends with the weights of a job that was not. Each node counts its own ranks' failures."""
     body = """
     hvd.init()
     torch.manual_seed(0)
@@ -194,8 +229,10 @@ def test_torchrun_restarts_a_job_that_goes_on_from_its_checkpoint(tmp_path):
         folder = tmp_path / how
         folder.mkdir()
         path = script(folder, body)
-        command = torchrun(2, "python", str(path), str(folder), how)
-        command[1:1] = ["--max-restarts", "1"]
+        command = two_torchruns("python", str(path), str(folder), how)
+        if nodes == 1:
+            command = torchrun(2, "python", str(path), str(folder), how)
+            command[1:1] = ["--max-restarts", "1"]
         code, output = run(command, 180)
         assert code == 0, output
         assert ("goes on at step 5" in output) == (how == "die"), output

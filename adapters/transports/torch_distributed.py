@@ -10,6 +10,8 @@ import contextlib
 import itertools
 import os
 import socket
+import time
+import uuid
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -21,6 +23,8 @@ from hvdplus.adapters.transports.gloo import GRACE_SECONDS, Gloo, dist
 from hvdplus.adapters.transports.rendezvous import meeting
 from hvdplus.transport import TransportError
 
+POLL_SECONDS, SLOWEST_POLL_SECONDS = 0.01, 0.5
+"""Between two looks into the store, at first and later."""
 _times_begun = itertools.count()
 """How often this process has made the default process group: the store keeps what was said before."""
 _times_joined: Counter[tuple[int, ...]] = Counter()
@@ -96,12 +100,45 @@ def _begin(timeout_seconds: float) -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     try:
         store, rank, size = next(dist.rendezvous("env://", timeout=patience))
-        # torchrun keeps the store when it restarts ranks, with the addresses of those that are gone.
-        attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_times_begun)}"
-        store = dist.PrefixStore(f"hvdplus.attempt.{attempt}", store)
+        times = str(next(_times_begun))
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            times = start_of_ranks(store, rank, size, timeout_seconds)
+        store = dist.PrefixStore(f"hvdplus.start.{times}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
-    except dist.DistError as error:
+    except (dist.DistError, TimeoutError) as error:
         raise TransportError(
             f"Not all {environment['WORLD_SIZE']} ranks have come to {environment['MASTER_ADDR']}:"
             f"{environment['MASTER_PORT']} within {timeout_seconds:g} seconds (rank {environment['RANK']}): {error}"
         ) from error
+
+
+def start_of_ranks(store: Any, rank: int, size: int, timeout_seconds: float) -> str:
+    """A name for this start of a job's ranks, equal on all of them, that no start before had.
+
+    torchrun keeps the store when it starts ranks again, with the addresses of those that are gone. Its count of
+    restarts does not tell starts apart: each node counts the failures of its own ranks. So rank 0 takes the next
+    number. Others may still read the last one; they answer it with a word, and go on when a rank 0 repeats this word.
+
+    Raises:
+        TimeoutError, or torch.distributed.DistError: not all ranks came in time.
+    """
+    numbers, word = "hvdplus.starts", uuid.uuid4().hex
+    if rank == 0:
+        number = store.add(numbers, 1)
+        answers = [f"hvdplus.start.{number}.{other}" for other in range(1, size)]
+        if answers:
+            store.wait(answers, timedelta(seconds=timeout_seconds))
+        store.set(f"hvdplus.start.{number}.all", ",".join(store.get(answer).decode() for answer in answers))
+        return str(number)
+    answered, pause, deadline = -1, POLL_SECONDS, time.monotonic() + timeout_seconds
+    while time.monotonic() < deadline:
+        number = store.add(numbers, 0)
+        if number != answered:
+            store.set(f"hvdplus.start.{number}.{rank}", word)
+            answered = number
+        heard = f"hvdplus.start.{number}.all"
+        if store.check([heard]) and word in store.get(heard).decode().split(","):
+            return str(number)
+        time.sleep(pause)
+        pause = min(1.2 * pause, SLOWEST_POLL_SECONDS)
+    raise TimeoutError(f"rank 0 has not answered within {timeout_seconds:g} seconds")

@@ -17,8 +17,10 @@ source "$venv/bin/activate"
 
 # One rank has the cores of one task.
 export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1} TF_NUM_INTRAOP_THREADS=${SLURM_CPUS_PER_TASK:-1}
-# Rank 0 writes what was measured and decided; read it with `hvdplus report`.
-export HVDPLUS_RUN_LOG=${HVDPLUS_RUN_LOG:-$SLURM_SUBMIT_DIR/runs/$SLURM_JOB_NAME-$SLURM_JOB_ID.jsonl}
+# Rank 0 writes what was measured and decided; read it with `hvdplus report`. A requeued job has the same number, and
+# would overwrite what it wrote before.
+log=$SLURM_SUBMIT_DIR/runs/$SLURM_JOB_NAME-$SLURM_JOB_ID${SLURM_RESTART_COUNT:+-$SLURM_RESTART_COUNT}.jsonl
+export HVDPLUS_RUN_LOG=${HVDPLUS_RUN_LOG:-$log}
 
 launch() {
     local ranks=${SLURM_NTASKS_PER_NODE:-$((SLURM_NTASKS / SLURM_JOB_NUM_NODES))} # of a node
