@@ -18,8 +18,9 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, NamedTuple
+
+from hvdplus import files
 
 PREFIX = "HVDPLUS_"
 CONFIG = PREFIX + "CONFIG"
@@ -308,7 +309,7 @@ def _read(path: str) -> Mapping[Any, Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(Path(path).read_bytes())
+        content = yaml.safe_load(files.content(path))
     except OSError as error:
         raise ValueError(f"{CONFIG} names a file that cannot be read: {error.strerror}. Received: {path!r}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # an impossible date is a plain ValueError

@@ -25,6 +25,7 @@ if front.backend.BINDING != "horovod.tensorflow":
     )
 
 from hvdplus.adapters.tensorflow import tape as _tape
+from hvdplus.adapters.transports.horovod import watched
 from hvdplus.agree import NO_JOIN
 
 __all__ = [
@@ -133,4 +134,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
     if name == "elastic":
         return front.elastic
-    return _horovods(name) if front.with_horovod() else front.__getattr__(name)
+    return watched(name, _horovods(name), collectives._world) if front.with_horovod() else front.__getattr__(name)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdplus import __version__
+from hvdplus.files import content
 from hvdplus.log.history import MOST_EVENTS, MOST_VALUES, MOST_WINDOWS, NEWEST_WINDOWS, Medians
 from hvdplus.log.runlog import FORMAT, RunLog, read
 from hvdplus.log.table import table
@@ -360,3 +363,29 @@ def test_kinds_and_fields_of_a_later_version_are_kept(tmp_path: Path) -> None:
 def test_a_missing_file_is_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         read(tmp_path / "nothing.jsonl")
+
+
+def test_a_link_is_not_followed_to_a_file_that_it_would_empty(tmp_path: Path) -> None:
+    victim, link = tmp_path / "victim", tmp_path / "run.jsonl"
+    victim.write_text("precious")
+    link.symlink_to(victim)
+    with pytest.raises(OSError, match=f"it is a link to {victim}, which would be overwritten"):
+        RunLog(link)
+    assert victim.read_text() == "precious"
+
+
+def test_a_pipe_is_read_if_somebody_writes_into_it(tmp_path: Path) -> None:
+    pipe, kept = tmp_path / "pipe", tmp_path / "kept"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="nobody writes into this pipe"):
+        content(pipe)
+    text = b"line\n" * 50_000  # more than a pipe holds
+    kept.write_bytes(text)
+    assert content(kept) == text
+    writer = threading.Thread(target=lambda: pipe.write_bytes(text))
+    writer.start()
+    while writer.is_alive():  # it waits for a reader to come
+        with contextlib.suppress(OSError):
+            assert content(pipe) == text
+            break
+    writer.join()

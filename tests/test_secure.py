@@ -145,6 +145,23 @@ def test_no_mask_serves_twice() -> None:
     assert run(2, body) == [True, True]
 
 
+def test_a_rank_that_repeats_anothers_key_is_refused() -> None:
+    """It could have that rank's mask cancel its own in what a third one sends."""
+
+    def body(transport: Any) -> None:
+        gather = transport.gather_objects
+
+        def repeating(value: Any, what: str = "objects") -> list[Any]:
+            told = gather(value, what)
+            return [told[0], told[1], told[0]]
+
+        transport.gather_objects = repeating
+        with pytest.raises(TransportError, match="Two ranks give the same key"):
+            Masks(transport, "a test")
+
+    run(3, body)
+
+
 def test_masks_that_do_not_cancel_are_an_error_on_every_rank() -> None:
     def body(transport: Any) -> None:
         masks = Masks(transport, "a test")

@@ -130,10 +130,11 @@ class _Local:
     def connect(self, optimizer: Any) -> None:
         """Make fragments for the variables of an optimizer that is built."""
         variables = private.trainable_variables(optimizer)
-        saved = self.state["fragments"] if self.state else [None] * self.rhythm.fragments
-        if self.state:
-            self.rhythm.load(self.state["local"])
         places = split([int(np.prod(v.shape)) for v in variables], self.rhythm.fragments)
+        if self.state:
+            self.rhythm.check(self.state, [[tuple(variables[i].shape) for i in part] for part in places])
+            self.rhythm.load(self.state["local"])
+        saved = (self.state or {}).get("fragments") or [None] * self.rhythm.fragments
         with backend.outside_of_traces():
             for part, of_state in zip(places, saved, strict=True):
                 mine = [variables[i] for i in part]

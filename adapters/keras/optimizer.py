@@ -203,7 +203,10 @@ class _Setup:
             return
         if len(loaded) < self.world.transport.size:
             mine = self.world.transport.rank == loaded[0]
-            theirs = gather(self.state if mine else None)[loaded[0]]
+            given = self.state if mine else None
+            if given and self.exchange.settings.secure_aggregation:
+                given = checkpoint.for_other_ranks(given)
+            theirs = gather(given)[loaded[0]]
             if self.state is None:
                 own = theirs["rank"] == checkpoint.KEEP_LOCAL
                 self.state = {**theirs, "rank": checkpoint.FROM_OTHER} if own else theirs

@@ -61,10 +61,12 @@ class GraphExchange(VariablesExchange):
         """Forget the step in flight: the transport has failed or has ended."""
         self._heard = Heard()
         self._clock.forget()
+        self._waits_no_more()
 
     def close(self) -> None:
         """Stop: another exchange takes over. To run a step that was compiled with this one is an error."""
         self._closed = True
+        self._waits_no_more()
 
     def hear(self, loss: tf.Tensor) -> None:
         """Note the step's loss, for the run log, and in a compiled step when its input was there."""
@@ -132,7 +134,7 @@ class GraphExchange(VariablesExchange):
         return settle.delivered(self, mended, dense, absent)
 
     def _watched(self, mine: tf.Tensor) -> tf.Tensor:
-        """This rank's metadata, from which on it waits for other ranks; ``_between_steps`` is the end of that."""
+        """This rank's metadata, from which on it waits for other ranks, until ``_waits_no_more``."""
         patience = getattr(self.bare, "patience", None)
         if patience is None:
             return mine
@@ -144,6 +146,11 @@ class GraphExchange(VariablesExchange):
         first = tf.numpy_function(begin, [mine[:1]], mine.dtype)
         first.set_shape([1])
         return tf.concat([first, mine[1:]], axis=0)
+
+    def _waits_no_more(self) -> None:
+        patience = getattr(self.bare, "patience", None)
+        if patience is not None:
+            patience.end()
 
     def end_step(self, updated: Sequence[tf.Tensor]) -> None:
         """The optimizer has taken the step: ``updated`` are values read after it."""
@@ -199,9 +206,7 @@ class GraphExchange(VariablesExchange):
         stamps: np.ndarray,
     ) -> np.ndarray:
         """Once a step: (``Coming``, 1 if all was finite, 1 if contexts learn from the step, ``settle.remedy``)."""
-        patience = getattr(self.bare, "patience", None)
-        if patience is not None:
-            patience.end()
+        self._waits_no_more()
         if self._closed:
             raise RuntimeError(COMPILED_FOR_OTHERS)
         step = Coming(*ran.tolist())

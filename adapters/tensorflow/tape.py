@@ -155,7 +155,7 @@ class _Distributed:
         key = (*map(id, sources), str(how), str(settings), self._average)
         known, exchange = _exchanges.get(key, ([], None))
         gone = any(ref() is not source for ref, source in zip(known, sources, strict=False))
-        if exchange is None or gone or exchange.transport is not self._world.transport:
+        if exchange is None or gone or exchange.bare is not self._world.transport:
             with tf.init_scope():  # what lasts belongs to no trace
                 exchange = self._make(sources, settings)
             forget_it = lambda _: _exchanges.pop(key, None)  # noqa: E731

@@ -182,7 +182,7 @@ class VariablesExchange(Exchange[tf.Tensor]):
     def know_gradients(self, order: Sequence[int], sparse: Sequence[int], tables: Sequence[int]) -> None:
         """Take over from a checkpoint, or the first step, which gradients are sparse. A graph has no ``order``."""
         self.sparse, self.order_known = set(sparse), True
-        self._start_anew(list(tables))
+        self._start_anew([] if self.settings.secure_aggregation else list(tables))
 
     def know_nothing(self) -> None:
         """The next step is a first one."""

@@ -17,6 +17,7 @@ import torch
 
 from hvdplus.adapters.torch.backend import type_name
 from hvdplus.agree import check_same_model, same_bytes
+from hvdplus.exchange import checkpoint
 from hvdplus.transport import Transport, TransportError, World, broadcast_each, broadcast_object, check_root
 
 Average = "Average"
@@ -161,9 +162,12 @@ class Collectives:
             raise ValueError("cannot broadcast torch.optim.LBFGS state")
         check_root(self._transport, root_rank)
         mine = self.rank() == root_rank
-        state = self.broadcast_state(optimizer.state_dict() if mine else None, root_rank)
-        if not mine or "hvdplus" in state:  # exchanges resume together, the root's too
+        own = optimizer.state_dict() if mine else {}
+        state = self.broadcast_state(for_other_ranks(own), root_rank)
+        if not mine:
             optimizer.load_state_dict(state)
+        elif "hvdplus" in own:  # exchanges resume together, the root's too
+            optimizer.load_state_dict(own)
         if not state["state"] and not isinstance(optimizer, torch.optim.SparseAdam):
             tables = [m.weight for m in model.modules() if getattr(m, "sparse", False)] if model is not None else []
             sparse = {id(weight) for weight in tables}
@@ -183,6 +187,17 @@ class Collectives:
         contents = (_bytes(a) if isinstance(a, torch.Tensor) else a for a in writer.arrays)
         reader.contents = list(broadcast_each(self._transport, contents, root_rank, what))
         return reader.load()
+
+
+def for_other_ranks(state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state, as ``checkpoint.for_other_ranks`` leaves it; of local steps, each fragment's, too."""
+    ours = state.get("hvdplus")
+    if not ours:
+        return dict(state)
+    if "residuals" in ours:
+        return {**state, "hvdplus": checkpoint.for_other_ranks(ours)}
+    fragments = [{**fragment, "outer": for_other_ranks(fragment["outer"])} for fragment in ours.get("fragments") or ()]
+    return {**state, "hvdplus": {**ours, "fragments": fragments or None}}
 
 
 class _Writer(pickle.Pickler):

@@ -25,7 +25,9 @@ from hvdplus.adapters.torch import asynchronous
 from hvdplus.adapters.torch import optimizer as lockstep
 from hvdplus.adapters.torch.fragment import Fragment
 from hvdplus.agree import TWICE, announce_local, settings_of_exchanges
+from hvdplus.exchange import checkpoint
 from hvdplus.exchange.checkpoint import say
+from hvdplus.exchange.form import require, require_fields
 from hvdplus.exchange.rhythm import NESTEROV, Rhythm, split
 from hvdplus.settings import Settings
 from hvdplus.transport import World
@@ -233,6 +235,11 @@ class LocalSteps(torch.optim.Optimizer):
             ValueError: the state is of another model, or of other fragments.
         """
         ours = state_dict.get(STATE_KEY, {})
+        require(isinstance(ours, Mapping), "its part of an optimizer's state", "a dictionary", ours)
+        if "local" in ours:
+            self._check(ours)
+        if not lockstep.same_groups(self, state_dict):
+            lockstep.load_own(self, super(), state_dict)  # which raises PyTorch's own error
         for fragment in self._fragments:
             fragment.settle()
         self.restart()
@@ -253,6 +260,16 @@ class LocalSteps(torch.optim.Optimizer):
                 "the checkpoint is of lock-step; gradients that it held back are lost, as local steps hold back others."
             )
         lockstep.load_own(self, super(), state_dict)
+
+    def _check(self, ours: Mapping[str, Any]) -> None:
+        """Raise ValueError if a state is damaged or of another model; nothing has changed then."""
+        shapes = [[tuple(anchor.shape) for anchor in fragment.anchors] for fragment in self._fragments]
+        self._rhythm.check(ours, shapes)
+        for number, (fragment, wanted) in enumerate(zip(ours["fragments"] or (), shapes, strict=False)):
+            outer = fragment["outer"]
+            require_fields(outer, ("state", "param_groups"), f"fragment {number}'s outer optimizer")
+            if STATE_KEY in outer:
+                checkpoint.check(outer[STATE_KEY], wanted)
 
     def consolidate_state_dict(self) -> None:
         """Make any one rank's ``state_dict`` valid for all ranks, until the next step: they exchange at once, and

@@ -123,6 +123,14 @@ def load_own(optimizer: torch.optim.Optimizer, theirs: Any, state_dict: Mapping[
     optimizer.param_groups, optimizer.state = groups, state
 
 
+def same_groups(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> bool:
+    """Whether a state has as many parameters in each group; else PyTorch refuses it."""
+    groups = state_dict.get("param_groups")
+    if not isinstance(groups, list | tuple) or not all(isinstance(group, Mapping) for group in groups):
+        return False
+    return [len(group.get("params", ())) for group in groups] == [len(g["params"]) for g in optimizer.param_groups]
+
+
 def reduced(optimizer: torch.optim.Optimizer, ours: type, state: dict[str, Any]) -> tuple[Any, ...]:
     """What pickles an optimizer as one of the user's own class, which comes after ``ours``."""
     ancestors = type(optimizer).__mro__
@@ -267,6 +275,8 @@ class Distributed(torch.optim.Optimizer):
         """
         saved: Any = state_dict.get(STATE_KEY)
         of_local_steps = isinstance(saved, Mapping) and "local" in saved
+        if not same_groups(self, state_dict):
+            load_own(self, super(), state_dict)  # raises PyTorch's own error, before anything has changed
         if STATE_KEY in state_dict and not of_local_steps:
             self._add_saved_parameters(saved.get("shapes") if isinstance(saved, Mapping) else None)
             self._exchange.load(saved)

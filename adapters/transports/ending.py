@@ -62,6 +62,7 @@ class Patience:
         """
         self._rank, self._seconds, self._grace = rank, seconds, grace
         self._call: tuple[float, str] | None = None
+        self._over = False
         threading.Thread(target=self._watch, name="hvdplus-patience", daemon=True).start()
 
     @contextlib.contextmanager
@@ -81,8 +82,12 @@ class Patience:
         """It is over."""
         self._call = None
 
+    def close(self) -> None:
+        """Whatever this rank waits for from now on, it waits for elsewhere."""
+        self._call, self._over = None, True
+
     def _watch(self) -> None:
-        while True:
+        while not self._over:
             time.sleep(min(LOOK_SECONDS, self._seconds / 4))
             call = self._call
             if call is None or time.monotonic() - call[0] <= self._seconds + self._grace:
@@ -91,6 +96,6 @@ class Patience:
             error = too_long(self._rank, time.monotonic() - call[0], call[1], absent, self._seconds)
             print(f"hvdplus: {error}", file=sys.stderr, flush=True)
             time.sleep(TOLD_SECONDS)
-            if self._call is call:
+            if self._call is call and not self._over:
                 sys.stdout.flush()
                 os._exit(1)  # nothing else ends a thread that waits in a library

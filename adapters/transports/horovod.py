@@ -18,11 +18,34 @@ from typing import Any, Self
 import numpy as np
 
 from hvdplus.adapters.transports.ending import Patience, end_soon, on_exception
-from hvdplus.transport import OBJECTS, Transport, TransportError, gather_in_parts
+from hvdplus.transport import OBJECTS, Transport, TransportError, World, gather_in_parts
 
 SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 WARN_SECONDS = 60
 """Horovod names ranks that others have waited for so long; its own default."""
+
+
+BLOCKING = frozenset(
+    f"{kind}{call}{in_place}"
+    for kind in ("", "grouped_")
+    for call in ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
+    for in_place in ("", "_")
+) | {"barrier", "synchronize", "broadcast_object", "allgather_object", "broadcast_parameters", "broadcast_variables"}
+"""Horovod's functions that wait for other ranks. (``join`` may do so for as long as others train.)"""
+
+
+def watched(name: str, function: Any, world: World | None) -> Any:
+    """Horovod's function of that name, for a script's own calls; see ``Patience``."""
+    patience = getattr(world.transport, "patience", None) if world else None
+    if patience is None or name not in BLOCKING:
+        return function
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        with patience.waits(f"hvd.{name}"):
+            return function(*arguments, **keywords)
+
+    return call
 
 
 def limit_waiting(seconds: float, environ: MutableMapping[str, str] = os.environ) -> None:
@@ -108,6 +131,8 @@ class Horovod(Transport):
         self.binding.barrier(**self._set) if hasattr(self.binding, "barrier") else self.gather_objects(None)
 
     def shutdown(self) -> None:
+        if self.patience:
+            self.patience.close()
         self.binding.shutdown()
 
 
@@ -178,9 +203,11 @@ class HorovodTensorFlow(Horovod):
     """TensorFlow: a sum is an op; the graph waits where the sum is used."""
 
     def start(self, array: Any, name: str, scale: float = 1.0) -> Any:
-        return self.binding.allreduce(
-            array, op=self.binding.Sum, name=name, postscale_factor=scale, ignore_name_scope=True, **self._set
-        )
+        in_a_graph = not hasattr(array, "numpy")  # whose steps ``GraphExchange`` watches
+        with contextlib.nullcontext() if in_a_graph else self._waits(f"sum {name!r}"):
+            return self.binding.allreduce(
+                array, op=self.binding.Sum, name=name, postscale_factor=scale, ignore_name_scope=True, **self._set
+            )
 
     def _all_gather(self, array: np.ndarray, name: str) -> np.ndarray:
         found: np.ndarray = self.binding.allgather(array, name=name, ignore_name_scope=True, **self._set).numpy()

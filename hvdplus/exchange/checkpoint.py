@@ -98,6 +98,12 @@ def save(x: Exchange[Array]) -> dict[str, Any]:
     }
 
 
+def for_other_ranks(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state without what other ranks do not take over: this rank's residuals, which may be all of its gradients."""
+    consolidated = state["rank"] is None
+    return {**state, "residuals": state["residuals"] if consolidated else dict.fromkeys(state["residuals"])}
+
+
 def residuals(x: Exchange[Array]) -> dict[int, Any]:
     """Parameter -> a copy of its residual, in the parameter's shape."""
     return {

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdplus.control.interval import START, Interval
 from hvdplus.control.meter import StepTimes
-from hvdplus.exchange.form import is_count, is_list, require, require_fields
+from hvdplus.exchange.form import is_count, is_finite, is_list, require, require_fields
 
 if TYPE_CHECKING:
     from hvdplus.exchange.coordinator import Coordinator
@@ -156,6 +156,31 @@ class Rhythm:
             "begins": list(self._begins),
             "interval": self.interval.state() if self.interval else None,
         }
+
+    def check(self, state: Any, shapes: Sequence[Sequence[tuple[int, ...]]]) -> None:
+        """Raise ValueError unless an optimizer's state is one of local steps, for fragments whose parameters have these
+        ``shapes``. What is in it of rhythm and exchange, they check themselves."""
+        require_fields(state, ("local", "fragments"), "its local steps")
+        require_fields(state["local"], ("began",), "its local steps")
+        began, fragments = state["local"]["began"], state["fragments"]
+        require(fragments is None or is_list(fragments, lambda each: True), "its fragments", "a list", fragments)
+        if not fragments:
+            return
+        if len(fragments) != len(shapes):
+            raise ValueError(
+                f"The checkpoint has {len(fragments)} fragments, and this optimizer {len(shapes)}: give it the same "
+                "setting."
+            )
+        for number, (fragment, wanted) in enumerate(zip(fragments, shapes, strict=True)):
+            require_fields(fragment, ("anchors", "outer"), f"fragment {number}")
+            under_way = is_list(began, lambda at: True) and number < len(began) and began[number] is not None
+            for name in ("anchors", "sent") if under_way and "sent" in fragment else ("anchors",):
+                arrays = fragment[name]
+                received = (
+                    [tuple(getattr(array, "shape", ())) for array in arrays] if is_list(arrays, is_finite) else None
+                )
+                what = f"what fragment {number} has as {name}"
+                require(received == [tuple(shape) for shape in wanted], what, f"finite arrays of {wanted}", received)
 
     def load(self, state: Any) -> list[int]:
         """Continue from a ``state`` that ``state()`` returned; returns the fragments whose exchange was under way.

@@ -53,17 +53,20 @@ class Masks:
 
         Raises:
             ModuleNotFoundError: the package ``cryptography`` is missing.
+            TransportError: two ranks give the same key.
         """
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
         mine = X25519PrivateKey.generate()
         public = transport.gather_objects(mine.public_key().public_bytes_raw(), f"keys of {purpose}")
         self._rank, self._ranks = transport.rank, transport.size
+        if len(set(public)) < len(public):  # whoever repeats a key may have two masks cancel in what another one sends
+            raise TransportError(f"Two ranks give the same key of secure aggregation. Received: keys of {purpose}")
         self._keys = {
             other: _digest(
                 mine.exchange(X25519PublicKey.from_public_bytes(key)),
-                *sorted((public[self._rank], key)),
                 purpose.encode(),
+                *(b"%d" % rank + public[rank] for rank in sorted((self._rank, other))),
             )
             for other, key in enumerate(public)
             if other != self._rank

@@ -16,6 +16,7 @@ import keras
 
 from hvdplus.adapters.transports import within
 from hvdplus.adapters.transports.connect import INSTALL_HOROVOD, connect, wants_horovod
+from hvdplus.adapters.transports.horovod import watched
 from hvdplus.agree import choose_rhythm
 from hvdplus.settings import Settings
 from hvdplus.transport import NeedsHorovod, World
@@ -306,7 +307,7 @@ def __getattr__(name: str) -> Any:
     if name == "elastic":
         return importlib.import_module("hvdplus.keras.elastic")
     if with_horovod() and (backend.BINDING == "horovod.tensorflow" or not hasattr(collectives.Essentials, name)):
-        return collectives.from_horovod(name, backend.BINDING)
+        return watched(name, collectives.from_horovod(name, backend.BINDING), collectives._world)
     if hasattr(collectives.Essentials, name):
         return getattr(collectives.Essentials(_require_world()), name)
     raise NeedsHorovod(f"hvd.{name} needs Horovod, and this job runs without it. {INSTALL_HOROVOD}.")

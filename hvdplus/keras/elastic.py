@@ -20,7 +20,7 @@ from hvdplus.adapters.keras.local import LocalSteps
 from hvdplus.adapters.keras.optimizer import Distributed, rejoin
 from hvdplus.adapters.transports import horovod_private
 from hvdplus.adapters.transports.connect import INSTALL_HOROVOD
-from hvdplus.exchange.checkpoint import KEEP_LOCAL
+from hvdplus.exchange.checkpoint import KEEP_LOCAL, for_other_ranks
 from hvdplus.transport import NeedsHorovod, broadcast_object
 
 if not front.with_horovod():
@@ -108,7 +108,9 @@ class KerasState(ObjectState):
         for exchange in self._exchanges:
             if not exchange.idle:
                 mine = exchange.state()
-                exchange.load({**self._from_rank_0(mine), "residuals": mine["residuals"], "rank": KEEP_LOCAL})
+                exchange.load(
+                    {**self._from_rank_0(for_other_ranks(mine)), "residuals": mine["residuals"], "rank": KEEP_LOCAL}
+                )
         self._save()
         super().sync()
 

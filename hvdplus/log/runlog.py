@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hvdplus import __version__
+from hvdplus.files import content
 from hvdplus.log.facts import Record
 from hvdplus.log.history import History, Medians
 
@@ -150,6 +151,8 @@ def _open(path: Path) -> BinaryIO:
 
     Unbuffered: a line is out when it is written, and a failed write leaves nothing behind to retry.
     """
+    if path.is_symlink() and path.is_file():
+        raise OSError(errno.ELOOP, f"it is a link to {path.resolve()}, which would be overwritten")
     # Opening a pipe that nobody reads would wait for ever.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_NONBLOCK", 0), 0o666)
     try:
@@ -191,7 +194,7 @@ def read(path: str | os.PathLike[str]) -> list[Record]:
         OSError: the file cannot be read.
         ValueError: the file is no run log, or damaged; the message names file and line and what was expected.
     """
-    lines = Path(path).read_bytes().split(b"\n")
+    lines = content(path).split(b"\n")
     records = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():

@@ -25,6 +25,7 @@ from hvdplus.adapters.torch.cpu import CPU
 from hvdplus.adapters.torch.optimizer import check_groups, refuses_join, wrap
 from hvdplus.adapters.transports import window, within
 from hvdplus.adapters.transports.connect import INSTALL_HOROVOD, connect, wants_horovod
+from hvdplus.adapters.transports.horovod import watched
 from hvdplus.agree import NO_JOIN, choose_rhythm, say_if_nothing_was_wrapped
 from hvdplus.agree import Compression as WithoutHorovods
 from hvdplus.settings import Settings
@@ -337,9 +338,7 @@ def __getattr__(name: str) -> Any:
     if name in ("ddp", "elastic"):
         return importlib.import_module(f"hvdplus.torch.{name}")
     if _with_horovod():
-        import horovod.torch
-
-        return getattr(horovod.torch, name)
+        return watched(name, _horovods(name), _world)
     if name in ("Average", "Sum"):
         return name
     if name == "Compression":

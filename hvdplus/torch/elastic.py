@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import hvdplus.torch as front
-from hvdplus.adapters.torch.collectives import Collectives
+from hvdplus.adapters.torch.collectives import Collectives, for_other_ranks
 from hvdplus.adapters.torch.local import LocalSteps
 from hvdplus.adapters.torch.optimizer import STATE_KEY, Distributed, rejoin
 from hvdplus.adapters.transports import horovod_private
@@ -88,8 +88,9 @@ class _LocalState(_states.OptimizerStateHandler):  # type: ignore[misc]
 
 def _take_over(optimizer: Distributed) -> None:
     """Rank 0's state, but for this rank's residuals."""
-    mine = optimizer.state_dict().get(STATE_KEY, {"residuals": {}})["residuals"]
-    state = Collectives(front._require_world()).broadcast_state(optimizer.state_dict(), root_rank=0)
+    own = optimizer.state_dict()
+    mine = own.get(STATE_KEY, {"residuals": {}})["residuals"]
+    state = Collectives(front._require_world()).broadcast_state(for_other_ranks(own), root_rank=0)
     if STATE_KEY in state:
         everybodys = state[STATE_KEY]
         everybodys["residuals"] = {i: mine.get(i) for i in everybodys["residuals"]}

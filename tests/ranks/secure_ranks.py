@@ -138,6 +138,48 @@ def test_pytorch_otherwise(keywords):
     assert alike(hidden, bare)
 
 
+@pytest.mark.skipif(TORCH, reason="of TensorFlow")
+def test_the_tape_trains_as_without_masks():
+    import tensorflow as tf
+
+    import hvdplus.tensorflow as tf_hvd
+
+    def weights(settings):
+        variable = tf.Variable(tf.reshape(tf.range(600, dtype=tf.float32) / 600, (30, 20)))
+        for step in range(6):
+            x = tf.constant(np.random.default_rng((step, RANK)).standard_normal((8, 30)), tf.float32)
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.square(x @ variable))
+            tape = tf_hvd.DistributedGradientTape(tape, compression="int8", settings=settings)
+            (gradient,) = tape.gradient(loss, [variable])
+            variable.assign_sub(0.001 * gradient)
+        return variable.numpy()
+
+    hidden = weights(HIDDEN)
+    assert np.array_equal(hidden, weights(BARE)) and np.abs(hidden - weights({"warm_steps": 0})).max() == 0
+    assert np.abs(hidden.ravel() - np.arange(600) / 600).max() > 0.01
+
+
+@on_torch
+def test_a_broadcast_of_the_optimizer_leaves_residuals_where_they_are(monkeypatch):
+    told = []
+    gather = TRANSPORTS[1].gather_objects
+    model, optimizer = trained("topk:0.2:32+int8", HIDDEN)
+    before = {i: r.clone() for i, r in optimizer.state_dict()["hvdplus"]["residuals"].items()}
+    assert any(residual.abs().max() > 0 for residual in before.values())
+    monkeypatch.setattr(
+        TRANSPORTS[1], "gather_objects", lambda value, what="objects": told.append(value) or gather(value, what)
+    )
+    torch_hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    after = optimizer.state_dict()["hvdplus"]["residuals"]
+    kept = [torch.equal(before[i], after[i]) for i in before]
+    assert all(kept) if RANK == 0 else not any(residual.abs().max() > 0 for residual in after.values())
+    sizes = [residual.nbytes for residual in before.values()]
+    arrays = [a for value in told if isinstance(value, tuple) and isinstance(value[0], list) for a in value[0]]
+    for residual in before.values():
+        assert not any(np.asarray(a).tobytes() == residual.numpy().tobytes() for a in arrays), sizes
+
+
 @on_torch
 def test_what_would_show_a_residual_is_refused():
     model, optimizer = trained("int8", HIDDEN)
