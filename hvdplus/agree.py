@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from hvdplus.compression import Compressor, HorovodCompressor, Ops, Spec, known, parse
 from hvdplus.control.interval import LADDER
+from hvdplus.exchange.checkpoint import Held
 from hvdplus.exchange.plan import Ladder
 from hvdplus.log.runlog import RunLog
 from hvdplus.settings import SETTINGS, Settings
@@ -200,6 +201,7 @@ def join(
     dtypes: Sequence[str],
     names: Sequence[str] | None = None,
     times: int = 0,
+    held: Held | None = None,
     **agreed: Any,
 ) -> Any:
     """Check that all ranks fit together, then make their exchange. Every rank calls it.
@@ -210,13 +212,15 @@ def join(
         shapes, dtypes: of the gradients, in order.
         names: of the gradients, if ranks have to agree on them.
         times: how often this exchange has joined other ranks before.
+        held: what this rank brings along from there.
         agreed: arguments that must be equal on all ranks, besides the settings.
 
     Raises:
         ValueError: ranks differ in gradients, settings or arguments; on every rank.
     """
     # In an elastic job, some ranks have made more optimizers than others.
-    instance = max(world.transport.gather_objects(instance, "an optimizer's number (DistributedOptimizer)"))
+    told = world.transport.gather_objects((instance, held), "an optimizer's number (DistributedOptimizer)")
+    instance = max(number for number, _ in told)
     check_same_model(list(zip(*((names,) if names else ()), shapes, dtypes, strict=True)), world)
     announce(ladder, auto, world)
     check_same_settings(settings, ladder, world, auto=auto, **agreed)
@@ -225,7 +229,22 @@ def join(
     log = open_log(settings, world, instance, times)
     exchange = make(world.transport, settings, ladder=ladder, auto=auto, log=log, prefix=f"hvdplus{instance}")
     exchange.coordinator.describe_run(world, framework, sum(map(math.prod, shapes)), exchange.gradient_bytes)
+    _tell_of_lost([theirs for _, theirs in told if theirs is not None], world, log)
     return exchange
+
+
+def _tell_of_lost(left: Sequence[Held], world: World, log: RunLog) -> None:
+    """Say and log if ranks are gone with what they held back. ``left``: of those that were there before, too."""
+    gone = max((held.ranks for held in left), default=0) - len(left)
+    norm = math.sqrt(sum(held.norm**2 for held in left) / len(left)) if left else 0.0
+    if gone > 0 and norm and world.transport.rank == 0:
+        log.write("lost", ranks=gone, held_back_norm=float(f"{norm:.7g}"))
+        print(
+            f"hvdplus: {gone} rank{'s are' if gone > 1 else ' is'} gone, and what {'they' if gone > 1 else 'it'} held "
+            f"back with {'them' if gone > 1 else 'it'}. (A rank that is left holds back gradients of norm {norm:.3g}.)",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def check_types(names: Sequence[str], dtypes: Sequence[str], known: Sequence[str] = FLOATS) -> None:

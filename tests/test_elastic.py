@@ -1,12 +1,35 @@
 """Elastic jobs: ranks are lost and come while a job runs, and hvdplus's optimizers follow."""
 
 import json
+import re
 import sys
 
+import numpy as np
 import pytest
 from launching import TESTS, run
 
 pytestmark = pytest.mark.jobs
+
+
+def elastic(folder, script, level, **environment):
+    """(what each rank has seen, what the job printed)."""
+    hosts, discover = folder / "hosts", folder / "discover.sh"
+    # Two names of this machine: Horovod uses no host again that has lost a rank.
+    hosts.write_text("localhost:2\n127.0.0.1:1\n")
+    discover.write_text(f"#!/bin/sh\ncat {hosts}\n")
+    discover.chmod(0o755)
+    command = ["horovodrun", "--gloo", "-np", "3", "--min-np", "2", "--max-np", "3", "--host-discovery-script"]
+    body = [sys.executable, "-P", str(TESTS / "ranks" / f"{script}.py"), str(hosts), str(folder)]
+    code, output = run(
+        [*command, str(discover), *body],
+        timeout_seconds=180,
+        LEVEL=level,
+        HOROVOD_GLOO_TIMEOUT_SECONDS="10",
+        **environment,
+    )
+    print(output)
+    assert code == 0
+    return [json.loads(path.read_text()) for path in folder.glob("*.json")], output
 
 
 @pytest.mark.parametrize(
@@ -22,23 +45,14 @@ pytestmark = pytest.mark.jobs
     ],
 )
 def test_ranks_come_and_go(tmp_path, script, level):
-    hosts, discover = tmp_path / "hosts", tmp_path / "discover.sh"
-    # Two names of this machine: Horovod uses no host again that has lost a rank.
-    hosts.write_text("localhost:2\n127.0.0.1:1\n")
-    discover.write_text(f"#!/bin/sh\ncat {hosts}\n")
-    discover.chmod(0o755)
-    command = ["horovodrun", "--gloo", "-np", "3", "--min-np", "2", "--max-np", "3", "--host-discovery-script"]
-    body = [sys.executable, "-P", str(TESTS / "ranks" / f"{script}.py"), str(hosts), str(tmp_path)]
-    code, output = run(
-        [*command, str(discover), *body],
-        timeout_seconds=180,
-        LEVEL=level,
-        HOROVOD_GLOO_TIMEOUT_SECONDS="10",
-    )
-    print(output)
-    assert code == 0
-    told = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
-    assert len(told) == 3, "two that were there from the beginning, and the newcomer"
+    ranks, _ = elastic(tmp_path, script, level)
+    assert len(ranks) == 3, "two that were there from the beginning, and the newcomer"
+    told = [each["steps"] for each in ranks]
+    shares = [each["shared"] for each in ranks if len(each["shared"]) > 1]
+    assert len(shares) == 2 * ((script, level) == ("elastic", "lowrank:2"))
+    for shared in shares:
+        assert np.abs(shared[0]).max() > 0
+        assert np.allclose(shared[0], shared[1], atol=1e-6), "of a rank that leaves in order, nothing is lost"
     assert all(line["identical"] for lines in told for line in lines)
     survivors = [lines for lines in told if lines[0]["step"] == 1]
     (newcomers,) = (lines for lines in told if lines[0]["step"] != 1)
@@ -53,3 +67,17 @@ def test_ranks_come_and_go(tmp_path, script, level):
     assert newcomers[-1]["step"] == 60 and {line["ranks"] for line in newcomers} == {3}
     for mine, theirs in zip(reversed(survivors[0]), reversed(newcomers), strict=False):
         assert (mine["step"], mine["level"]) == (theirs["step"], theirs["level"])
+
+
+@pytest.mark.parametrize("script", ["elastic", "keras_elastic"])
+def test_a_rank_is_killed(tmp_path, script):
+    """The others go back to their last commit, and train on without it, also long after its death."""
+    ranks, output = elastic(tmp_path, script, "lowrank:2", KILLED="1", HVDPLUS_TIMEOUT_SECONDS="16")
+    assert len(ranks) == 2
+    for steps in (rank["steps"] for rank in ranks):
+        assert all(line["identical"] for line in steps)
+        at = next(i for i, line in enumerate(steps) if line["ranks"] == 2)
+        assert steps[at - 1]["step"] in (9, 10) and steps[at]["step"] == 9, "commits are after every fourth step"
+        assert steps[-1]["step"] == 200
+    assert re.search(r"1 rank is gone, and what it held back with it. \(.* norm [0-9.e+-]*[1-9]", output)
+    assert all(rank["accuracy"] > 0.85 for rank in ranks), [rank["accuracy"] for rank in ranks]

@@ -108,6 +108,12 @@ def rejoin(world: World) -> None:
         optimizer._hvdplus.rejoin(optimizer, world)
 
 
+def exchanges() -> list[Any]:
+    """Of all optimizers that have one, in the order in which they were made."""
+    found = (optimizer._hvdplus.exchange for _, optimizer in sorted(_alive.items()))
+    return [exchange for exchange in found if exchange is not None]
+
+
 class _Setup:
     """Attributes of a wrapped optimizer: the job, the ladder and, once variables are known, the exchange."""
 
@@ -129,6 +135,7 @@ class _Setup:
         self.local_variables: list[Any] = []
         self.instance = next_instance()
         self.times_joined = 0
+        self._held: checkpoint.Held | None = None
         self.in_condition = False
         """Whether the optimizer is applied inside a condition that all ranks decide alike."""
         self.exchange: Any = None
@@ -146,11 +153,12 @@ class _Setup:
     def rejoin(self, optimizer: Any, world: World) -> None:
         """Go on in ``world``, which has other ranks, with this rank's residuals."""
         before = self.exchange
+        self._held = None if before is None else checkpoint.held(before)
         self._enter(world)
         if before is not None:
             before.abandon()
             before.coordinator.finish()
-            self.state = None if before.idle else {**before.state(), "rank": checkpoint.KEEP_LOCAL}
+            self.state = None if before.idle else checkpoint.to_go_on(before)
             before.close()
             self.times_joined += 1
             self.connect(optimizer)
@@ -189,6 +197,7 @@ class _Setup:
                 shapes=[tuple(v.shape) for v in variables],
                 dtypes=types,  # no names: `dense_7` depends on what was made before
                 times=self.times_joined,
+                held=self._held,
                 optimizer=optimizer.__class__.__name__,
                 average=self.average,
                 accumulates=optimizer.gradient_accumulation_steps or 1,

@@ -20,7 +20,7 @@ from hvdplus.adapters.torch.backend import loss_of, type_name
 from hvdplus.adapters.torch.hooks import HookedExchange
 from hvdplus.adapters.torch.ops import TorchOps
 from hvdplus.agree import FLOATS, TWICE, check_same_model, check_types, choose_ladder, join, next_instance
-from hvdplus.exchange.checkpoint import KEEP_LOCAL
+from hvdplus.exchange import checkpoint
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 
@@ -63,7 +63,9 @@ def wrap(
     world = fitting(parameters, world)
     resolved, number, kind_name = Settings.load(settings), next_instance(), optimizer.__class__.__name__
 
-    def join_ranks(world: World, parameters: list[torch.nn.Parameter], times: int) -> HookedExchange:
+    def join_ranks(
+        world: World, parameters: list[torch.nn.Parameter], times: int, held: checkpoint.Held | None = None
+    ) -> HookedExchange:
         agreed: dict[str, Any] = {"passes": passes, "average": average, "sparse_as_dense": sparse_as_dense}
         exchange: HookedExchange = join(
             functools.partial(
@@ -82,6 +84,7 @@ def wrap(
             dtypes=[type_name(p) for p in parameters],
             names=[names.get(id(p), "added later") for p in parameters],
             times=times,
+            held=held,
             optimizer=kind_name,
             scales_losses=grad_scaler is not None,
             **agreed,
@@ -146,6 +149,11 @@ def rejoin(world: World) -> None:
         optimizer._rejoin(world)
 
 
+def exchanges() -> list[HookedExchange]:
+    """Of all optimizers, in the order in which they were made."""
+    return [optimizer._exchange for _, optimizer in sorted(_alive.items())]
+
+
 def refuses_join() -> bool:
     """Whether an optimizer of this rank needs all ranks in every step; one that the script has dropped does not."""
     gc.collect()
@@ -157,8 +165,8 @@ class Distributed(torch.optim.Optimizer):
     """Base class that comes before the user's optimizer class."""
 
     _exchange: HookedExchange
-    _join: Callable[[World, list[torch.nn.Parameter], int], HookedExchange]
-    """Makes the exchange, for a world, parameters, and how often it was made before."""
+    _join: Callable[..., HookedExchange]
+    """Makes the exchange, for a world, parameters, how often it was made before, and what this rank brings along."""
     _times_joined: int
     _known: frozenset[int]
     _added: list[torch.nn.Parameter]
@@ -298,12 +306,13 @@ class Distributed(torch.optim.Optimizer):
         before.close()
         before.coordinator.finish()
         self._times_joined += 1
-        self._exchange, self._world = self._join(world, before.parameters, self._times_joined), world
+        held = checkpoint.held(before)
+        self._exchange, self._world = self._join(world, before.parameters, self._times_joined, held), world
         self._exchange.passes = before.passes
         self._exchange.coordinator.listener = before.coordinator.listener
         self._abandon()
         if not before.idle:
-            self._exchange.load({**before.state(), "rank": KEEP_LOCAL})
+            self._exchange.load(checkpoint.to_go_on(before))
         if self._rests:
             self._exchange.close()
 

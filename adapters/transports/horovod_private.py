@@ -3,7 +3,9 @@ libraries, and what elastic jobs are made of. A check says which version broke o
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +26,22 @@ def elastic() -> Any:
         TransportError: this Horovod lacks one of the names.
     """
     return _checked("horovod.common.elastic", ELASTIC)
+
+
+def handing_over(function: Callable[..., Any], hand_over: Callable[[], None]) -> Callable[..., Any]:
+    """``function``, and ``hand_over`` when it is interrupted because ranks come or go: all are there still, at the same
+    point."""
+    interrupt = _checked("horovod.common.exceptions", ("HostsUpdatedInterrupt",)).HostsUpdatedInterrupt
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            return function(*arguments, **keywords)
+        except interrupt:
+            hand_over()
+            raise
+
+    return call
 
 
 def internal_error() -> type[Exception]:

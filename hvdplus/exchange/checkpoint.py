@@ -25,7 +25,7 @@ import os
 import sys
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -102,6 +102,35 @@ def for_other_ranks(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state without what other ranks do not take over: this rank's residuals, which may be all of its gradients."""
     consolidated = state["rank"] is None
     return {**state, "residuals": state["residuals"] if consolidated else dict.fromkeys(state["residuals"])}
+
+
+class Held(NamedTuple):
+    """What a rank brings along from an exchange among other ranks."""
+
+    ranks: int
+    """How many they were."""
+    norm: float
+    """Of its own residual; 0: none, or all ranks have the same, so that nothing went with those that left."""
+
+
+def held(x: Exchange[Array]) -> Held:
+    """See ``Held``."""
+    norms = [] if x.consolidated else [np.linalg.norm(x.on_host(residual)) for residual in residuals(x).values()]
+    return Held(x.transport.size, float(np.linalg.norm(norms)))
+
+
+def to_go_on(x: Exchange[Array]) -> dict[str, Any]:
+    """The state with which this rank goes on among other ranks."""
+    state = save(x)
+    return state if x.consolidated else {**state, "rank": KEEP_LOCAL}
+
+
+def share_out(exchanges: Iterable[Exchange[Any]]) -> None:
+    """Before ranks leave in order: what each holds back becomes all ranks' mean, so that none of it leaves with them.
+    All ranks call it. (Securely aggregated, it may not be seen by other ranks, and leaves.)"""
+    for x in exchanges:
+        if not (x.idle or x.settings.secure_aggregation):
+            consolidate(x)
 
 
 def residuals(x: Exchange[Array]) -> dict[int, Any]:

@@ -17,10 +17,10 @@ import numpy as np
 import hvdplus.keras as front
 from hvdplus.adapters.keras import collectives
 from hvdplus.adapters.keras.local import LocalSteps
-from hvdplus.adapters.keras.optimizer import Distributed, rejoin
+from hvdplus.adapters.keras.optimizer import Distributed, exchanges, rejoin
 from hvdplus.adapters.transports import horovod_private
 from hvdplus.adapters.transports.connect import INSTALL_HOROVOD
-from hvdplus.exchange.checkpoint import KEEP_LOCAL, for_other_ranks
+from hvdplus.exchange.checkpoint import KEEP_LOCAL, for_other_ranks, share_out
 from hvdplus.transport import NeedsHorovod, broadcast_object
 
 if not front.with_horovod():
@@ -45,7 +45,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
                 raise HorovodInternalError(error) from error
             raise
 
-    return run_fn(heard, _reset)
+    return run_fn(horovod_private.handing_over(heard, lambda: share_out(exchanges())), _reset)
 
 
 def _reset() -> None:

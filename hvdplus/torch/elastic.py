@@ -15,10 +15,10 @@ import torch
 import hvdplus.torch as front
 from hvdplus.adapters.torch.collectives import Collectives, for_other_ranks
 from hvdplus.adapters.torch.local import LocalSteps
-from hvdplus.adapters.torch.optimizer import STATE_KEY, Distributed, rejoin
+from hvdplus.adapters.torch.optimizer import STATE_KEY, Distributed, exchanges, rejoin
 from hvdplus.adapters.transports import horovod_private
 from hvdplus.adapters.transports.connect import INSTALL_HOROVOD
-from hvdplus.exchange.checkpoint import KEEP_LOCAL
+from hvdplus.exchange.checkpoint import KEEP_LOCAL, share_out
 from hvdplus.transport import NeedsHorovod, broadcast_object
 
 if not front._with_horovod():
@@ -33,7 +33,8 @@ __all__ = ["ElasticSampler", "TorchState", "run"]
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
     """As Horovod's: run ``function``, whose first argument is a ``TorchState``, anew whenever ranks come or go."""
-    return horovod_private.elastic().run_fn(function, _reset)  # type: ignore[no-any-return]
+    handing_over = horovod_private.handing_over(function, lambda: share_out(exchanges()))
+    return horovod_private.elastic().run_fn(handing_over, _reset)  # type: ignore[no-any-return]
 
 
 def _reset() -> None:
@@ -93,7 +94,8 @@ def _take_over(optimizer: Distributed) -> None:
     state = Collectives(front._require_world()).broadcast_state(for_other_ranks(own), root_rank=0)
     if STATE_KEY in state:
         everybodys = state[STATE_KEY]
-        everybodys["residuals"] = {i: mine.get(i) for i in everybodys["residuals"]}
+        if everybodys["rank"] is not None:  # else they are all ranks', also the newcomers'
+            everybodys["residuals"] = {i: mine.get(i) for i in everybodys["residuals"]}
     optimizer.load_state_dict(_own(state))
 
 

@@ -1,4 +1,5 @@
-"""A job whose ranks come and go: three, then two, then three again. Started by ``test_elastic.py``.
+"""A job whose ranks come and go: three, then two, then three again; or one of three is killed (KILLED). Started by
+``test_elastic.py``.
 
 Arguments: the file that the host discovery reads; a folder that every rank writes what it has seen to.
 """
@@ -6,6 +7,7 @@ Arguments: the file that the host discovery reads; a folder that every rank writ
 import faulthandler
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -16,8 +18,8 @@ import hvdplus.torch as hvd
 from hvdplus.torch.elastic import run
 
 HOSTS, SEEN = Path(sys.argv[1]), Path(sys.argv[2])
-LEVEL = os.environ["LEVEL"]
-STEPS = 60
+LEVEL, KILLED = os.environ["LEVEL"], "KILLED" in os.environ
+STEPS = 200 if KILLED else 60
 
 faulthandler.dump_traceback_later(100, exit=True)  # a rank that waits says where
 hvd.init()
@@ -27,11 +29,19 @@ bare = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 optimizer = hvd.DistributedOptimizer(
     bare, named_parameters=model.named_parameters(), compression=LEVEL, settings={"dense_steps": 2}
 )
-seen = []
+seen, shared = [], []
+
+
+def held_on_average():
+    """What ranks hold back, their mean."""
+    parts = [part for part in (state.residual for state in optimizer._exchange.states) if part is not None]
+    return hvd.allreduce(torch.cat(parts), name="held").tolist() if parts else []
 
 
 @run
 def train(state):
+    if state.changes == 1 and LEVEL == "lowrank:2":
+        shared.append(held_on_average())
     while state.step < STEPS:
         draw = torch.Generator().manual_seed(100 * state.step + hvd.rank())
         inputs = torch.randn(8, 20, generator=draw)
@@ -54,16 +64,25 @@ def train(state):
                 "held_back": sum(float(state.residual.norm()) for state in states if state.residual is not None),
             }
         )
-        for step, ranks, then in ((15, 3, "localhost:2"), (30, 2, "localhost:3")):
+        for step, ranks, then in () if KILLED else ((15, 3, "localhost:2"), (30, 2, "localhost:3")):
             if state.step == step and hvd.size() == ranks and state.changes == (step == 30):
                 if hvd.rank() == 0:
                     HOSTS.write_text(then)
+                if step == 15 and LEVEL == "lowrank:2":
+                    shared.append(held_on_average())
                 while True:
                     time.sleep(0.5)
                     state.changes = 1 + (step == 30)
                     state.commit()  # ends with the change
-        state.commit()
+        if KILLED and state.step == 10 and hvd.size() == 3 and hvd.local_size() == 1:  # Horovod gives up its host
+            os.kill(os.getpid(), signal.SIGKILL)
+        if not KILLED or state.step % 4 == 0:
+            state.commit()
 
 
 train(hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0, changes=0))
-(SEEN / f"{os.getpid()}.json").write_text(json.dumps(seen))
+draw = torch.Generator().manual_seed(1)
+inputs = torch.randn(500, 20, generator=draw)
+accuracy = (model(inputs).argmax(1) == inputs[:, :4].argmax(1)).float().mean().item()
+told = {"steps": seen, "shared": shared, "accuracy": accuracy}
+(SEEN / f"{os.getpid()}.json").write_text(json.dumps(told))
