@@ -65,14 +65,25 @@ def test_pytorch_alone_trains_under_torchrun(empty):
     assert "torch.distributed (torchrun)" in run([f"{env}/bin/hvdplus", "doctor"], variables)
 
 
-def on_two_hosts(env, variables):
-    """What a job prints on two hosts of the laboratory, if there can be one here."""
+def on_two_hosts(env, variables, ranks_per_host=1):
+    """What a job prints on two hosts of the laboratory; empty: there can be none here."""
     if unavailable() is not None:
         return ""
     variables = {**variables, "PATH": variables["PATH"] + os.pathsep + os.environ["PATH"]}
-    lab = [f"{env}/bin/hvdplus", "lab", "--hosts", "2", "--rate", "100mbit", "--"]
+    lab = [
+        f"{env}/bin/hvdplus",
+        "lab",
+        "--hosts",
+        "2",
+        "--ranks-per-host",
+        str(ranks_per_host),
+        "--rate",
+        "100mbit",
+        "--",
+    ]
     output = run([*lab, "python", "pytorch_digits.py", "--epochs", "12"], variables)
-    assert "2 hosts (h1 x 1, h2 x 1), transport mpi4py" in output and "identical_ranks=yes" in output
+    hosts = f"2 hosts (h1 x {ranks_per_host}, h2 x {ranks_per_host}), transport mpi4py"
+    assert hosts in output and "identical_ranks=yes" in output
     return output
 
 
@@ -97,6 +108,8 @@ def test_open_mpi_5_in_place_of_4(empty):
     told = run([f"{env}/bin/hvdplus", "doctor"], unpinned)
     assert re.search(r"mpi4py uses +Open MPI v5\.", told), told
     on_two_hosts(env, unpinned)
+    output = on_two_hosts(env, unpinned, ranks_per_host=2)
+    assert not output or "collective hosts first (han)" in output
 
 
 def test_mpich_in_place_of_open_mpi(empty):

@@ -91,13 +91,14 @@ def state_at_the_end(job, timeout_seconds, ask=on_this_machine):
 def test_batch_script(framework, launcher, tmp_path):
     output = tmp_path / "job.out"
     submit = ["sbatch", "--parsable", f"--output={output}", "--export=ALL"]
+    script = ["examples/slurm/cpu.sbatch", f"examples/{framework}_digits.py"]
     settings = {
         "PYTHONSAFEPATH": "",  # the examples import what lies beside them
         "LAUNCHER": launcher,
         "VENV": str(BIN.parent),
         "HVDPLUS_RUN_LOG": str(tmp_path / "run.jsonl"),
     }
-    code, said = run([*submit, f"examples/slurm/{framework}_digits.sbatch", "--epochs", "2"], 60, cwd=ROOT, **settings)
+    code, said = run([*submit, *script, "--epochs", "2"], 60, cwd=ROOT, **settings)
     assert code == 0, said
     try:
         state = state_at_the_end(said.split()[-1], 240)

@@ -133,10 +133,16 @@ def apply_settings(environ: MutableMapping[str, str] = os.environ) -> tuple[Sett
 
 def is_loaded() -> bool:
     """Whether the MPI of this process is Open MPI, whatever has started it."""
+    maps = _maps()
+    return "libopen-pal" in maps if maps else "OMPI_COMM_WORLD_SIZE" in os.environ
+
+
+def _maps() -> str:
+    """The libraries that this process has loaded, among others; empty: this is no Linux."""
     try:
-        return "libopen-pal" in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
-    except OSError:  # no Linux
-        return "OMPI_COMM_WORLD_SIZE" in os.environ
+        return Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def allreduce_algorithm(
@@ -161,9 +167,11 @@ def allreduce_algorithm(
 
 
 def _han_priority(environ: Mapping[str, str]) -> int:
-    """Of ``han``, as far as the environment tells. Only mpirun from Open MPI 5 on tells its version."""
+    """Of ``han``, as far as the environment tells. mpirun tells its version from Open MPI 5 on, and srun no MPI's; the
+    name of the library that is loaded does (``libopen-pal.so.80`` is of 5.0)."""
     version = re.match(r"\d+", environ.get("OMPI_VERSION", ""))
-    usual = HAN if version and int(version[0]) >= 5 else 0
+    library = re.search(r"libopen-pal\.so\.(\d+)", _maps())
+    usual = HAN if (version and int(version[0]) >= 5) or (library and int(library[1]) >= 80) else 0
     try:
         return int(environ.get(HAN_PRIORITY, usual))
     except ValueError:

@@ -1,9 +1,9 @@
 # Sourced by the batch scripts: find the environment, then start one rank a task with the launcher of your choice.
 #
-#   sbatch examples/slurm/pytorch_digits.sbatch                                      mpirun
-#   sbatch --export=ALL,LAUNCHER=horovodrun examples/slurm/pytorch_digits.sbatch
-#   sbatch --export=ALL,LAUNCHER=srun examples/slurm/pytorch_digits.sbatch           srun --mpi=pmix
-#   sbatch --export=ALL,LAUNCHER=torchrun examples/slurm/pytorch_digits.sbatch       PyTorch alone: no MPI, no Horovod
+#   sbatch examples/slurm/cpu.sbatch train.py                                   mpirun
+#   sbatch --export=ALL,LAUNCHER=horovodrun examples/slurm/cpu.sbatch train.py
+#   sbatch --export=ALL,LAUNCHER=srun examples/slurm/cpu.sbatch train.py        srun --mpi=pmix
+#   sbatch --export=ALL,LAUNCHER=torchrun examples/slurm/cpu.sbatch train.py    PyTorch alone: no MPI, no Horovod
 
 # On a cluster with modules, load your compiler and Python here, e.g.:
 # module load gcc python
@@ -28,7 +28,8 @@ launch() {
         # Open MPI finds hosts and numbers of ranks in Slurm's environment.
         mpirun) mpirun -np "$SLURM_NTASKS" --bind-to none "$@" ;;
         # Since 22.05 srun does not take the batch script's --cpus-per-task by itself: each rank would be held to one core.
-        # A rank that fails ends the others, and so does one that has ended for a minute.
+        # A rank that fails ends the others, and so does one that has ended for a minute. For a log of each rank's own:
+        # srun --output=%x-%j-%t.out ...
         srun) srun --mpi=pmix --kill-on-bad-exit=1 --wait=60 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "$@" ;;
         torchrun) # one on every node, which meet on the first; a port of the job's own
             local meet
