@@ -47,7 +47,8 @@ LIMIT_SECONDS = 100.0
 TORCH = """
 import os, signal, subprocess, sys, time, warnings
 warnings.simplefilter("ignore")
-RANK = int(next(os.environ[name] for name in ("RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ))
+NAMES = "RANK", "OMPI_COMM_WORLD_RANK", "HOROVOD_RANK"
+RANK = int(next(os.environ[name] for name in NAMES if name in os.environ))
 STEPS, rate, level, kind = 60, 0.05, os.environ.get("LEVEL", "auto"), "SGD"
 def before_import(): pass
 def before_wrap(): pass
@@ -126,7 +127,8 @@ class Fault(NamedTuple):
     right: str
     """``survived``, or a pattern of the words with which the job has to end."""
     framework: str = "torch"
-    transports: str = "horovod mpi4py torch"
+    transports: str = "horovod gloo mpi4py torch"
+    """``gloo``: Horovod over Gloo, by horovodrun."""
     env: dict[str, str] = {}
     link: str = ""
     """What becomes of the link between two hosts of a laboratory, from step 20 on."""
@@ -149,6 +151,7 @@ def _keras(name: str, code: str, right: str, **how: Any) -> Fault:
 
 GONE = "[Ss]ignal 9|SIGKILL|Killed"
 NAMED = r"Rank 1 (is|has)|rank 1|[Mm]issing ranks:?\s+[01]|has ended|say nothing like this are missing"
+SAVED = "path = f'{os.path.dirname(__file__)}/{RANK}.pt'; torch.save(optimizer.state_dict(), path)"
 SLOWLY = "STEPS = 400\ndef before_step(step): time.sleep(0.03)"
 """Steps that go on while a link changes."""
 LONGER = {"HVDPLUS_TIMEOUT_SECONDS": "30"}
@@ -241,7 +244,12 @@ FAULTS = [
     Fault("another optimizer", "kind = ('SGD', 'Adam')[RANK]", "differ|Adam|optimizer"),
     Fault(
         "another version of hvdplus",
-        "def before_import():\n    import hvdplus\n    hvdplus.__version__ = f'0.1.{RANK}'",
+        """
+def before_import():
+    from importlib import metadata
+    real = metadata.version
+    metadata.version = lambda name: f"0.1.{RANK}" if name == "hvdplus" else real(name)
+""",
         "survived",
     ),
     Fault("wrapped on one rank only", "def before_wrap():\n    if RANK: time.sleep(60); sys.exit(0)", NAMED + "|0 is"),
@@ -265,6 +273,47 @@ FAULTS = [
         "damaged|missing|checkpoint",
         env={"LEVEL": "lowrank:2"},
     ),
+    Fault(
+        "a checkpoint's file that is cut off",
+        f"""
+def at_end():
+    {SAVED}
+    content = open(path, "rb").read()
+    open(path, "wb").write(content[: len(content) // 2])
+    optimizer.load_state_dict(torch.load(path))
+""",
+        "central directory|PytorchStreamReader|zip",
+    ),
+    Fault(
+        "a checkpoint of another version",
+        "def at_end():\n    state = optimizer.state_dict()\n    state['hvdplus']['format'] = 1\n"
+        "    optimizer.load_state_dict(state)",
+        "reads states of format",
+    ),
+    Fault(
+        "a checkpoint from a stranger, read as weights only",
+        f"def at_end():\n    {SAVED}\n    optimizer.load_state_dict(torch.load(path, weights_only=True))",
+        "survived",
+    ),
+    Fault(
+        "bad arguments, four for each setting",
+        """
+def before_wrap():
+    from hvdplus.settings import SETTINGS
+    unclear = []
+    for name in SETTINGS:
+        for bad in (object(), float("nan"), [], -1.5):
+            one = torch.optim.SGD(torch.nn.Linear(3, 3).parameters(), lr=0.1)
+            try:
+                hvd.DistributedOptimizer(one, settings={name: bad})
+                unclear.append((name, bad, "taken"))
+            except ValueError as error:
+                if name not in str(error) or "eceived" not in str(error):
+                    unclear.append((name, bad, str(error)))
+    assert not unclear, unclear
+""",
+        "survived",
+    ),
     _keras("nothing", "", "survived"),
     _keras("killed", _strike("os.kill(os.getpid(), signal.SIGKILL)"), GONE),
     _keras("an exception in a callback", _strike("1 / 0"), "ZeroDivisionError"),
@@ -277,10 +326,31 @@ FAULTS = [
         env={"LEVEL": "fp16"},
     ),
     *(
-        Fault(f"the link: {link}", SLOWLY, "survived", env=LONGER, link=link)
-        for link in ("cut for 4 s", "at 1 % of its bandwidth for 4 s", "another rate every 0.3 s")
+        Fault(f"the link: {link}", SLOWLY, "survived", "torch", "horovod mpi4py torch", LONGER, link)
+        for link in ("cut for 5 s", "at 1 % of its bandwidth for 5 s", "another rate every ten steps")
     ),
-    Fault("the link: cut for ever", SLOWLY, f"{NAMED}|missing|closed|timed out|Broken|reset|lost", link="cut"),
+    Fault(
+        "the link: full for a minute at fp16, no step of 5 s",
+        """
+width, depth, STEPS, times = 700, 4, 160, [time.monotonic()]
+def before_step(step): times.append(time.monotonic())
+def at_end():
+    longest = max(after - before for before, after in zip(times[2:], times[3:]))
+    assert longest < 5, f"a step took {longest} s"
+""",
+        "survived",
+        "torch",
+        "horovod mpi4py torch",
+        {"LEVEL": "fp16"},
+        "full",
+    ),
+    Fault(
+        "the link: cut for ever",
+        SLOWLY,
+        f"{NAMED}|missing|closed|timed out|Broken|reset|lost",
+        transports="horovod mpi4py torch",
+        link="cut",
+    ),
 ]
 
 
@@ -289,7 +359,7 @@ def run(fault: Fault, transport: str, folder: Path) -> tuple[str, float, str]:
     path = folder / "job.py"
     path.write_text((TORCH if fault.framework == "torch" else KERAS).format(fault=fault.code))
     env = {
-        "HVDPLUS_TRANSPORT": transport,
+        "HVDPLUS_TRANSPORT": "horovod" if transport == "gloo" else transport,
         "HVDPLUS_TIMEOUT_SECONDS": str(PATIENCE),
         **{name: value.format(folder=folder) for name, value in fault.env.items()},
     }
@@ -297,7 +367,7 @@ def run(fault: Fault, transport: str, folder: Path) -> tuple[str, float, str]:
     if fault.link:
         code, output = _in_the_laboratory(fault, transport, path, env)
     else:
-        start = launching.torchrun if transport == "torch" else launching.mpirun
+        start = {"torch": launching.torchrun, "gloo": launching.gloo}.get(transport, launching.mpirun)
         command = start(2, sys.executable, str(path))
         if os.geteuid() == 0:  # ranks have sessions of their own: all of them end with their namespace
             command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *command]
@@ -327,16 +397,16 @@ def _change(lab: Lab, link: str) -> None:
     if link.startswith("cut"):
         lab.plug("h2", connected=False)
         if link != "cut":
-            time.sleep(4)
+            time.sleep(5)
             lab.plug("h2", connected=True)
     elif "1 %" in link:
         lab.shape("1mbit")
-        time.sleep(4)
+        time.sleep(5)
         lab.shape("100mbit")
-    else:
+    elif link != "full":
         for turn in range(30):
             lab.shape(("20mbit", "100mbit", "500mbit")[turn % 3])
-            time.sleep(0.3)
+            time.sleep(0.3)  # ten steps
 
 
 def _outcome(fault: Fault, code: int | None, output: str) -> str:
@@ -361,7 +431,7 @@ def main() -> int:
             continue
         for transport in fault.transports.split():
             if fault.link and no_lab:
-                print(f"{fault.name:44} {transport:8} left out: {no_lab}", flush=True)
+                print(f"{fault.name:52} {transport:8} left out: {no_lab}", flush=True)
                 continue
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name)
@@ -369,7 +439,7 @@ def main() -> int:
                 outcome, seconds, output = run(fault, transport, folder)
             right = outcome in (("survived",) if fault.right == "survived" else ("ended", "told"))
             right = right or (outcome == "survived" and "survived" in fault.right)
-            who = f"{fault.name:44} {transport:8}"
+            who = f"{fault.name:52} {transport:8}"
             lines[who] = f"{who} {outcome:9} {seconds:5.1f} s{'' if right else '   WRONG'}"
             print(lines[who], flush=True)
             if not right:
@@ -378,14 +448,14 @@ def main() -> int:
                 print(textwrap.indent(output[-1500:], "    | "), flush=True)
     print(summed_up(lines))
     before = RESULTS.read_text().splitlines()[:-1] if RESULTS.exists() else []
-    lines = {line[:53]: line for line in before} | lines
+    lines = {line[:61]: line for line in before} | lines
     RESULTS.write_text("\n".join([*lines.values(), summed_up(lines)]) + "\n")
     return bool(wrong)
 
 
 def summed_up(lines: Mapping[str, str]) -> str:
     """How many rows came out how."""
-    counts = Counter(line[53:].split()[0] for line in lines.values())
+    counts = Counter(line[61:].split()[0] for line in lines.values())
     return ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
 
 
