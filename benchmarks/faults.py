@@ -422,14 +422,18 @@ def main() -> int:
     """Run the rows, print the table, and say what came out otherwise than it should."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="words, with commas between them: rows whose names hold one")
+    parser.add_argument("--transports", default="", help="words, with commas between them: only these")
     parser.add_argument("--show", action="store_true", help="print what the jobs printed, too")
     args = parser.parse_args()
     words = [word for word in args.only.split(",") if word]
+    wanted = [word for word in args.transports.split(",") if word]
     no_lab, wrong, lines = unavailable(), [], dict[str, str]()
     for fault in FAULTS:
         if words and not any(word in fault.name for word in words):
             continue
         for transport in fault.transports.split():
+            if wanted and transport not in wanted:
+                continue
             if fault.link and no_lab:
                 print(f"{fault.name:52} {transport:8} left out: {no_lab}", flush=True)
                 continue

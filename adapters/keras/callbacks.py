@@ -77,6 +77,29 @@ class MetricAverageCallback(keras.callbacks.Callback):
             logs[name] = sum(values) / len(values)
 
 
+class StopTogetherCallback(keras.callbacks.Callback):
+    """If any rank has set ``stop_training``, all ranks stop; else those that go on would wait for it. List it last.
+
+    Callbacks such as ``EarlyStopping`` decide at the end of an epoch, by figures that may be a rank's own.
+    """
+
+    def __init__(self, each_batch: bool = False) -> None:
+        """``each_batch``: look after every batch, too, which takes one more message a step."""
+        super().__init__()
+        self.each_batch = each_batch
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if self.each_batch:
+            self._agree()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._agree()
+
+    def _agree(self) -> None:
+        everyone = collectives.current().transport.gather_objects(bool(self.model.stop_training), "who stops training")
+        self.model.stop_training = any(everyone)
+
+
 class ExchangeLogsCallback(keras.callbacks.Callback):
     """Put hvdplus' figures into the logs of every epoch, for History, CSVLogger, TensorBoard and other callbacks.
 

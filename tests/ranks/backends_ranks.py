@@ -63,6 +63,34 @@ def equal(a, b):
     return all(np.array_equal(x, y) for x, y in zip(a.get_weights(), b.get_weights(), strict=True))
 
 
+class StopOnOne(keras.callbacks.Callback):
+    """The last rank stops after the second epoch, or after the third batch."""
+
+    def __init__(self, each_batch):
+        super().__init__()
+        self.each_batch = each_batch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.each_batch and batch == 2 and RANK == SIZE - 1:
+            self.model.stop_training = True
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 1 and RANK == SIZE - 1:
+            self.model.stop_training = True
+
+
+@pytest.mark.parametrize("each_batch", [False, True])
+def test_all_ranks_stop_where_one_does(each_batch):
+    net = model()
+    optimizer = hvd.DistributedOptimizer(sgd(), compression="none")
+    together = hvd.callbacks.StopTogetherCallback(each_batch=each_batch)
+    history = fit(net, optimizer, epochs=4, callbacks=[StopOnOne(each_batch), together])
+    assert len(history.history["loss"]) == (1 if each_batch else 2)
+    assert (
+        hvd.identical(net) and hvd.allgather_object(int(net.optimizer.iterations)) == [3 if each_batch else 16] * SIZE
+    )
+
+
 def applied(optimizer, variables, grads):
     """One step with these gradients."""
     optimizer.apply([keras.ops.convert_to_tensor(np.asarray(grad, np.float32)) for grad in grads], variables)
