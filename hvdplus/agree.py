@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from hvdplus.compression import Compressor, HorovodCompressor, Ops, Spec, known, parse
 from hvdplus.control.interval import LADDER
-from hvdplus.exchange.checkpoint import Held
+from hvdplus.exchange.checkpoint import Brought
 from hvdplus.exchange.plan import Ladder
 from hvdplus.log.runlog import RunLog
 from hvdplus.settings import SETTINGS, Settings
@@ -130,8 +130,13 @@ def choose_rhythm(compression: Any, every: int | str | None, settings: Settings)
     if asked != AUTO and (isinstance(asked, bool) or not isinstance(asked, int) or asked < 1):
         raise ValueError(f"every wants auto, or a number of local steps, at least 1. Received: every={asked!r}")
     level, from_settings = _asked(compression, settings)
+    local = _is_local(level) or asked != 1 or settings.staleness != 0
+    if local and settings.secure_aggregation and (settings.average_state or settings.dense_steps):
+        raise ValueError(
+            "Secure aggregation adds up integers only, so local steps have neither average_state nor dense_steps with "
+            f"it. Received: average_state={settings.average_state}, dense_steps={settings.dense_steps}"
+        )
     if not _is_local(level):
-        local = asked != 1 or settings.staleness != 0
         return Wanted(0 if asked == AUTO else int(asked), local, compression)
     where = settings.whence("compression") if from_settings else "compression"
     first, _, rest = level.partition("+")
@@ -201,7 +206,7 @@ def join(
     dtypes: Sequence[str],
     names: Sequence[str] | None = None,
     times: int = 0,
-    held: Held | None = None,
+    brought: Brought | None = None,
     **agreed: Any,
 ) -> Any:
     """Check that all ranks fit together, then make their exchange. Every rank calls it.
@@ -212,14 +217,14 @@ def join(
         shapes, dtypes: of the gradients, in order.
         names: of the gradients, if ranks have to agree on them.
         times: how often this exchange has joined other ranks before.
-        held: what this rank brings along from there.
+        brought: from there, by this rank.
         agreed: arguments that must be equal on all ranks, besides the settings.
 
     Raises:
         ValueError: ranks differ in gradients, settings or arguments; on every rank.
     """
     # In an elastic job, some ranks have made more optimizers than others.
-    told = world.transport.gather_objects((instance, held), "an optimizer's number (DistributedOptimizer)")
+    told = world.transport.gather_objects((instance, brought), "an optimizer's number (DistributedOptimizer)")
     instance = max(number for number, _ in told)
     check_same_model(list(zip(*((names,) if names else ()), shapes, dtypes, strict=True)), world)
     announce(ladder, auto, world)
@@ -233,15 +238,15 @@ def join(
     return exchange
 
 
-def _tell_of_lost(left: Sequence[Held], world: World, log: RunLog) -> None:
+def _tell_of_lost(left: Sequence[Brought], world: World, log: RunLog) -> None:
     """Say and log if ranks are gone with what they held back. ``left``: of those that were there before, too."""
-    gone = max((held.ranks for held in left), default=0) - len(left)
-    norm = math.sqrt(sum(held.norm**2 for held in left) / len(left)) if left else 0.0
+    gone = max((each.ranks for each in left), default=0) - len(left)
+    norm = math.sqrt(sum(each.norm**2 for each in left) / len(left)) if left else 0.0
     if gone > 0 and norm and world.transport.rank == 0:
         log.write("lost", ranks=gone, held_back_norm=float(f"{norm:.7g}"))
         print(
-            f"hvdplus: {gone} rank{'s are' if gone > 1 else ' is'} gone, and what {'they' if gone > 1 else 'it'} held "
-            f"back with {'them' if gone > 1 else 'it'}. (A rank that is left holds back gradients of norm {norm:.3g}.)",
+            f"hvdplus: {gone} rank{'s are' if gone > 1 else ' is'} gone. What {'they' if gone > 1 else 'it'} held back "
+            f"is lost. (A rank that is left holds back gradients of norm {norm:.3g}.)",
             file=sys.stderr,
             flush=True,
         )

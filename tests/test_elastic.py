@@ -79,5 +79,5 @@ def test_a_rank_is_killed(tmp_path, script):
         at = next(i for i, line in enumerate(steps) if line["ranks"] == 2)
         assert steps[at - 1]["step"] in (9, 10) and steps[at]["step"] == 9, "commits are after every fourth step"
         assert steps[-1]["step"] == 200
-    assert re.search(r"1 rank is gone, and what it held back with it. \(.* norm [0-9.e+-]*[1-9]", output)
+    assert re.search(r"1 rank is gone. What it held back is lost. \(.* norm [0-9.e+-]*[1-9]", output)
     assert all(rank["accuracy"] > 0.85 for rank in ranks), [rank["accuracy"] for rank in ranks]

@@ -80,7 +80,9 @@ class MetricAverageCallback(keras.callbacks.Callback):
 class StopTogetherCallback(keras.callbacks.Callback):
     """If any rank has set ``stop_training``, all ranks stop; else those that go on would wait for it. List it last.
 
-    Callbacks such as ``EarlyStopping`` decide at the end of an epoch, by figures that may be a rank's own.
+    ``EarlyStopping`` decides at the end of an epoch, by figures that may be a rank's own. (With
+    ``restore_best_weights`` list ``MetricAverageCallback`` before it, or each rank restores others.) Callbacks that
+    decide within an epoch, such as ``TerminateOnNaN``, need ``each_batch``.
     """
 
     def __init__(self, each_batch: bool = False) -> None:

@@ -19,6 +19,7 @@ from hvdplus.adapters.keras import private
 from hvdplus.adapters.keras.optimizer import backend
 from hvdplus.agree import announce_local, settings_of_exchanges
 from hvdplus.exchange import checkpoint
+from hvdplus.exchange.form import require_fields
 from hvdplus.exchange.rhythm import NESTEROV, Rhythm, split
 from hvdplus.settings import Settings
 from hvdplus.transport import World
@@ -133,6 +134,8 @@ class _Local:
         places = split([int(np.prod(v.shape)) for v in variables], self.rhythm.fragments)
         if self.state:
             self.rhythm.check(self.state, [[tuple(variables[i].shape) for i in part] for part in places])
+            for number, fragment in enumerate(self.state["fragments"] or ()):
+                require_fields(fragment, ("variables",), f"fragment {number}")
             self.rhythm.load(self.state["local"])
         saved = (self.state or {}).get("fragments") or [None] * self.rhythm.fragments
         with backend.outside_of_traces():

@@ -9,6 +9,7 @@ override. Clipping comes after the exchange.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import os
 import weakref
@@ -109,7 +110,8 @@ def rejoin(world: World) -> None:
 
 
 def exchanges() -> list[Any]:
-    """Of all optimizers that have one, in the order in which they were made."""
+    """Of all optimizers that a script still has, in the order in which they were made."""
+    gc.collect()
     found = (optimizer._hvdplus.exchange for _, optimizer in sorted(_alive.items()))
     return [exchange for exchange in found if exchange is not None]
 
@@ -135,7 +137,7 @@ class _Setup:
         self.local_variables: list[Any] = []
         self.instance = next_instance()
         self.times_joined = 0
-        self._held: checkpoint.Held | None = None
+        self._brought: checkpoint.Brought | None = None
         self.in_condition = False
         """Whether the optimizer is applied inside a condition that all ranks decide alike."""
         self.exchange: Any = None
@@ -153,12 +155,12 @@ class _Setup:
     def rejoin(self, optimizer: Any, world: World) -> None:
         """Go on in ``world``, which has other ranks, with this rank's residuals."""
         before = self.exchange
-        self._held = None if before is None else checkpoint.held(before)
+        self._brought = None if before is None else checkpoint.brought(before)
         self._enter(world)
         if before is not None:
             before.abandon()
             before.coordinator.finish()
-            self.state = None if before.idle else checkpoint.to_go_on(before)
+            self.state = None if before.idle else checkpoint.to_stay(before.state())
             before.close()
             self.times_joined += 1
             self.connect(optimizer)
@@ -197,7 +199,7 @@ class _Setup:
                 shapes=[tuple(v.shape) for v in variables],
                 dtypes=types,  # no names: `dense_7` depends on what was made before
                 times=self.times_joined,
-                held=self._held,
+                brought=self._brought,
                 optimizer=optimizer.__class__.__name__,
                 average=self.average,
                 accumulates=optimizer.gradient_accumulation_steps or 1,

@@ -140,7 +140,7 @@ class GraphExchange(VariablesExchange):
             return mine
 
         def begin(first: np.ndarray) -> np.ndarray:
-            patience.begin(f"sum '{self.prefix}.metadata' of a training step")
+            patience.begin(self.prefix, f"sum '{self.prefix}.metadata' of a training step")
             return first
 
         first = tf.numpy_function(begin, [mine[:1]], mine.dtype)
@@ -150,7 +150,7 @@ class GraphExchange(VariablesExchange):
     def _waits_no_more(self) -> None:
         patience = getattr(self.bare, "patience", None)
         if patience is not None:
-            patience.end()
+            patience.end(self.prefix)
 
     def end_step(self, updated: Sequence[tf.Tensor]) -> None:
         """The optimizer has taken the step: ``updated`` are values read after it."""

@@ -40,7 +40,7 @@ def metadata(
     loss = tensors.number(math.nan if loss is None else loss)
     unknown = tf.math.is_nan(loss)
     checksum = tf.add_n([part.checksum for part in parts] or [tf.constant(0, tf.int64)])
-    far = 0.0 if x.settings.secure_aggregation else 1.0  # what is left stays
+    far = 0.0 if x.settings.secure_aggregation else 1.0  # what overflows stays in the residual
     sums = Sums(
         nonfinite=tf.where(tf.reduce_all([part.finite for part in parts] or [True]), 0.0, 1.0),
         overflow=tf.where(tf.reduce_any([part.overflow for part in parts] or [False]), far, 0.0),

@@ -196,7 +196,14 @@ def for_other_ranks(state: Mapping[str, Any]) -> dict[str, Any]:
         return dict(state)
     if "residuals" in ours:
         return {**state, "hvdplus": checkpoint.for_other_ranks(ours)}
-    fragments = [{**fragment, "outer": for_other_ranks(fragment["outer"])} for fragment in ours.get("fragments") or ()]
+    fragments = [
+        {
+            **fragment,
+            "outer": for_other_ranks(fragment["outer"]),
+            **({"residual": None} if "residual" in fragment else {}),  # with staleness
+        }
+        for fragment in ours.get("fragments") or ()
+    ]
     return {**state, "hvdplus": {**ours, "fragments": fragments or None}}
 
 

@@ -14,6 +14,7 @@ on (``overlap_steps``), the steps that they took meanwhile are kept: x becomes x
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -238,8 +239,9 @@ class LocalSteps(torch.optim.Optimizer):
         require(isinstance(ours, Mapping), "its part of an optimizer's state", "a dictionary", ours)
         if "local" in ours:
             self._check(ours)
-        if not lockstep.same_groups(self, state_dict):
-            lockstep.load_own(self, super(), state_dict)  # which raises PyTorch's own error
+        fits = lockstep.same_groups(self, state_dict)
+        if not fits:  # as in lock-step
+            lockstep.load_own(self, super(), state_dict)
         for fragment in self._fragments:
             fragment.settle()
         self.restart()
@@ -259,15 +261,19 @@ class LocalSteps(torch.optim.Optimizer):
             say(
                 "the checkpoint is of lock-step; gradients that it held back are lost, as local steps hold back others."
             )
-        lockstep.load_own(self, super(), state_dict)
+        if fits:
+            lockstep.load_own(self, super(), state_dict)
 
     def _check(self, ours: Mapping[str, Any]) -> None:
         """Raise ValueError if a state is damaged or of another model; nothing has changed then."""
         shapes = [[tuple(anchor.shape) for anchor in fragment.anchors] for fragment in self._fragments]
         self._rhythm.check(ours, shapes)
+        copy.deepcopy(self._rhythm).load(ours["local"])
         for number, (fragment, wanted) in enumerate(zip(ours["fragments"] or (), shapes, strict=False)):
             outer = fragment["outer"]
             require_fields(outer, ("state", "param_groups"), f"fragment {number}'s outer optimizer")
+            if not lockstep.same_groups(self._fragments[number].outer, outer):
+                raise ValueError(f"The state is of another model: fragment {number} has other groups of parameters.")
             if STATE_KEY in outer:
                 checkpoint.check(outer[STATE_KEY], wanted)
 

@@ -64,7 +64,7 @@ def wrap(
     resolved, number, kind_name = Settings.load(settings), next_instance(), optimizer.__class__.__name__
 
     def join_ranks(
-        world: World, parameters: list[torch.nn.Parameter], times: int, held: checkpoint.Held | None = None
+        world: World, parameters: list[torch.nn.Parameter], times: int, brought: checkpoint.Brought | None = None
     ) -> HookedExchange:
         agreed: dict[str, Any] = {"passes": passes, "average": average, "sparse_as_dense": sparse_as_dense}
         exchange: HookedExchange = join(
@@ -84,7 +84,7 @@ def wrap(
             dtypes=[type_name(p) for p in parameters],
             names=[names.get(id(p), "added later") for p in parameters],
             times=times,
-            held=held,
+            brought=brought,
             optimizer=kind_name,
             scales_losses=grad_scaler is not None,
             **agreed,
@@ -150,15 +150,14 @@ def rejoin(world: World) -> None:
 
 
 def exchanges() -> list[HookedExchange]:
-    """Of all optimizers, in the order in which they were made."""
+    """Of all optimizers that a script still has, in the order in which they were made."""
+    gc.collect()
     return [optimizer._exchange for _, optimizer in sorted(_alive.items())]
 
 
 def refuses_join() -> bool:
     """Whether an optimizer of this rank needs all ranks in every step; one that the script has dropped does not."""
-    gc.collect()
-    exchanges = [optimizer._exchange for optimizer in _alive.values()]
-    return any(not x.idle and x.ladder.names != ("none",) for x in exchanges)
+    return any(not x.idle and x.ladder.names != ("none",) for x in exchanges())
 
 
 class Distributed(torch.optim.Optimizer):
@@ -283,8 +282,9 @@ class Distributed(torch.optim.Optimizer):
         """
         saved: Any = state_dict.get(STATE_KEY)
         of_local_steps = isinstance(saved, Mapping) and "local" in saved
-        if not same_groups(self, state_dict):
-            load_own(self, super(), state_dict)  # raises PyTorch's own error, before anything has changed
+        fits = same_groups(self, state_dict)
+        if not fits:  # PyTorch's own error comes before anything has changed; a class of one's own may take it
+            load_own(self, super(), state_dict)
         if STATE_KEY in state_dict and not of_local_steps:
             self._add_saved_parameters(saved.get("shapes") if isinstance(saved, Mapping) else None)
             self._exchange.load(saved)
@@ -293,7 +293,8 @@ class Distributed(torch.optim.Optimizer):
             note = f"the checkpoint {has}: compressors and controller keep theirs."
             print(f"hvdplus: {note}", file=sys.stderr, flush=True)
         self._exchange.restart()
-        load_own(self, super(), state_dict)
+        if fits:
+            load_own(self, super(), state_dict)
 
     def _abandon(self) -> None:
         """Forget the step in flight, after a failure that ended the transport."""
@@ -306,13 +307,13 @@ class Distributed(torch.optim.Optimizer):
         before.close()
         before.coordinator.finish()
         self._times_joined += 1
-        held = checkpoint.held(before)
-        self._exchange, self._world = self._join(world, before.parameters, self._times_joined, held), world
+        brought = checkpoint.brought(before)
+        self._exchange, self._world = self._join(world, before.parameters, self._times_joined, brought), world
         self._exchange.passes = before.passes
         self._exchange.coordinator.listener = before.coordinator.listener
         self._abandon()
         if not before.idle:
-            self._exchange.load(checkpoint.to_go_on(before))
+            self._exchange.load(checkpoint.to_stay(before.state()))
         if self._rests:
             self._exchange.close()
 

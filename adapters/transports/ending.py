@@ -61,41 +61,45 @@ class Patience:
             grace: more seconds, for somebody else to end the job, who knows which ranks are missing.
         """
         self._rank, self._seconds, self._grace = rank, seconds, grace
-        self._call: tuple[float, str] | None = None
+        self._calls: dict[Any, tuple[float, str]] = {}
         self._over = False
         threading.Thread(target=self._watch, name="hvdplus-patience", daemon=True).start()
 
     @contextlib.contextmanager
     def waits(self, words: str) -> Iterator[None]:
         """The call that this rank waits in."""
-        self.begin(words)
+        key = object()
+        self.begin(key, words)
         try:
             yield
         finally:
-            self.end()
+            self.end(key)
 
-    def begin(self, words: str) -> None:
-        """A call that this rank waits in begins; for those that do not begin and end in one place."""
-        self._call = time.monotonic(), words
+    def begin(self, key: Any, words: str) -> None:
+        """A call begins that this rank waits in; for those that do not begin and end in one place."""
+        self._calls[key] = time.monotonic(), words
 
-    def end(self) -> None:
-        """It is over."""
-        self._call = None
+    def end(self, key: Any) -> None:
+        """The call that began as ``key`` is over, if one did."""
+        self._calls.pop(key, None)
 
     def close(self) -> None:
-        """Whatever this rank waits for from now on, it waits for elsewhere."""
-        self._call, self._over = None, True
+        """Stop watching: this transport is over."""
+        self._over = True
 
     def _watch(self) -> None:
         while not self._over:
             time.sleep(min(LOOK_SECONDS, self._seconds / 4))
-            call = self._call
-            if call is None or time.monotonic() - call[0] <= self._seconds + self._grace:
+            calls = list(self._calls.items())
+            if not calls:
+                continue
+            key, call = min(calls, key=lambda item: item[1][0])
+            if time.monotonic() - call[0] <= self._seconds + self._grace:
                 continue
             absent = "Ranks that say nothing like this are missing."
             error = too_long(self._rank, time.monotonic() - call[0], call[1], absent, self._seconds)
             print(f"hvdplus: {error}", file=sys.stderr, flush=True)
             time.sleep(TOLD_SECONDS)
-            if self._call is call and not self._over:
+            if self._calls.get(key) is call and not self._over:
                 sys.stdout.flush()
                 os._exit(1)  # nothing else ends a thread that waits in a library

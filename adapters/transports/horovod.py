@@ -128,7 +128,11 @@ class Horovod(Transport):
         return self.patience.waits(words) if self.patience else contextlib.nullcontext()
 
     def barrier(self) -> None:
-        self.binding.barrier(**self._set) if hasattr(self.binding, "barrier") else self.gather_objects(None)
+        if not hasattr(self.binding, "barrier"):
+            self.gather_objects(None)
+            return
+        with self._waits("barrier"):
+            self.binding.barrier(**self._set)
 
     def shutdown(self) -> None:
         if self.patience:
@@ -203,7 +207,7 @@ class HorovodTensorFlow(Horovod):
     """TensorFlow: a sum is an op; the graph waits where the sum is used."""
 
     def start(self, array: Any, name: str, scale: float = 1.0) -> Any:
-        in_a_graph = not hasattr(array, "numpy")  # whose steps ``GraphExchange`` watches
+        in_a_graph = hasattr(array, "graph")  # whose steps ``GraphExchange`` watches
         with contextlib.nullcontext() if in_a_graph else self._waits(f"sum {name!r}"):
             return self.binding.allreduce(
                 array, op=self.binding.Sum, name=name, postscale_factor=scale, ignore_name_scope=True, **self._set

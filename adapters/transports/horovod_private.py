@@ -28,17 +28,21 @@ def elastic() -> Any:
     return _checked("horovod.common.elastic", ELASTIC)
 
 
-def handing_over(function: Callable[..., Any], hand_over: Callable[[], None]) -> Callable[..., Any]:
-    """``function``, and ``hand_over`` when it is interrupted because ranks come or go: all are there still, at the same
-    point."""
+def before_ranks_change(function: Callable[..., Any], prepare: Callable[[], None]) -> Callable[..., Any]:
+    """``function``, and ``prepare`` when it is interrupted because ranks come or go.
+
+    All ranks still run then, and all are at the same point. Afterwards they sync in any case, and so save what
+    ``prepare`` has changed.
+    """
     interrupt = _checked("horovod.common.exceptions", ("HostsUpdatedInterrupt",)).HostsUpdatedInterrupt
 
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
         try:
             return function(*arguments, **keywords)
-        except interrupt:
-            hand_over()
+        except interrupt as interrupted:
+            prepare()
+            interrupted.skip_sync = False
             raise
 
     return call

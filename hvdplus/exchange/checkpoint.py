@@ -1,15 +1,16 @@
 """Checkpoints of an exchange: their content, the part that a rank may take over, their form in a file.
 
-    format          2
+    format          3
     framework       whose arrays these are: numpy, torch, tensorflow
-    ranks, rank     world size, and the rank whose residuals these are (null: all ranks', they were consolidated)
+    ranks, rank     world size, and the rank whose residuals these are (null: all ranks', they were consolidated;
+                    own, another's: of elastic jobs)
     shapes          of all gradients, in order
     order           parameters as their gradients become ready; null: no step has shown it
     sparse, tables  parameters whose gradients are sparse, and those of them with a bucket of their own
     coordinator     level, schedule, step number, plan, and the controller's memory
     not_taken       a residual's share was sent in a step that the optimizer has not taken
     contexts        for every bucket: its parameters, and for every level the arrays of its context
-    residuals       parameter -> its residual
+    residuals       parameter -> its residual (null: zeros)
 
 Residuals are every rank's own; all else is equal on every rank. A job with other levels or another number of ranks
 takes over the residuals alone, so that only the residuals of ranks that are gone are lost.
@@ -104,7 +105,7 @@ def for_other_ranks(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**state, "residuals": state["residuals"] if consolidated else dict.fromkeys(state["residuals"])}
 
 
-class Held(NamedTuple):
+class Brought(NamedTuple):
     """What a rank brings along from an exchange among other ranks."""
 
     ranks: int
@@ -113,21 +114,20 @@ class Held(NamedTuple):
     """Of its own residual; 0: none, or all ranks have the same, so that nothing went with those that left."""
 
 
-def held(x: Exchange[Array]) -> Held:
-    """See ``Held``."""
+def brought(x: Exchange[Array]) -> Brought:
+    """See ``Brought``."""
     norms = [] if x.consolidated else [np.linalg.norm(x.on_host(residual)) for residual in residuals(x).values()]
-    return Held(x.transport.size, float(np.linalg.norm(norms)))
+    return Brought(x.transport.size, float(np.linalg.norm(norms)))
 
 
-def to_go_on(x: Exchange[Array]) -> dict[str, Any]:
-    """The state with which this rank goes on among other ranks."""
-    state = save(x)
-    return state if x.consolidated else {**state, "rank": KEEP_LOCAL}
+def to_stay(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state to stay on its rank, whatever number the rank has later; unless residuals are all ranks', alike."""
+    return {**state, "rank": None if state["rank"] is None else KEEP_LOCAL}
 
 
 def share_out(exchanges: Iterable[Exchange[Any]]) -> None:
     """Before ranks leave in order: what each holds back becomes all ranks' mean, so that none of it leaves with them.
-    All ranks call it. (Securely aggregated, it may not be seen by other ranks, and leaves.)"""
+    All ranks call it. With secure aggregation other ranks may not see it, so it is lost."""
     for x in exchanges:
         if not (x.idle or x.settings.secure_aggregation):
             consolidate(x)

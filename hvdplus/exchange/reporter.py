@@ -175,7 +175,7 @@ class Reporter(Generic[EagerArray]):
         gradient_norm, residual_norm, sketched_norm, sketch, residual_sketch = self._measured(x)
         sums = Sums(
             nonfinite=float(not sound),
-            overflow=float(over and not x.settings.secure_aggregation),  # what is left stays
+            overflow=float(over and not x.settings.secure_aggregation),  # what overflows stays in the residual
             step=times.step,
             loss=0.0 if math.isnan(loss) else loss,
             losses=float(not math.isnan(loss)),

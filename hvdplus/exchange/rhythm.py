@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdplus.control.interval import START, Interval
 from hvdplus.control.meter import StepTimes
-from hvdplus.exchange.form import is_count, is_finite, is_list, require, require_fields
+from hvdplus.exchange.form import is_count, is_list, require, require_fields
 
 if TYPE_CHECKING:
     from hvdplus.exchange.coordinator import Coordinator
@@ -159,7 +159,7 @@ class Rhythm:
 
     def check(self, state: Any, shapes: Sequence[Sequence[tuple[int, ...]]]) -> None:
         """Raise ValueError unless an optimizer's state is one of local steps, for fragments whose parameters have these
-        ``shapes``. What is in it of rhythm and exchange, they check themselves."""
+        ``shapes``. Rhythm and exchange check their own parts when they load."""
         require_fields(state, ("local", "fragments"), "its local steps")
         require_fields(state["local"], ("began",), "its local steps")
         began, fragments = state["local"]["began"], state["fragments"]
@@ -176,11 +176,10 @@ class Rhythm:
             under_way = is_list(began, lambda at: True) and number < len(began) and began[number] is not None
             for name in ("anchors", "sent") if under_way and "sent" in fragment else ("anchors",):
                 arrays = fragment[name]
-                received = (
-                    [tuple(getattr(array, "shape", ())) for array in arrays] if is_list(arrays, is_finite) else None
-                )
+                is_whole = is_list(arrays, lambda array: hasattr(array, "shape"))
+                received = [tuple(array.shape) for array in arrays] if is_whole else arrays
                 what = f"what fragment {number} has as {name}"
-                require(received == [tuple(shape) for shape in wanted], what, f"finite arrays of {wanted}", received)
+                require(received == [tuple(shape) for shape in wanted], what, f"arrays of {wanted}", received)
 
     def load(self, state: Any) -> list[int]:
         """Continue from a ``state`` that ``state()`` returned; returns the fragments whose exchange was under way.

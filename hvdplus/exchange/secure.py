@@ -60,7 +60,9 @@ class Masks:
         mine = X25519PrivateKey.generate()
         public = transport.gather_objects(mine.public_key().public_bytes_raw(), f"keys of {purpose}")
         self._rank, self._ranks = transport.rank, transport.size
-        if len(set(public)) < len(public):  # whoever repeats a key may have two masks cancel in what another one sends
+        if len(set(public)) < len(
+            public
+        ):  # one that repeats another's key could make two of a third one's masks cancel
             raise TransportError(f"Two ranks give the same key of secure aggregation. Received: keys of {purpose}")
         self._keys = {
             other: _digest(
@@ -175,8 +177,13 @@ def check(x: Exchange[Any], auto: bool) -> None:
             f"Over two levels, ranks of a host see each other's gradients. Received: {asked}=yes with "
             f"two_level={x.settings.two_level}; use off."
         )
-    if importlib.util.find_spec("cryptography") is None:
-        raise ValueError(f"Secure aggregation needs a package: `pip install 'hvdplus[secure]'`. Received: {asked}=yes")
+    have = x.transport.gather_objects(importlib.util.find_spec("cryptography") is not None, "packages for masks")
+    if not all(have):
+        lack = ", ".join(str(rank) for rank, has in enumerate(have) if not has)
+        raise ValueError(
+            f"Secure aggregation needs a package, on rank(s) {lack}: `pip install 'hvdplus[secure]'`. Received: "
+            f"{asked}=yes"
+        )
     if x.transport.size == 2 and x.transport.rank == 0:
         print(
             "hvdplus: secure aggregation of 2 ranks hides gradients from the network only: the sum less its own is the "

@@ -20,7 +20,7 @@ from hvdplus.adapters.keras.local import LocalSteps
 from hvdplus.adapters.keras.optimizer import Distributed, exchanges, rejoin
 from hvdplus.adapters.transports import horovod_private
 from hvdplus.adapters.transports.connect import INSTALL_HOROVOD
-from hvdplus.exchange.checkpoint import KEEP_LOCAL, for_other_ranks, share_out
+from hvdplus.exchange.checkpoint import for_other_ranks, share_out, to_stay
 from hvdplus.transport import NeedsHorovod, broadcast_object
 
 if not front.with_horovod():
@@ -36,16 +36,18 @@ __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "Upd
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
     """As Horovod's: run ``function``, whose first argument is a ``KerasState``, anew whenever ranks come or go."""
 
+    prepared = horovod_private.before_ranks_change(function, lambda: share_out(exchanges()))
+
     def heard(*arguments: Any, **keywords: Any) -> Any:
         try:
-            return function(*arguments, **keywords)
+            return prepared(*arguments, **keywords)
         except Exception as error:
             # TensorFlow wraps what Horovod's ops raise into an error of its own, which names the op: Horovod's or ours.
             if re.search(r"Horovod(Allreduce|Allgather|Broadcast)|hvdplus\d+\.|Horovod has been shut down", str(error)):
                 raise HorovodInternalError(error) from error
             raise
 
-    return run_fn(horovod_private.handing_over(heard, lambda: share_out(exchanges())), _reset)
+    return run_fn(heard, _reset)
 
 
 def _reset() -> None:
@@ -107,10 +109,9 @@ class KerasState(ObjectState):
         self._follow(self._from_rank_0)
         for exchange in self._exchanges:
             if not exchange.idle:
-                mine = exchange.state()
-                exchange.load(
-                    {**self._from_rank_0(for_other_ranks(mine)), "residuals": mine["residuals"], "rank": KEEP_LOCAL}
-                )
+                mine = to_stay(exchange.state())
+                everybodys = self._from_rank_0(for_other_ranks(mine))
+                exchange.load({**everybodys, "residuals": mine["residuals"], "rank": mine["rank"]})
         self._save()
         super().sync()
 
@@ -147,7 +148,7 @@ class KerasState(ObjectState):
     def _save(self) -> None:
         self._values = [np.array(variable) for variable in self._variables()]
         self._rhythm = self._local.rhythm.state() if self._local else None
-        self._exchanged = [None if x.idle else {**x.state(), "rank": KEEP_LOCAL} for x in self._exchanges]
+        self._exchanged = [None if x.idle else to_stay(x.state()) for x in self._exchanges]
 
     @staticmethod
     def _from_rank_0(value: Any) -> Any:

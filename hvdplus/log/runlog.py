@@ -151,7 +151,7 @@ def _open(path: Path) -> BinaryIO:
 
     Unbuffered: a line is out when it is written, and a failed write leaves nothing behind to retry.
     """
-    if path.is_symlink() and path.is_file():
+    if path.is_symlink() and path.is_file() and not path.is_relative_to("/dev"):  # as /dev/stdout in a batch job
         raise OSError(errno.ELOOP, f"it is a link to {path.resolve()}, which would be overwritten")
     # Opening a pipe that nobody reads would wait for ever.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_NONBLOCK", 0), 0o666)

@@ -18,7 +18,7 @@ from hvdplus.adapters.torch.local import LocalSteps
 from hvdplus.adapters.torch.optimizer import STATE_KEY, Distributed, exchanges, rejoin
 from hvdplus.adapters.transports import horovod_private
 from hvdplus.adapters.transports.connect import INSTALL_HOROVOD
-from hvdplus.exchange.checkpoint import KEEP_LOCAL, share_out
+from hvdplus.exchange.checkpoint import share_out, to_stay
 from hvdplus.transport import NeedsHorovod, broadcast_object
 
 if not front._with_horovod():
@@ -33,8 +33,8 @@ __all__ = ["ElasticSampler", "TorchState", "run"]
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
     """As Horovod's: run ``function``, whose first argument is a ``TorchState``, anew whenever ranks come or go."""
-    handing_over = horovod_private.handing_over(function, lambda: share_out(exchanges()))
-    return horovod_private.elastic().run_fn(handing_over, _reset)  # type: ignore[no-any-return]
+    function = horovod_private.before_ranks_change(function, lambda: share_out(exchanges()))
+    return horovod_private.elastic().run_fn(function, _reset)  # type: ignore[no-any-return]
 
 
 def _reset() -> None:
@@ -107,10 +107,8 @@ class _ModelState(_states.ModelStateHandler):  # type: ignore[misc]
 
 
 def _own(state: dict[str, Any]) -> dict[str, Any]:
-    """The state, marked to stay on its rank, whatever number the rank has later."""
-    if STATE_KEY in state:
-        state[STATE_KEY]["rank"] = KEEP_LOCAL
-    return state
+    """The state, see ``checkpoint.to_stay``."""
+    return {**state, STATE_KEY: to_stay(state[STATE_KEY])} if STATE_KEY in state else state
 
 
 _states.set_handler_registry(
