@@ -47,6 +47,8 @@ class Transport(Protocol):
     """``hvdplus.exchange.two_level.TwoLevel`` of these ranks, if there is one."""
     splits_unasked: bool = True
     """Whether groups of ranks may be made for two levels that nobody has asked for."""
+    patience: Any = None
+    """``adapters.transports.ending.Patience``, where the library itself does not end calls that wait too long."""
     summable: Sequence[str]
     """Types of arrays that the transport can add up, such as ``float16``."""
 
@@ -79,6 +81,26 @@ class Transport(Protocol):
 
     def shutdown(self) -> None:
         """End the transport; no sum may be in flight."""
+
+
+class Around(Transport):
+    """Base of transports that sum by way of another one, in a way of their own; all else is that one's."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.name, self.part = transport.name, transport.part
+        self.rank, self.size = transport.rank, transport.size
+        self.local_rank, self.local_size = transport.local_rank, transport.local_size
+        self.negotiates, self.summable = transport.negotiates, transport.summable
+
+    def gather_objects(self, value: Any, what: str = OBJECTS) -> list[Any]:
+        return self._transport.gather_objects(value, what)
+
+    def barrier(self) -> None:
+        self._transport.barrier()
+
+    def shutdown(self) -> None:
+        self._transport.shutdown()
 
 
 class Grouping(Transport, Protocol):

@@ -135,7 +135,7 @@ class GraphExchange(VariablesExchange):
 
     def _watched(self, mine: tf.Tensor) -> tf.Tensor:
         """This rank's metadata, from which on it waits for other ranks, until ``_waits_no_more``."""
-        patience = getattr(self.bare, "patience", None)
+        patience = self.bare.patience
         if patience is None:
             return mine
 
@@ -148,9 +148,8 @@ class GraphExchange(VariablesExchange):
         return tf.concat([first, mine[1:]], axis=0)
 
     def _waits_no_more(self) -> None:
-        patience = getattr(self.bare, "patience", None)
-        if patience is not None:
-            patience.end(self.prefix)
+        if self.bare.patience is not None:
+            self.bare.patience.end(self.prefix)
 
     def end_step(self, updated: Sequence[tf.Tensor]) -> None:
         """The optimizer has taken the step: ``updated`` are values read after it."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvdplus.adapters.transports.horovod import HorovodTensorFlow
 from hvdplus.adapters.transports.local import Local
-from hvdplus.transport import OBJECTS, Transport
+from hvdplus.transport import Around, Transport
 
 
 def cpu_capability() -> str:
@@ -28,18 +27,8 @@ def graph_transport(transport: Transport) -> Transport:
     return _OnHost(transport)
 
 
-class _OnHost(Transport):
+class _OnHost(Around):
     """Sums on the host, one after the other: TensorFlow runs host calls in the order in which they were traced."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        self.name = transport.name
-        self.rank = transport.rank
-        self.size = transport.size
-        self.local_rank = transport.local_rank
-        self.local_size = transport.local_size
-        self.negotiates = transport.negotiates
-        self.summable = transport.summable
 
     def start(self, array: tf.Tensor, name: str, scale: float = 1.0) -> tf.Tensor:
         def total(values: np.ndarray) -> np.ndarray:
@@ -55,12 +44,3 @@ class _OnHost(Transport):
 
     def wait(self, handle: tf.Tensor) -> tf.Tensor:
         return handle
-
-    def gather_objects(self, value: Any, what: str = OBJECTS) -> list[Any]:
-        return self._transport.gather_objects(value, what)
-
-    def barrier(self) -> None:
-        self._transport.barrier()
-
-    def shutdown(self) -> None:
-        self._transport.shutdown()

@@ -36,7 +36,7 @@ BLOCKING = frozenset(
 
 def watched(name: str, function: Any, world: World | None) -> Any:
     """Horovod's function of that name, for a script's own calls; see ``Patience``."""
-    patience = getattr(world.transport, "patience", None) if world else None
+    patience = world.transport.patience if world else None
     if patience is None or name not in BLOCKING:
         return function
 

@@ -166,11 +166,7 @@ class Rhythm:
         require(fragments is None or is_list(fragments, lambda each: True), "its fragments", "a list", fragments)
         if not fragments:
             return
-        if len(fragments) != len(shapes):
-            raise ValueError(
-                f"The checkpoint has {len(fragments)} fragments, and this optimizer {len(shapes)}: give it the same "
-                "setting."
-            )
+        self._require_as_many(fragments)
         for number, (fragment, wanted) in enumerate(zip(fragments, shapes, strict=True)):
             require_fields(fragment, ("anchors", "outer"), f"fragment {number}")
             under_way = is_list(began, lambda at: True) and number < len(began) and began[number] is not None
@@ -180,6 +176,13 @@ class Rhythm:
                 received = [tuple(array.shape) for array in arrays] if is_whole else arrays
                 what = f"what fragment {number} has as {name}"
                 require(received == [tuple(shape) for shape in wanted], what, f"arrays of {wanted}", received)
+
+    def _require_as_many(self, fragments: Sequence[Any]) -> None:
+        if len(fragments) != self.fragments:
+            raise ValueError(
+                f"The checkpoint has {len(fragments)} fragments, and this optimizer {self.fragments}: give it the same "
+                "setting."
+            )
 
     def load(self, state: Any) -> list[int]:
         """Continue from a ``state`` that ``state()`` returned; returns the fragments whose exchange was under way.
@@ -193,11 +196,7 @@ class Rhythm:
         for name, values in (("began", began), ("begins", begins)):
             fits = is_list(values, lambda value: value is None or is_count(value))
             require(fits, f"its local steps' {name}", "step numbers", values)
-            if len(values) != self.fragments:
-                raise ValueError(
-                    f"The checkpoint has {len(values)} fragments, and this optimizer {self.fragments}: give it the "
-                    "same setting."
-                )
+            self._require_as_many(values)
         require(None not in begins, "its local steps' begins", "step numbers", begins)
         if self.interval and state["interval"]:
             try:

@@ -30,7 +30,7 @@ import numpy as np
 from hvdplus.compression.chain import Chain
 from hvdplus.compression.integer import Integer
 from hvdplus.settings import Settings
-from hvdplus.transport import OBJECTS, Transport, TransportError
+from hvdplus.transport import Around, Transport, TransportError
 
 if TYPE_CHECKING:
     from hvdplus.exchange.engine import Exchange
@@ -101,7 +101,7 @@ class Masks:
         return total[:-1]
 
 
-class Masked(Transport):
+class Masked(Around):
     """A transport (see ``hvdplus.transport.Transport``) that sums masked integers, and nothing else.
 
     Gathered objects are as open as before.
@@ -109,12 +109,9 @@ class Masked(Transport):
 
     def __init__(self, transport: Transport, purpose: str, host_call: Callable[..., Any]) -> None:
         """``host_call``: see ``Exchange``."""
-        self._open, self._host_call = transport, host_call
-        self._masks = Masks(transport, purpose)
-        self.name, self.summable, self.part = transport.name, (), transport.part
-        self.rank, self.size = transport.rank, transport.size
-        self.local_rank, self.local_size = transport.local_rank, transport.local_size
-        self.negotiates = transport.negotiates
+        super().__init__(transport)
+        self.summable = ()
+        self._host_call, self._masks = host_call, Masks(transport, purpose)
 
     def start(self, array: Any, name: str, scale: float = 1.0) -> Any:
         """
@@ -130,23 +127,14 @@ class Masked(Transport):
                 )
             return self._masks.masked(words.reshape(-1), name)
 
-        return name, self._open.start(self._host_call(masked, array, 1), name)
+        return name, self._transport.start(self._host_call(masked, array, 1), name)
 
     def done(self, handle: Any) -> bool:
-        return self._open.done(handle[1])
+        return self._transport.done(handle[1])
 
     def wait(self, handle: Any) -> Any:
         name, sent = handle
-        return self._host_call(lambda total: self._masks.unmasked(total, name), self._open.wait(sent), -1)
-
-    def gather_objects(self, value: Any, what: str = OBJECTS) -> list[Any]:
-        return self._open.gather_objects(value, what)
-
-    def barrier(self) -> None:
-        self._open.barrier()
-
-    def shutdown(self) -> None:
-        self._open.shutdown()
+        return self._host_call(lambda total: self._masks.unmasked(total, name), self._transport.wait(sent), -1)
 
 
 def without_dense_sums(settings: Settings) -> Settings:

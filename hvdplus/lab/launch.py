@@ -61,19 +61,16 @@ def launch(
         scratch = tempfile.mkdtemp(dir=folder)
         if version < 5:
             shared_memory = "vader"
-            places, how = (
-                f"ppr:{ranks_per_host}:node",
-                f"--oversubscribe --mca plm rsh --mca plm_rsh_agent {folder}/bin/ssh",
+            how = (
+                f"--map-by ppr:{ranks_per_host}:node --oversubscribe --mca plm rsh --mca plm_rsh_agent {folder}/bin/ssh"
             )
             how += f" --mca orte_tmpdir_base {scratch} --mca oob_tcp_if_include eth0"
         else:  # ranks are started by PRRTE, which has options of its own
             shared_memory = "sm"
-            places, how = (
-                f"ppr:{ranks_per_host}:node:OVERSUBSCRIBE",
-                f"--prtemca plm ssh --prtemca plm_ssh_agent {folder}/bin/ssh",
-            )
+            how = f"--map-by ppr:{ranks_per_host}:node:OVERSUBSCRIBE --prtemca plm ssh"
+            how += f" --prtemca plm_ssh_agent {folder}/bin/ssh"
             how += f" --prtemca prte_tmpdir_base {scratch} --prtemca prte_if_include eth0"
-        line = f"mpirun -np {ranks} -H {slots} --map-by {places} --bind-to none {how} "
+        line = f"mpirun -np {ranks} -H {slots} --bind-to none {how} "
         line += UCX if one_sided else OB1.format(shared_memory=shared_memory)
         if one_sided:
             variables |= UCX_OVER_TCP
