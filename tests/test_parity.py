@@ -28,6 +28,7 @@ HOOKS = [
     ("the same start on all ranks", "hvd.broadcast_parameters", "hvd.callbacks.BroadcastGlobalVariablesCallback"),
     ("optimizer state from one rank", "hvd.broadcast_optimizer_state", "hvd.broadcast_global_variables"),
     ("metrics of all ranks", "hvd.allreduce", "hvd.callbacks.MetricAverageCallback"),
+    ("stop on all ranks where one stops", "hvd.allreduce", "hvd.callbacks.StopTogetherCallback"),
     ("warm up the learning rate", "torch.optim.lr_scheduler", "hvd.callbacks.LearningRateWarmupCallback"),
     ("save, with what was learned", "optimizer.state_dict", "model.save"),
     ("load, and go on from there", "optimizer.load_state_dict", "hvd.load_model"),
