@@ -11,6 +11,7 @@ Every function takes ``ops`` (see ``ops.py``) first, so the same code serves eve
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -19,6 +20,12 @@ from typing import Generic, NamedTuple
 import numpy as np
 
 from hvdplus.compression.ops import Array, Ops, Piece, magnitude
+
+
+@functools.lru_cache(maxsize=1024)  # asked many times a step
+def sizes_of(shapes: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    """Number of elements of every tensor."""
+    return tuple(map(math.prod, shapes))
 
 
 class Spec(NamedTuple):
@@ -42,7 +49,7 @@ class Spec(NamedTuple):
     @property
     def sizes(self) -> tuple[int, ...]:
         """Number of elements of every tensor of ``shapes``."""
-        return tuple(math.prod(shape) for shape in self.shapes)
+        return sizes_of(self.shapes)
 
     @property
     def body(self) -> int:

@@ -7,7 +7,7 @@ exchange.commit()                           # the optimizer has taken the step
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -127,7 +127,14 @@ class NumpyBackend:
         whole[union] = values.reshape(len(union), -1)
         return whole.reshape(-1)
 
-    def deliver(self, i: int, mean: np.ndarray, *, adopt: bool, sparse: bool) -> None:
+    def deliver(
+        self, bucket: Bucket, mean: np.ndarray, users: Sequence[bool], *, adopt: bool, sparse: Container[int]
+    ) -> None:
+        for i, part in zip(bucket.parameters, np.split(mean, bucket.offsets[1:-1]), strict=True):
+            if users[i]:
+                self._deliver(i, part, sparse=i in sparse)
+
+    def _deliver(self, i: int, mean: np.ndarray, *, sparse: bool) -> None:
         whole = np.array(mean, self.dtypes[i]).reshape(self.shapes[i])
         if sparse:
             used = np.flatnonzero((whole.reshape(len(whole), -1) != 0).any(axis=1))
@@ -140,7 +147,7 @@ class NumpyBackend:
         self.means[i] = Rows(union, values.astype(self.dtypes[i]).reshape(shape))
 
     def deliver_summed(self, i: int, mean: np.ndarray, *, sparse: bool) -> None:
-        self.deliver(i, mean, adopt=True, sparse=sparse)
+        self._deliver(i, mean, sparse=sparse)
 
     def all_true(self, flags: Sequence[np.ndarray]) -> bool:
         return all(bool(flag) for flag in flags)

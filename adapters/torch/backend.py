@@ -8,7 +8,7 @@ it. Plain dense steps over Horovod need no bucket: every gradient is summed in p
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,6 +22,8 @@ from hvdplus.exchange.bucket import DENSE_ONLY, Bucket
 from hvdplus.exchange.sketch import CELLS, Part, signs
 
 UNNAMED = nullcontext()
+ADOPTED = 1 << 16
+"""Bytes from which on a mean's memory becomes the gradient's: what is smaller is copied sooner, many in one call."""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the integer type that shows its bits."""
 
@@ -65,11 +67,12 @@ class TorchBackend:
     def may_share_rows(self, i: int) -> bool:
         return not self.parameters[i].is_complex()  # rows are added up as real numbers
 
+    @torch.no_grad()
     def parts(self, bucket: Bucket) -> list[torch.Tensor]:
         parts = []
-        for i, shape in zip(bucket.parameters, bucket.shapes, strict=True):
+        for i, length in zip(bucket.parameters, bucket.lengths, strict=True):
             grad = self._dense(i)
-            parts.append(self.zeros(math.prod(shape), bucket.dtype) if grad is None else grad.detach().reshape(-1))
+            parts.append(self.zeros(length, bucket.dtype) if grad is None else grad.reshape(-1))
         return parts
 
     def places(self, bucket: Bucket) -> Sequence[torch.Tensor]:
@@ -125,20 +128,29 @@ class TorchBackend:
 
     # -- means
 
-    def deliver(self, i: int, mean: torch.Tensor, *, adopt: bool, sparse: bool) -> None:
-        parameter, mean = self.parameters[i], mean.view(self.shapes[i])
-        grad = self.gradient(i)
-        with torch.no_grad():
-            if grad is None or grad.is_sparse or grad.is_complex() or sparse:
-                whole = like(mean, parameter)
+    @torch.no_grad()
+    def deliver(
+        self, bucket: Bucket, mean: torch.Tensor, users: Sequence[bool], *, adopt: bool, sparse: Container[int]
+    ) -> None:
+        means = zip(bucket.parameters, bucket.shapes, torch.split(mean, list(bucket.lengths)), strict=True)
+        self._write(((i, part.view(shape), i in sparse) for i, shape, part in means if users[i]), adopt)
+
+    def _write(self, means: Iterable[tuple[int, torch.Tensor, bool]], adopt: bool) -> None:
+        """Write means to gradients. Each is: parameter, mean in its shape, whether the gradient has to be sparse."""
+        into: list[torch.Tensor] = []
+        copied: list[torch.Tensor] = []
+        for i, mean, sparse in means:
+            grad = self.gradient(i)
+            if grad is None or sparse or grad.is_sparse or grad.is_complex():
+                whole = like(mean, self.parameters[i])
                 # Sparse or dense, but alike on all ranks: optimizers treat the two differently.
                 self.put(i, rows_in_use(whole) if sparse else whole)
-            elif grad.data_ptr() == mean.data_ptr():
-                pass  # was summed in place
-            elif adopt and takes(grad, mean):
+            elif adopt and mean.nbytes >= ADOPTED and takes(grad, mean):
                 grad.set_(mean)  # type: ignore[call-overload]
-            else:
-                grad.copy_(mean)
+            elif grad.data_ptr() != mean.data_ptr():  # else it was summed in place
+                into.append(grad)
+                copied.append(mean)
+        private.copy_each(into, copied)
 
     def deliver_rows(self, i: int, union: torch.Tensor, values: torch.Tensor) -> None:
         parameter = self.parameters[i]
@@ -147,7 +159,8 @@ class TorchBackend:
 
     def deliver_summed(self, i: int, mean: torch.Tensor, *, sparse: bool) -> None:
         if mean is not self.gradient(i):
-            self.deliver(i, mean, adopt=False, sparse=sparse)
+            with torch.no_grad():
+                self._write([(i, mean.view(self.shapes[i]), sparse)], adopt=False)
 
     # -- arrays
 

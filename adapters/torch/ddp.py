@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 
+from hvdplus.adapters.torch import private
 from hvdplus.adapters.torch.backend import TorchBackend, loss_of, real_view, type_name
 from hvdplus.adapters.torch.ops import TorchOps
 from hvdplus.adapters.torch.optimizer import TYPES, fitting
@@ -58,12 +59,17 @@ class BucketBackend(TorchBackend):
         usual = all(not view.is_sparse and view.dtype == torch.float32 and view.is_contiguous() for view in views)
         return [view.view(-1) for view in views] if usual else ()
 
-    def deliver(self, i: int, mean: torch.Tensor, *, adopt: bool, sparse: bool) -> None:
-        view = self.views[i]
-        if sparse or view.is_sparse:
-            super().deliver(i, mean, adopt=False, sparse=sparse)
-        else:
-            real_view(view).copy_(mean.view(self.shapes[i]))
+    def _write(self, means: Iterable[tuple[int, torch.Tensor, bool]], adopt: bool) -> None:
+        into: list[torch.Tensor] = []
+        copied: list[torch.Tensor] = []
+        for i, mean, sparse in means:
+            view = self.views[i]
+            if sparse or view.is_sparse:
+                super()._write([(i, mean, sparse)], adopt=False)
+            else:
+                into.append(real_view(view))
+                copied.append(mean)
+        private.copy_each(into, copied)
 
 
 class HookExchange(EagerExchange[torch.Tensor]):

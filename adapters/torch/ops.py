@@ -93,7 +93,7 @@ class TorchOps(PackingOps):
     def _write(self, pieces: Sequence[Piece[torch.Tensor]], scale: float, parts: Sequence[torch.Tensor]) -> None:
         for part, piece in zip(parts, pieces, strict=True):
             if isinstance(piece, Product):
-                matrix = part.view(len(piece.left), len(piece.right))
+                matrix = part.view(piece.left.shape[0], piece.right.shape[0])
                 torch.addmm(matrix, piece.left, piece.right.t(), beta=0, alpha=scale, out=matrix)
             elif isinstance(piece, Rows):
                 part.zero_()
@@ -123,7 +123,7 @@ class TorchOps(PackingOps):
     def _deduct_pieces(self, values: torch.Tensor, pieces: Sequence[Piece[torch.Tensor]]) -> None:
         for part, piece in zip(_split(values, pieces), pieces, strict=True):
             if isinstance(piece, Product):
-                matrix = part.view(len(piece.left), len(piece.right))
+                matrix = part.view(piece.left.shape[0], piece.right.shape[0])
                 torch.addmm(matrix, piece.left, piece.right.t(), alpha=-1, out=matrix)
             elif isinstance(piece, Rows):
                 part.view(piece.height, -1).index_add_(0, piece.rows.long(), piece.values, alpha=-1)
@@ -161,15 +161,19 @@ class TorchOps(PackingOps):
 
     def half(self, parts: Sequence[torch.Tensor], factor: float, saturate: bool = False) -> torch.Tensor:
         out = self._empty(sum(map(len, parts)), torch.float16)
-        scratch = self._scratch(max(map(len, parts), default=0)) if saturate else None
-        for values, halves in zip(parts, torch.split(out, [len(values) for values in parts]), strict=True):
-            if scratch is None:
-                halves.copy_(values)
-                continue
+        places = torch.split(out, [values.numel() for values in parts])
+        if saturate:
+            self._copy_stopped(places, parts)
+        else:
+            private.copy_each(places, parts)
+        return out if factor == 1 else out.mul_(factor)
+
+    def _copy_stopped(self, places: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
+        scratch = self._scratch(max(map(len, parts), default=0))
+        for values, halves in zip(parts, places, strict=True):
             for a, b in self._chunks(len(values)):
                 stopped = scratch[: b - a].copy_(values[a:b]).clamp_(-HALF_LIMIT, HALF_LIMIT)
                 halves[a:b].copy_(stopped.add_(values[a:b], alpha=0.0))
-        return out if factor == 1 else out.mul_(factor)
 
     def rms(self, values: torch.Tensor) -> torch.Tensor:
         if not values.numel():
@@ -307,10 +311,10 @@ def _adjoin(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _length(piece: Piece[torch.Tensor]) -> int:
     if isinstance(piece, Product):
-        return len(piece.left) * len(piece.right)
+        return int(piece.left.shape[0] * piece.right.shape[0])
     if isinstance(piece, Rows):
         return piece.height * int(piece.values.shape[1])
-    return piece.length if isinstance(piece, Packed) else len(piece.values if isinstance(piece, Halves) else piece)
+    return piece.length if isinstance(piece, Packed) else (piece.values if isinstance(piece, Halves) else piece).numel()
 
 
 def _split(values: torch.Tensor, pieces: Sequence[Piece[torch.Tensor]]) -> Sequence[torch.Tensor]:

@@ -17,6 +17,8 @@ _products: list[tuple[Any, str, Any]] = [
 """Where PyTorch's precisions of products are: object, attribute, its value for full precision."""
 if not _products and hasattr(_backends[0], "allow_tf32"):  # before PyTorch 2.9, for devices alone
     _products = [(_backends[0], "allow_tf32", False)]
+_AS_IT_IS = nullcontext()
+_copy_each: Any = getattr(torch, "_foreach_copy_", None)
 _use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 
 
@@ -50,6 +52,15 @@ def autocasts(kind: str) -> bool:
         return False
 
 
+def copy_each(into: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy tensor by tensor, in one call."""
+    if len(into) > 1 and _copy_each is not None:
+        _copy_each(into, values)
+    else:
+        for to, value in zip(into, values, strict=True):
+            to.copy_(value)
+
+
 def compiles() -> bool:
     """Whether ``torch.compile`` has compiled anything in this process."""
     utilities = sys.modules.get("torch._dynamo.utils")
@@ -69,20 +80,20 @@ def full_precision() -> AbstractContextManager[None]:
     TF32 on devices and bfloat16 on CPUs are too coarse: bases of ``lowrank`` have to be orthonormal, and a residual has
     to be what was really not sent.
     """
-    chosen = [(one, name, getattr(one, name), full) for one, name, full in _products]
-    reduced = [each for each in chosen if each[2] not in ("none", each[3])]
-    return _restored(reduced) if reduced else nullcontext()
+    reduced = [each for each in _products if getattr(each[0], each[1]) not in ("none", each[2])]
+    return _restored(reduced) if reduced else _AS_IT_IS
 
 
 @contextmanager
-def _restored(reduced: Sequence[tuple[Any, str, Any, Any]]) -> Iterator[None]:
-    for one, name, _, full in reduced:
+def _restored(reduced: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    before = [getattr(one, name) for one, name, _ in reduced]
+    for one, name, full in reduced:
         setattr(one, name, full)
     try:
         yield
     finally:
-        for one, name, before, _ in reduced:
-            setattr(one, name, before)
+        for (one, name, _), chosen in zip(reduced, before, strict=True):
+            setattr(one, name, chosen)
 
 
 def check() -> list[str]:

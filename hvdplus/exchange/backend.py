@@ -6,7 +6,7 @@ its steps (TensorFlow) uses the engine's pure functions and keeps its arrays in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, Self, TypeVar
 
@@ -111,9 +111,16 @@ class Backend(Protocol[EagerArray]):
     def spread(self, union: EagerArray, values: EagerArray, height: int) -> EagerArray:
         """The whole table, 1-D: ``values`` (1-D) in the rows of ``union``, else zeros."""
 
-    def deliver(self, i: int, mean: EagerArray, *, adopt: bool, sparse: bool) -> None:
-        """Write the mean (1-D) to the gradient. ``adopt``: the mean's memory may become the gradient's. ``sparse``: the
-        gradient has to be sparse on all ranks."""
+    def deliver(
+        self, bucket: Bucket, mean: EagerArray, users: Sequence[bool], *, adopt: bool, sparse: Container[int]
+    ) -> None:
+        """Write a bucket's mean (1-D) to the gradients.
+
+        Args:
+            users: one a parameter: whether any rank uses the mean; else it is not written.
+            adopt: whether the mean's memory may become the gradients'.
+            sparse: parameters whose gradients have to be sparse on all ranks.
+        """
 
     def deliver_rows(self, i: int, union: EagerArray, values: EagerArray) -> None:
         """Write a mean that is zero outside the rows of ``union``; ``values``: 1-D, one row after the other."""

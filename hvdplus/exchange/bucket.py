@@ -15,6 +15,7 @@ from itertools import accumulate
 from typing import Any, ClassVar, Generic, NamedTuple
 
 from hvdplus.compression import Array, Compressor, Context, NoCompression, Ops, Spec
+from hvdplus.compression.contract import sizes_of
 
 DENSE_ONLY = "float64"
 """Buckets of this type are never compressed; everything narrower is compressed as float32."""
@@ -38,9 +39,14 @@ class Bucket(NamedTuple):
     """The bucket as compressors see it."""
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """Elements of each parameter."""
+        return sizes_of(self.shapes)
+
+    @property
     def offsets(self) -> tuple[int, ...]:
         """Where each parameter begins in the flat vector, and the end of the last."""
-        return tuple(accumulate(map(math.prod, self.shapes), initial=0))
+        return tuple(accumulate(self.lengths, initial=0))
 
     @property
     def compressible(self) -> bool:

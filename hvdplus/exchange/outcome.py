@@ -103,10 +103,11 @@ def _deliver_bucket(x: EagerExchange[EagerArray], state: BucketState[EagerArray]
         return
     sent = [array for array in (state.flat, state.payload) if array is not None]
     adopt = not any(x.backend.shares_memory(state.mean, array) for array in sent)
+    x.backend.deliver(state.bucket, state.mean, users, adopt=adopt, sparse=x.sparse)
+    if state.pending is None or state.residual is None:
+        return
     for i, (part, _) in state.places.items():
-        if users[i]:
-            x.backend.deliver(i, state.mean[part], adopt=adopt, sparse=i in x.sparse)
-        elif state.pending is not None and state.residual is not None:  # no rank uses the mean
+        if not users[i]:  # no rank uses the mean
             state.pending[part] = state.residual[part]
 
 

@@ -166,8 +166,8 @@ class Reporter(Generic[EagerArray]):
     def _report(
         self, x: EagerExchange[EagerArray], learning_rate: float, added: int, missing: float, checksums: Sequence[int]
     ) -> Report:
-        states: list[BucketState[EagerArray]] = [] if x.idle or x.now.in_place else list(x.now.states)
-        states += x.tables_now if x.checks else ()
+        # Elsewhere nothing is looked at, and there are no contexts.
+        states: list[BucketState[EagerArray]] = [*x.now.states, *x.tables_now] if x.checks else []
         finite = [state.finite for state in states if state.finite is not None]
         overflow = [state.overflow for state in states if state.overflow is not None]
         sound, over, contexts = x.backend.checked(finite, overflow, self._checksums(x, states))
