@@ -179,9 +179,9 @@ class Reporter(Generic[EagerArray]):
             step=times.step,
             loss=0.0 if math.isnan(loss) else loss,
             losses=float(not math.isnan(loss)),
-            sketch_square=square(sketch),
+            sketch_square=square(sketch) if x.plan.measurement else 0.0,
             sketched_square=sketched_norm**2,
-            residual_sketch_square=square(residual_sketch),
+            residual_sketch_square=square(residual_sketch) if x.plan.measurement else 0.0,
         )
         slot = Slot(
             codec=times.codec,

@@ -61,7 +61,7 @@ def signs() -> np.ndarray:
 
 def square(cells: Sequence[float] | np.ndarray) -> float:
     """Of the norm."""
-    return float(np.square(np.asarray(cells, np.float64)).sum()) if any(cells) else 0.0
+    return float(np.square(np.asarray(cells, np.float64)).sum())
 
 
 def of_sum(summed: Sequence[float] | np.ndarray, own: float) -> float:
