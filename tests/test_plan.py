@@ -471,6 +471,7 @@ def test_a_wrong_argument_is_named(
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"cannot read {tmp_path}/no.jsonl: No such file" in refused(capsys, f"{tmp_path}/no.jsonl")
+    assert "cannot read runs/42: No such file" in refused(capsys, "runs/42")
     (tmp_path / "other").write_text("{}\n")
     assert f"{tmp_path}/other, line 1: expected" in refused(capsys, f"{tmp_path}/other")
 

@@ -104,13 +104,18 @@ def run(args: argparse.Namespace) -> int:
     so many ranks gets a row with the reason.
     """
     try:
-        log = next((text for text in args.what if text.endswith(".jsonl") or Path(text).is_file()), None)
+        log = next((text for text in args.what if _names_a_file(text)), None)
         text = _from_shapes(args) if log is None else _from_run_log(args, log)
     except ValueError as error:
         print(f"hvdplus plan: {error}", file=sys.stderr)
         return 2
     print(text)
     return 0
+
+
+def _names_a_file(text: str) -> bool:
+    """Whether it is meant as a run log: no compressor has a slash or such an ending."""
+    return text.endswith(".jsonl") or "/" in text or Path(text).is_file()
 
 
 # -- from shapes -------------------------------------------------------------------------------------------------------
