@@ -8,6 +8,7 @@ os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
 import keras
 import numpy as np
 import pytest
+from picking import any_transport, few, several
 
 import hvdplus.keras as hvd
 from hvdplus.control.controller import Controller
@@ -15,14 +16,15 @@ from hvdplus.control.controller import Controller
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
 TORCH = keras.backend.backend() == "torch"
-CROWDED = SIZE > 2 and not TORCH
-"""Where ranks outnumber cores, compiling once more what two ranks have compiled takes minutes: one variant stands for
-several."""
-LEVELS = ["none", "fp16", "lowrank:2", "int8", "topk:0.2:32+int8", "auto"] if TORCH else ["int8", "auto"][CROWDED:]
+LEVELS = few("auto", once=["int8"])
+if TORCH:
+    LEVELS = few("int8", "auto", once=["none", "fp16", "lowrank:2", "topk:0.2:32+int8"], sizes=(2, 4))
 """``keras_ranks.py`` runs the others on TensorFlow, where each takes a compilation."""
+uncrowded = pytest.mark.ranks(*((1, 2, 4) if TORCH else (1, 2)))
+"""Where ranks outnumber cores, compiling takes minutes. What four ranks add to two is told by PyTorch, which Keras' and
+hvdplus' optimizers treat alike, and for TensorFlow's exchange by ``keras_ranks.py``."""
 TRANSPORT = hvd._require_world().transport.name
 MPI4PY = TRANSPORT == "mpi4py"
-several = pytest.mark.ranks(2, 4)
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +81,8 @@ class StopOnOne(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
-@pytest.mark.parametrize("each_batch", [False, True])
+@any_transport
+@pytest.mark.parametrize("each_batch", few(True, once=[False], sizes=(1, 2)))
 def test_all_ranks_stop_where_one_does(each_batch):
     net = model()
     optimizer = hvd.DistributedOptimizer(sgd(), compression="none")
@@ -118,6 +121,8 @@ def test_ranks_stay_identical_in_fit_and_learn(level):
     assert history.history["loss"][-1] < history.history["loss"][0]
 
 
+@any_transport
+@uncrowded
 @several
 def test_the_wire_is_sounded_where_the_controller_asks_for_it_and_nothing_else_changes(monkeypatch):
     seen, sizes = [], itertools.cycle([0, 4096, 0, 8192])
@@ -172,6 +177,8 @@ def test_none_is_training_on_all_ranks_data_at_once():
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
+@any_transport
+@uncrowded
 @pytest.mark.parametrize("clip", ["clipnorm", "global_clipnorm", "clipvalue"])
 @pytest.mark.parametrize("passes", [1, 2])
 def test_clipping_comes_after_the_exchange_once(clip, passes):
@@ -200,6 +207,8 @@ def test_accumulated_steps_are_exchanged_once():
     assert optimizer.hvdplus.steps <= 2
 
 
+@any_transport
+@uncrowded
 def test_what_is_computed_before_the_last_batch_of_a_step_is_no_waiting_for_input():
     net = model()
     optimizer = hvd.DistributedOptimizer(sgd(gradient_accumulation_steps=4), compression="none")
@@ -210,6 +219,7 @@ def test_what_is_computed_before_the_last_batch_of_a_step_is_no_waiting_for_inpu
     assert all(w["input_wait_ms"] == 0 < w["compute_ms"] for w in windows)
 
 
+@any_transport
 @pytest.mark.skipif(not TORCH, reason="hooks that send in backward() are PyTorch's")
 def test_accumulation_in_fit_agrees_with_one_large_batch():
     """Hooks must not send what Keras is still accumulating."""
@@ -223,6 +233,8 @@ def test_accumulation_in_fit_agrees_with_one_large_batch():
     assert hvd.identical(small)
 
 
+@any_transport
+@uncrowded
 def test_ema_weight_decay_and_static_loss_scale():
     ours, reference = model(), model()
     options = {"use_ema": True, "ema_momentum": 0.9, "weight_decay": 0.01, "loss_scale_factor": 128.0}
@@ -233,7 +245,9 @@ def test_ema_weight_decay_and_static_loss_scale():
     assert hvd.identical(ours)
 
 
-@pytest.mark.parametrize("explicit", [False] if CROWDED else [False, True], ids="the script wraps it: {}".format)
+@any_transport
+@uncrowded
+@pytest.mark.parametrize("explicit", [False, True], ids="the script wraps it: {}".format)
 @pytest.mark.parametrize("passes", [None, 2], ids=["", "accumulating"])
 @pytest.mark.parametrize("level", ["none", "int8"] if TORCH else ["int8"])
 def test_loss_scaling_skips_on_all_ranks_together(level, passes, explicit):
@@ -264,6 +278,7 @@ def test_loss_scaling_skips_on_all_ranks_together(level, passes, explicit):
     assert hvd.identical(net) and np.isfinite(losses).all()
 
 
+@uncrowded
 @several
 @pytest.mark.skipif(MPI4PY, reason="what is on its way when the error comes has no names to be told apart by")
 def test_a_layer_that_is_frozen_on_one_rank_only_is_an_error_on_every_rank():
@@ -276,6 +291,7 @@ def test_a_layer_that_is_frozen_on_one_rank_only_is_an_error_on_every_rank():
     assert hvd.allgather_object(RANK) == list(range(SIZE)), "all are here"
 
 
+@any_transport
 @several
 def test_residuals_are_in_units_of_the_unscaled_gradient():
     """A scale that doubles must not rescale what is held back."""
@@ -294,6 +310,8 @@ def test_residuals_are_in_units_of_the_unscaled_gradient():
     assert np.abs(total + np.array(variable)).max() < 0.3 * np.abs(total).max()
 
 
+@any_transport
+@uncrowded
 def test_layers_frozen_between_fits():
     net = model()
     optimizer = hvd.DistributedOptimizer(sgd(), compression="int8")
@@ -310,6 +328,8 @@ def test_layers_frozen_between_fits():
     assert hvd.identical(net)
 
 
+@any_transport
+@uncrowded
 @several
 def test_models_that_build_themselves_late():
     net = model(seed=RANK, inputs=False)
@@ -317,6 +337,8 @@ def test_models_that_build_themselves_late():
     assert hvd.identical(net)
 
 
+@any_transport
+@uncrowded
 @several
 def test_partial_optimizers_leave_layers_to_their_ranks():
     net = model()
@@ -328,6 +350,7 @@ def test_partial_optimizers_leave_layers_to_their_ranks():
     assert not hvd.identical(own.get_weights())
 
 
+@any_transport
 def test_local_gradients_are_scaled_or_not():
     for scaled in (True, False):
         layer = keras.layers.Dense(2, kernel_initializer="zeros")
@@ -350,9 +373,11 @@ def memory(net):
     return [state["residuals"][i] for i in sorted(state["residuals"])], known["steps"], known["plan"]
 
 
+@any_transport
+@uncrowded
 @several
 @pytest.mark.parametrize(
-    "level", ["none", "fp16", "lowrank:2", "int8", "auto"] if TORCH else ["lowrank:2", "auto"][CROWDED:]
+    "level", few("lowrank:2", "auto", once=["none", "fp16", "int8"] if TORCH else [], sizes=(2, 4))
 )
 def test_saved_models_go_on_as_if_never_stopped(tmp_path, level):
     net = model()
@@ -371,7 +396,7 @@ def test_saved_models_go_on_as_if_never_stopped(tmp_path, level):
             np.testing.assert_allclose(a, b, rtol=0, atol=0 if SIZE <= 2 else 1e-3)
 
 
-@pytest.mark.ranks(1, 2, 4)
+@uncrowded
 def test_one_ranks_file_is_everybodys_once_consolidated(tmp_path):
     net = model()
     optimizer = hvd.DistributedOptimizer(sgd(), compression="int8")
@@ -390,6 +415,8 @@ def test_one_ranks_file_is_everybodys_once_consolidated(tmp_path):
         assert hvd.identical(dense) and not any(map(np.any, memory(dense)[0]))
 
 
+@any_transport
+@uncrowded
 @several
 def test_different_checkpoints_on_different_ranks_are_an_error_on_all(tmp_path):
     net = model()
@@ -409,6 +436,8 @@ def test_different_checkpoints_on_different_ranks_are_an_error_on_all(tmp_path):
     hvd._require_world().transport.barrier()
 
 
+@any_transport
+@uncrowded
 def test_saved_models_load_without_hvdplus(tmp_path):
     net = model()
     fit(net, hvd.DistributedOptimizer(sgd(), compression="int8"), epochs=1)
@@ -420,6 +449,8 @@ def test_saved_models_load_without_hvdplus(tmp_path):
         np.testing.assert_array_equal(np.array(a), np.array(b))
 
 
+@any_transport
+@uncrowded
 def test_logs_hold_times_level_and_ratio(tmp_path):
     net = model()
     callbacks = [hvd.callbacks.ExchangeLogsCallback(), keras.callbacks.CSVLogger(str(tmp_path / "log.csv"))]
@@ -430,6 +461,7 @@ def test_logs_hold_times_level_and_ratio(tmp_path):
     assert "hvdplus_exposed_comm_ms" in (tmp_path / "log.csv").read_text().splitlines()[0]
 
 
+@any_transport
 @pytest.mark.skipif(not TORCH, reason="graphs that differ from rank to rank are PyTorch's")
 def test_a_variable_that_one_rank_does_not_use_is_updated_alike():
     used, other, nobodys = zeros((4, 4), (3, 3), (2, 2))
@@ -444,6 +476,7 @@ def test_a_variable_that_one_rank_does_not_use_is_updated_alike():
     assert (np.array(nobodys) == 1).all(), "weight decay must not move what nobody uses"
 
 
+@any_transport
 @pytest.mark.skipif(TRANSPORT.startswith("torch-"), reason="torch.distributed is the transport")
 @pytest.mark.skipif(not TORCH, reason="about PyTorch's own data parallelism")
 @several

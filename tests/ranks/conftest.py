@@ -1,6 +1,20 @@
 """These tests run on several ranks at once, the same body on every rank; ``test_launches.py`` starts them.
 
 A rank whose assertion fails would leave the others waiting in their next sum: it ends the whole job instead.
+
+A body is launched on several numbers of ranks and over several transports. Two marks say what a test is about, and
+leave it out where it would tell nothing new; everything else runs in every launch. Both may stand on one value of a
+parametrization, too (``picking.py`` has a shorthand for that).
+
+- ``ranks(2, 4)``: these numbers of ranks, and no others. What one rank's word against another's shows needs two; for
+  averages, slots, agreement and the naming of ranks two may be too few.
+- ``any_transport``: whatever adds up, it is the same. It runs in the first launch on each number of ranks, in the
+  order of ``test_launches.py``, and not in later ones (which have ``LAUNCHED_BEFORE`` set). Without this mark goes what
+  a transport may do otherwise: the types that it adds up, the order of sums, several of them in flight, memory that it
+  still reads, how errors come through.
+
+So the first launch on two ranks runs all but what is about one rank or about four. Launched by hand, a body runs
+everything that is about as many ranks.
 """
 
 import os
@@ -30,12 +44,9 @@ def pytest_runtest_makereport(item, call):
 
 
 def pytest_collection_modifyitems(items):
-    """Leave out bodies that mean nothing on so many ranks (``ranks(2)``), or nothing new here: ``any_transport`` runs
-    on one rank and on two, over Horovod on MPI."""
-    size = int(os.environ.get("EXPECTED_RANKS", "1"))
-    elsewhere = os.environ.get("EXPECTED_TRANSPORT", "horovod-mpi") not in ("horovod-mpi", "local")
+    """Leave out what is not about this launch."""
+    size, again = int(os.environ.get("EXPECTED_RANKS", "1")), "LAUNCHED_BEFORE" in os.environ
     for item in list(items):
-        ranks = item.get_closest_marker("ranks")
-        known = item.get_closest_marker("any_transport") and (elsewhere or size > 2)
-        if known or ranks and size not in ranks.args:
+        fits = all(size in ranks.args for ranks in item.iter_markers("ranks"))
+        if not fits or again and item.get_closest_marker("any_transport"):
             items.remove(item)

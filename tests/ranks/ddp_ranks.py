@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from picking import few
 from reference import Reference
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -71,7 +72,7 @@ def wrapped(seed=0, **options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"bucket_cap_mb": 25}]
+    "options", few({}, once=[{"gradient_as_bucket_view": True}, {"static_graph": True}, {"bucket_cap_mb": 25}])
 )
 @pytest.mark.parametrize("level", ["none", "auto"])
 def test_dense_steps_are_those_of_plain_ddp(options, level):
@@ -86,7 +87,7 @@ def test_dense_steps_are_those_of_plain_ddp(options, level):
 
 
 @pytest.mark.parametrize(
-    "level", ["fp16", "int8", "topk:0.2", "lowrank:2", "lowrank:4+fp16", "powersgd:2", "randomk:0.3+int8"]
+    "level", few("int8", "lowrank:2", once=["fp16", "topk:0.2", "lowrank:4+fp16", "powersgd:2", "randomk:0.3+int8"])
 )
 def test_every_level_sends_what_the_reference_sends(level):
     model, _ = wrapped()
@@ -110,7 +111,7 @@ def test_every_level_sends_what_the_reference_sends(level):
 
 
 @pytest.mark.parametrize("level", ["lowrank:2+fp16", "topk:0.1", "int4", "auto"])
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}])
+@pytest.mark.parametrize("options", few({}, once=[{"gradient_as_bucket_view": True}, {"static_graph": True}]))
 def test_lossy_levels_learn_and_keep_ranks_identical(level, options):
     model, optimizer = wrapped(**options)
     attach(model, optimizer, level)
@@ -252,7 +253,7 @@ def _arrays(value):
             yield from _arrays(each)
 
 
-@pytest.mark.parametrize("level", ["lowrank:2+fp16", "powersgd:2+fp16", "topk:0.1", "auto"])
+@pytest.mark.parametrize("level", few("lowrank:2+fp16", once=["powersgd:2+fp16", "topk:0.1", "auto"]))
 def test_a_checkpoint_goes_on_bit_for_bit(level):
     model, optimizer = wrapped()
     attached = attach(model, optimizer, level, settings={"weights_check_steps": 0})

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from picking import any_transport, few, one_or_two, several, two
 from reference import Reference
 
 import hvdplus.keras as hvd
@@ -21,14 +22,8 @@ from hvdplus.transport import TransportError
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
-BROAD = SIZE == 2 and hvd._require_world().transport.name == "horovod-mpi"
-"""Whether all variants run; elsewhere, where compiling takes longer or changes nothing, a few stand for them."""
-FEW = ["none", "fp16", "lowrank:2", "qsgd:8", "topk:0.2:32+int8"] if BROAD else ["none", "lowrank:2", "qsgd:8"]
-LEVELS = [*FEW, "topk:0.2:32", "int8", "lowrank:2+fp16", "powersgd:2"] if BROAD else [*FEW, "topk:0.2:32+int8"]
 SHAPES = [(24, 40), (40,), (3, 3, 3, 16), (40, 24), (7,), (1,)]
 HOROVOD = hvd._require_world().transport.name.startswith("horovod")
-several = pytest.mark.ranks(2, 4)
-any_transport = pytest.mark.any_transport
 
 
 @pytest.fixture(autouse=True)
@@ -58,8 +53,10 @@ def sgd(**keywords):
     return keras.optimizers.SGD(**{"learning_rate": 0.1, "momentum": 0.9, **keywords})
 
 
-def fit(net, optimizer, epochs=2, callbacks=(), **keywords):
-    net.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), **keywords)
+def fit(net, optimizer=None, epochs=2, callbacks=(), **keywords):
+    """Without an optimizer: goes on with the step that was compiled before."""
+    if optimizer is not None:
+        net.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), **keywords)
     x, y = data()
     return net.fit(x, y, batch_size=8, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
 
@@ -107,7 +104,8 @@ def test_none_on_one_rank_is_the_bare_optimizer_bit_for_bit():
     assert equal(bare, ours)
 
 
-@several
+@two
+@any_transport
 def test_stock_horovod_trains_its_ranks_apart_and_ours_does_not():
     net = model()
     fit(net, hvd.DistributedOptimizer(sgd(), compression="none"))
@@ -143,25 +141,34 @@ def test_none_is_a_hand_written_horovod_step():
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "level",
+    few(
+        *("lowrank:2", "qsgd:8"),
+        pytest.param("none", marks=one_or_two),  # on four a step by hand, above, tells the same
+        once=["fp16", "topk:0.2:32", "int8", "lowrank:2+fp16", "powersgd:2", "topk:0.2:32+int8"],
+    ),
+)
 def test_agrees_with_numpy(level):
+    """With what the reference computes, and with what NumPy's exchange does."""
     variables, optimizer = plain(level)
     exchange = optimizer._hvdplus.exchange
     reference = Reference(level, exchange.buckets, SIZE)
     if SIZE == 1 and level == "none":
         return
     step = compiled(optimizer, variables)
-    for number in range(6):
+    for number, theirs in enumerate(in_numpy(level, SHAPES, gradients, 7)):
         before = [np.array(v) for v in variables]
         step(gradients(number, RANK))
-        expected = reference.step([gradients(number, rank) for rank in range(SIZE)])
-        for v, old, mean in zip(variables, before, expected, strict=True):
-            tolerance = 2e-3 if "fp16" in level else 5e-5  # fp16 sums round once a hop of the ring
-            np.testing.assert_allclose(old - np.array(v), mean, rtol=0, atol=tolerance * max(np.abs(mean).max(), 1))
+        for means in (theirs, reference.step([gradients(number, rank) for rank in range(SIZE)])):
+            for v, old, mean in zip(variables, before, means, strict=True):
+                tolerance = 2e-3 if "fp16" in level else 5e-5  # fp16 sums round once a hop of the ring
+                np.testing.assert_allclose(old - np.array(v), mean, rtol=0, atol=tolerance * max(np.abs(mean).max(), 1))
+    assert hvd.identical(variables)
 
 
 @several
-@pytest.mark.parametrize("level", [*FEW, "auto"])
+@pytest.mark.parametrize("level", few("auto", once=["lowrank:2"]))
 def test_ranks_stay_identical_in_fit(level):
     net = model(seed=RANK)
     optimizer = hvd.DistributedOptimizer(sgd(), compression=level)
@@ -176,6 +183,7 @@ def test_ranks_stay_identical_in_fit(level):
     assert history.history["loss"][-1] < history.history["loss"][0]
 
 
+@any_transport
 @several
 def test_nothing_is_lost_across_changes_of_level(monkeypatch):
     monkeypatch.setenv("HVDPLUS_LADDER", "none,lowrank:1,lowrank:2")
@@ -210,9 +218,8 @@ def test_nothing_is_lost_across_changes_of_level(monkeypatch):
 
 
 @several
-@pytest.mark.parametrize("value", [np.nan, np.inf] if BROAD else [np.nan])
-@pytest.mark.parametrize("level", FEW)
-def test_non_finite_gradient_of_one_rank_reaches_all_and_leaves_no_trace(level, value):
+@pytest.mark.parametrize("level", few("qsgd:8", once=["none", "fp16", "lowrank:2", "topk:0.2:32+int8"]))
+def test_non_finite_gradient_of_one_rank_reaches_all_and_leaves_no_trace(level):
     variables, optimizer = plain(level)
     step = compiled(optimizer, variables)
     for number in range(4):
@@ -224,23 +231,24 @@ def test_non_finite_gradient_of_one_rank_reaches_all_and_leaves_no_trace(level, 
         held = [ctx.variable.numpy() for state in states for ctx in state.contexts.values()]
         return held + [state.held.numpy() for state in states if state.held is not None]
 
-    before, plan = memory(), exchange.coordinator.plan._replace(measurement=0)
-    kept = [np.array(v) for v in variables]
-    grads = gradients(4, RANK)
-    if RANK == SIZE - 1:
-        grads[3][2, 5] = value
-    step(grads)
-    assert not np.isfinite(np.array(variables[3])).all()
-    assert exchange.coordinator.plan._replace(measurement=0) == plan
-    assert all(a.tobytes() == b.tobytes() for a, b in zip(before, memory(), strict=True))
-    for v, value_before in zip(variables, kept, strict=True):
-        v.assign(value_before)
-    step(gradients(5, RANK))
-    assert all(np.isfinite(np.array(v)).all() for v in variables)
+    for number, value in ((4, np.nan), (6, np.inf)):
+        before, plan = memory(), exchange.coordinator.plan._replace(measurement=0)
+        kept = [np.array(v) for v in variables]
+        grads = gradients(number, RANK)
+        if RANK == SIZE - 1:
+            grads[3][2, 5] = value
+        step(grads)
+        assert not np.isfinite(np.array(variables[3])).all()
+        assert exchange.coordinator.plan._replace(measurement=0) == plan
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(before, memory(), strict=True))
+        for v, value_before in zip(variables, kept, strict=True):
+            v.assign(value_before)
+        step(gradients(number + 1, RANK))
+        assert all(np.isfinite(np.array(v)).all() for v in variables)
 
 
 @several
-@pytest.mark.parametrize("level", FEW[1:])
+@pytest.mark.parametrize("level", few("qsgd:8", once=["fp16", "lowrank:2", "topk:0.2:32+int8"]))
 def test_a_gradient_too_large_for_the_payload_does_not_stay_for_ever(level):
     variables, optimizer = plain(level)
     for size in [1.0, 3e38, 1.0, 1.0]:
@@ -263,7 +271,8 @@ def test_fp16_that_overflows_is_sent_again_in_full_width():
             np.testing.assert_allclose(-np.array(v), mean, rtol=0, atol=2e-3 * size)
 
 
-@several
+@any_transport
+@two
 def test_random_generators_stay_apart_and_nothing_else_does():
     keras.utils.set_random_seed(RANK)
     net = keras.Sequential(
@@ -276,6 +285,7 @@ def test_random_generators_stay_apart_and_nothing_else_does():
     assert seeds and not hvd.identical(seeds)
 
 
+@any_transport
 @several
 def test_contexts_that_differ_between_ranks_are_an_error_on_every_rank():
     variables, optimizer = plain("lowrank:2")
@@ -301,6 +311,7 @@ def test_eager_steps_and_compiled_steps_are_the_same():
 
 
 @any_transport
+@one_or_two
 def test_clipping_comes_after_the_exchange():
     variables, optimizer = plain("none", sgd={"global_clipnorm": 1.0})
     grads = [np.full(shape, RANK + 1.0, np.float32) for shape in SHAPES]
@@ -310,6 +321,7 @@ def test_clipping_comes_after_the_exchange():
 
 
 @any_transport
+@one_or_two
 def test_accumulated_steps_are_exchanged_once():
     variables, optimizer = plain("none", backward_passes_per_step=3, average_aggregated_gradients=True)
     step = compiled(optimizer, variables)
@@ -321,17 +333,20 @@ def test_accumulated_steps_are_exchanged_once():
 
 
 @any_transport
+@one_or_two
 def test_horovods_own_names_for_compression():
     assert plain(hvd.Compression.fp16)[1].hvdplus.ladder.names == ("fp16",)
     assert plain(hvd.Compression.none)[1].hvdplus.ladder.names == ("none",)
 
 
+@any_transport
 def test_op_sum():
     variables, optimizer = plain("none", op=hvd.Sum)
     optimizer.apply([np.full(shape, 0.5, np.float32) for shape in SHAPES], variables)
     assert all(np.array_equal(np.array(v), np.full(v.shape, -0.5 * SIZE)) for v in variables)
 
 
+@any_transport
 def test_embeddings():
     keras.utils.set_random_seed(0)
     net = keras.Sequential([keras.layers.Input((2,), dtype="int32"), keras.layers.Embedding(10, 4)])
@@ -346,7 +361,8 @@ def test_embeddings():
 
 
 @any_transport
-@pytest.mark.parametrize("optimizer", ["Adam", "RMSprop", "AdamW", "Lion", "Adagrad", "Nadam"] if BROAD else ["Adam"])
+@one_or_two
+@pytest.mark.parametrize("optimizer", few("Adam", once=["RMSprop", "AdamW", "Lion", "Adagrad", "Nadam"]))
 def test_any_optimizer(optimizer):
     net = model()
     fit(net, hvd.DistributedOptimizer(getattr(keras.optimizers, optimizer)(), compression="lowrank:2"), epochs=1)
@@ -354,6 +370,7 @@ def test_any_optimizer(optimizer):
 
 
 @any_transport
+@one_or_two
 def test_custom_training_loop():
     net = model()
     optimizer = hvd.DistributedOptimizer(sgd(), compression="lowrank:2")
@@ -373,6 +390,7 @@ def test_custom_training_loop():
 
 
 @any_transport
+@one_or_two
 def test_saved_models_load_with_and_without_hvdplus(tmp_path):
     net = model()
     fit(net, hvd.DistributedOptimizer(sgd(), compression="none"), epochs=1)
@@ -387,6 +405,7 @@ def test_saved_models_load_with_and_without_hvdplus(tmp_path):
 
 
 @any_transport
+@one_or_two
 def test_warmup_and_schedule_callbacks():
     rates = []
 
@@ -403,6 +422,7 @@ def test_warmup_and_schedule_callbacks():
 
 
 @any_transport
+@one_or_two
 def test_best_model_checkpoint(tmp_path):
     path = tmp_path / f"best-{RANK}.keras"
     fit(
@@ -415,6 +435,7 @@ def test_best_model_checkpoint(tmp_path):
 
 
 @any_transport
+@one_or_two
 def test_the_users_randomness_is_untouched():
     keras.utils.set_random_seed(5)
     before = np.random.get_state()[1].copy()
@@ -455,7 +476,7 @@ in_sets = pytest.mark.skipif(not HOROVOD, reason="about process sets")
 
 @several
 @in_sets
-@pytest.mark.parametrize("level", ["none", "fp16", "lowrank:2"])
+@pytest.mark.parametrize("level", few("fp16", once=["none", "lowrank:2"], sizes=(4,)))
 def test_process_sets_exchange_by_themselves(level, halves):
     """Two halves of a model with unlike shapes, a copy for each rank of a set: what arrives is the set's own mean."""
     mine = range(RANK % 2, SIZE, 2)
@@ -476,6 +497,7 @@ def test_process_sets_exchange_by_themselves(level, halves):
             np.testing.assert_allclose(variable, mean, rtol=0, atol=tolerance)
 
 
+@any_transport
 @several
 @in_sets
 def test_a_rank_outside_of_a_process_set_is_told_so(halves):
@@ -492,7 +514,8 @@ def _build_complex():
     optimizer.build([variable])
 
 
-@several
+@any_transport
+@two
 def test_a_step_inside_a_condition_is_refused_because_it_could_hang():
     variables, optimizer = plain("none")
 
@@ -505,6 +528,7 @@ def test_a_step_inside_a_condition_is_refused_because_it_could_hang():
 
 
 @any_transport
+@one_or_two
 def test_a_step_that_xla_compiles_is_refused_and_says_what_to_do():
     net = model()
     raises_everywhere(
@@ -515,6 +539,7 @@ def test_a_step_that_xla_compiles_is_refused_and_says_what_to_do():
 
 
 @any_transport
+@one_or_two
 def test_one_trace_serves_every_level(monkeypatch):
     """A level is a branch of the step, not a new step."""
     monkeypatch.setenv("HVDPLUS_LADDER", "none,fp16,int8,lowrank:2")
@@ -540,6 +565,7 @@ def steps_per_execution(count):
 
 
 @any_transport
+@one_or_two
 def test_steps_per_execution():
     one, four = steps_per_execution(1), steps_per_execution(4)
     for a, b in zip(one[0].get_weights(), four[0].get_weights(), strict=True):
@@ -578,6 +604,8 @@ def test_collectives():
     assert hvd.identical(net)
 
 
+@any_transport
+@one_or_two
 def test_the_step_is_taken_apart(tmp_path):
     net = model()
     optimizer = hvd.DistributedOptimizer(sgd(), compression="none")
@@ -603,8 +631,8 @@ def lookups(step, rank, height):
 
 
 @several
-@pytest.mark.parametrize("height", [12, 400], ids=["dense", "rows are shared"])
-@pytest.mark.parametrize("level", ["none", "lowrank:2", "int8"] if BROAD else ["int8"])
+@pytest.mark.parametrize("height", few(400, once=[12]), ids=["rows are shared", "dense"])
+@pytest.mark.parametrize("level", few("int8", once=["none", "lowrank:2"]))
 def test_indexed_slices(level, height):
     """Rows that few lookups touch are exact at every level, others are exchanged as all gradients are."""
     shapes = [(height, 24), (30, 20), (7,)]
@@ -631,7 +659,8 @@ def test_indexed_slices(level, height):
         np.testing.assert_allclose(np.array(variables[0]), expected, rtol=0, atol=1e-5)
 
 
-@several
+@two
+@any_transport
 def test_rows_are_shared_or_not_from_step_to_step():
     """Few rows, most rows, none at all, and again: nothing is lost, ranks stay equal, and the residual waits."""
     height, shape = 400, (400, 24)
@@ -651,6 +680,8 @@ def test_rows_are_shared_or_not_from_step_to_step():
     assert hvd.identical([np.array(variables[0])])
 
 
+@any_transport
+@one_or_two
 @pytest.mark.skipif(not HOROVOD, reason="needs a class of Horovod's")
 def test_a_stock_horovod_compressor_runs_unchanged():
     class Stock(hvd.Compression.fp16):
@@ -667,7 +698,8 @@ def test_a_stock_horovod_compressor_runs_unchanged():
     assert hvd.identical([np.array(v) for v in variables])
 
 
-@several
+@any_transport
+@two
 @pytest.mark.skipif(not HOROVOD, reason="needs a class of Horovod's")
 def test_a_stock_horovod_compressor_runs_in_fit():
     """There the optimizer is built while the train step is traced."""
@@ -690,6 +722,8 @@ def test_a_stock_horovod_compressor_runs_in_fit():
     assert hvd.identical(net)
 
 
+@any_transport
+@one_or_two
 def test_an_embedding_whose_batches_have_no_length_of_their_own_is_exchanged():
     """Batches come from a generator: how many rows a gradient has is known when the step runs, and no sooner."""
     keras.utils.set_random_seed(0)
@@ -712,6 +746,7 @@ def test_an_embedding_whose_batches_have_no_length_of_their_own_is_exchanged():
     assert hvd.identical(net)
 
 
+@any_transport
 @several
 def test_settings_that_differ_between_ranks_are_an_error_on_every_rank(monkeypatch):
     monkeypatch.setenv("HVDPLUS_COMPRESSION", "int8" if RANK else "fp16")
@@ -719,6 +754,7 @@ def test_settings_that_differ_between_ranks_are_an_error_on_every_rank(monkeypat
 
 
 @any_transport
+@one_or_two
 def test_settings_of_the_script_come_before_the_environment_and_the_file(monkeypatch, tmp_path):
     path = tmp_path / "hvdplus.yaml"
     path.write_text("ladder: [none, int8]\ndense_steps: 9\nwarm_steps: 4\n")
@@ -746,8 +782,9 @@ def norm(arrays):
     return np.sqrt(sum(np.square(np.asarray(array, np.float64)).sum() for array in arrays))
 
 
+@any_transport
 @several
-@pytest.mark.parametrize("level", ["none", "topk:0.2:32"])
+@pytest.mark.parametrize("level", few("topk:0.2:32", once=["none"]))
 def test_ranks_say_how_large_their_gradients_and_residuals_are(level, monkeypatch):
     shapes = [*SHAPES, (400, 6)]
     variables = [keras.Variable(np.zeros(shape, np.float32)) for shape in shapes]
@@ -814,21 +851,8 @@ def dense(mean, shape):
     return whole
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_level_does_what_numpys_exchange_does(level):
-    variables, optimizer = plain(level)
-    step = compiled(optimizer, variables)
-    for number, expected in enumerate(in_numpy(level, SHAPES, gradients, 7)):
-        before = [np.array(v) for v in variables]
-        step(gradients(number, RANK))
-        tolerance = 2e-3 if "fp16" in level else 5e-5
-        for v, old, mean in zip(variables, before, expected, strict=True):
-            np.testing.assert_allclose(old - np.array(v), mean, rtol=0, atol=tolerance * max(np.abs(mean).max(), 1))
-
-
 @any_transport
-@pytest.mark.ranks(2)
+@two
 def test_changes_of_level_are_those_of_numpys_exchange():
     """Warm-up, flushing, contexts that are handed over, and rows of a table, shared or not."""
     ladder, levels = ["none", "lowrank:1", "lowrank:2", "int8"], {4: 1, 10: 2, 14: 3, 19: 0, 27: 3}
@@ -841,7 +865,7 @@ def test_changes_of_level_are_those_of_numpys_exchange():
 
     variables, optimizer = plain("auto", shapes, settings={**settings, "ladder": ladder})
 
-    @tf.function(reduce_retracing=True)
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.int64), *map(tf.TensorSpec, SHAPES)])
     def step(rows, *grads):
         slices = tf.IndexedSlices(tf.ones((tf.shape(rows)[0], 6)), rows, (400, 6))
         optimizer.apply([*grads, slices], variables)
@@ -869,7 +893,8 @@ class Loud(IntB):
         return tf.reduce_max(tf.abs(grad)) > 1e4
 
 
-@several
+@two
+@any_transport
 def test_what_overflows_a_level_is_sent_in_full_width_in_its_own_step():
     variables, optimizer = plain(Loud(8))
     step = compiled(optimizer, variables)
@@ -900,7 +925,8 @@ def test_ranks_that_begin_with_other_weights_are_an_error_on_every_rank():
     assert optimizer.hvdplus.steps == 1, "in the second step"
 
 
-@pytest.mark.ranks(2)
+@any_transport
+@two
 def test_ranks_whose_weights_are_changed_are_an_error_within_the_interval():
     net = model()
     optimizer = hvd.DistributedOptimizer(sgd(), compression="none", settings={"weights_check_steps": 5})
@@ -909,25 +935,24 @@ def test_ranks_whose_weights_are_changed_are_an_error_within_the_interval():
     if RANK == SIZE - 1:
         bias = net.layers[1].bias
         bias.assign(bias + 1e-3)
-    raises_everywhere(Exception, rf"weights of rank\(s\) {SIZE - 1} .*bias is the first", lambda: fit(net, optimizer))
+    raises_everywhere(Exception, rf"weights of rank\(s\) {SIZE - 1} .*bias is the first", lambda: fit(net))
     assert 16 < optimizer.hvdplus.steps <= 21
     unchecked = model(seed=RANK)
     fit(unchecked, hvd.DistributedOptimizer(sgd(), compression="none", settings={"weights_check_steps": 0}))
 
 
-@several
+@two
+@any_transport
 def test_learning_rates_that_differ_between_ranks_are_an_error_on_every_rank():
     net = model()
     optimizer = hvd.DistributedOptimizer(sgd(), compression="fp16")
     fit(net, optimizer)
     optimizer.learning_rate = 0.1 / (RANK + 1)
     names = ", ".join(map(str, range(1, SIZE)))
-    raises_everywhere(
-        Exception, rf"learning rate differs between rank 0 and rank\(s\) {names},", lambda: fit(net, optimizer)
-    )
+    raises_everywhere(Exception, rf"learning rate differs between rank 0 and rank\(s\) {names},", lambda: fit(net))
 
 
-@several
+@two
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_plain_dense_steps_send_gradients_in_their_own_type_if_they_can_be_added_up(dtype, monkeypatch):
     variables = [keras.Variable(np.zeros(shape), dtype=dtype) for shape in SHAPES]
@@ -963,7 +988,7 @@ def test_plain_dense_steps_send_gradients_in_their_own_type_if_they_can_be_added
 
 
 @any_transport
-@pytest.mark.ranks(2)
+@two
 def test_a_step_that_is_not_taken_sends_what_it_flushed_once_more():
     """Of two steps out of three nobody takes the means; nothing is lost of what the others sent, or held back."""
     ladder = ["none", "lowrank:1", "int8"]
@@ -1002,7 +1027,8 @@ def test_a_step_that_is_not_taken_sends_what_it_flushed_once_more():
         np.testing.assert_allclose(-np.array(v, np.float64), np.mean(parts, axis=0), atol=2e-4)
 
 
-@pytest.mark.ranks(2)
+@any_transport
+@two
 def test_a_checkpoint_within_a_step_knows_that_it_was_not_taken():
     settings = {"ladder": ["none", "int8"], "dense_steps": 100000, "drain_steps": 3, "warm_steps": 1}
     variables, optimizer = plain("auto", settings=settings)
@@ -1047,7 +1073,8 @@ def test_one_rank_is_idle_again_when_a_checkpoints_residual_is_flushed(in_graph)
     assert not again._hvdplus.exchange.state()["residuals"]
 
 
-@pytest.mark.ranks(2)
+@any_transport
+@two
 def test_where_tensorflow_has_no_order_of_effects_to_leave_times_are_taken_all_the_same(monkeypatch):
     from hvdplus.adapters.tensorflow import private
 

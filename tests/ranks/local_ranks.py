@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+from picking import any_transport, few, one_or_two
 
 import hvdplus.torch as hvd
 
@@ -92,6 +93,7 @@ def equal(a, b):
     return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
 
 
+@any_transport
 def test_one_local_step_of_sgd_is_lock_step():
     """Averages of steps that are linear in the gradient are steps of the average."""
     one, other = model(), model()
@@ -147,7 +149,9 @@ def test_fragments_take_turns():
     assert close(net, by_hand(15, 4, adam, overlap=1, parts=parts))
 
 
-@pytest.mark.parametrize("level", ["lowrank:2", "int4", "topk:0.2:32", "lowrank:2+fp16", "powersgd:2"])
+@pytest.mark.parametrize(
+    "level", few("int4", "lowrank:2+fp16", once=["lowrank:2", "topk:0.2:32", "powersgd:2"], sizes=(1, 2))
+)
 @pytest.mark.parametrize("overlap", [0, 2])
 @pytest.mark.parametrize("warm_steps", [0, 1])
 def test_what_is_not_sent_is_kept(warm_steps, level, overlap):
@@ -187,6 +191,8 @@ def kept(fragment, names):
     }
 
 
+@any_transport
+@one_or_two
 @pytest.mark.parametrize("level", ["none", "lowrank:2+fp16"])
 @pytest.mark.parametrize(
     "settings", [{}, {"overlap_steps": 2}, {"fragments": 2, "overlap_steps": 1, "outer": "nesterov"}]
@@ -233,6 +239,7 @@ def test_auto_goes_on_whatever_is_measured():
     assert own.hvdplus.ladder.names == ("none", "fp16", "lowrank:2")
 
 
+@any_transport
 def test_several_optimizers_have_each_their_own_rhythm():
     """One of them in lock-step; with accumulated gradients, which are the script's own affair."""
     nets, same = [model(), model(), model()], [model() for _ in range(SIZE)]
@@ -269,6 +276,7 @@ def test_several_optimizers_have_each_their_own_rhythm():
     assert close(net, same[RANK])
 
 
+@any_transport
 def test_a_checkpoint_of_lock_step_goes_on_in_local_steps():
     net = model()
     optimizer = wrapped(net)
@@ -288,6 +296,7 @@ def test_a_checkpoint_of_lock_step_goes_on_in_local_steps():
     assert hvd.identical(back)
 
 
+@any_transport
 def test_a_checkpoint_of_the_lock_step_before_goes_back_to_it():
     net, same = model(), model()
     optimizer, straight = wrapped(net, every=4, settings={"dense_steps": 5}), wrapped(same)
@@ -318,6 +327,7 @@ def test_a_checkpoint_is_loaded_while_an_exchange_is_under_way():
     assert equal(net, same)
 
 
+@any_transport
 def test_a_checkpoint_goes_on_with_rarer_and_later_exchanges():
     """Whose overlap reaches beyond the next exchange that the checkpoint had in mind."""
     net = model()
@@ -332,6 +342,7 @@ def test_a_checkpoint_goes_on_with_rarer_and_later_exchanges():
     assert hvd.identical(net)
 
 
+@any_transport
 def test_lock_step_comes_first():
     net, same = model(), model()
     optimizer = wrapped(net, every=4, settings={"dense_steps": 5})
@@ -344,6 +355,7 @@ def test_lock_step_comes_first():
     assert hvd.identical(net)
 
 
+@any_transport
 def test_what_optimizers_remember_may_be_averaged():
     for averages in (False, True):
         net = model()
@@ -364,6 +376,7 @@ def test_a_value_that_is_not_finite_reaches_all_ranks():
     assert torch.isnan(next(net.parameters())).any()
 
 
+@any_transport
 @pytest.mark.ranks(2, 4)
 def test_ranks_may_skip_steps_by_themselves():
     net = model()
@@ -381,6 +394,7 @@ def test_ranks_may_skip_steps_by_themselves():
     assert hvd.identical(net) and all(torch.isfinite(p).all() for p in net.parameters())
 
 
+@any_transport
 def test_unscaled_gradients_are_the_same():
     net, other = model(), model()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -395,6 +409,7 @@ def test_unscaled_gradients_are_the_same():
     assert equal(net, other)
 
 
+@any_transport
 def test_lists_and_closures():
     net, other = model(), model()
     optimizer = wrapped(net, every=2)
@@ -412,6 +427,7 @@ def test_lists_and_closures():
     assert equal(net, other)
 
 
+@any_transport
 def test_schedulers_reach_the_steps():
     net, same = model(), model()
     optimizer, plain = wrapped(net, every=50), sgd(same.parameters())
@@ -423,6 +439,7 @@ def test_schedulers_reach_the_steps():
     assert equal(net, same)
 
 
+@any_transport
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
@@ -440,6 +457,7 @@ def test_what_cannot_be_is_an_error(keywords, message):
         wrapped(net, every=8, **keywords)
 
 
+@any_transport
 def test_wrapped_twice_or_lbfgs():
     net = model()
     optimizer = wrapped(net, every=8)
@@ -453,6 +471,7 @@ def test_wrapped_twice_or_lbfgs():
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
 
 
+@any_transport
 def test_broadcast_state_and_copies():
     net = model(seed=RANK)
     optimizer = wrapped(net, adam, every=4)
@@ -469,6 +488,7 @@ def test_broadcast_state_and_copies():
     assert type(copy.deepcopy(optimizer)) is torch.optim.AdamW
 
 
+@any_transport
 def test_the_log_has_a_line_an_exchange(tmp_path):
     path = tmp_path / "run.jsonl"
     net = model()

@@ -7,6 +7,7 @@ os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
 import keras
 import numpy as np
 import pytest
+from picking import any_transport
 
 import hvdplus.keras as hvd
 
@@ -138,6 +139,7 @@ def test_pytorch_otherwise(keywords):
     assert alike(hidden, bare)
 
 
+@any_transport
 @pytest.mark.skipif(TORCH, reason="of TensorFlow")
 def test_the_tape_trains_as_without_masks():
     import tensorflow as tf

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from picking import few, several
 
 import hvdplus.tensorflow as hvd
 from hvdplus.adapters.keras import collectives
@@ -20,7 +21,6 @@ from hvdplus.adapters.transports.in_process import run as run_in_process
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
 SHAPES = [(24, 40), (40,), (40, 24)]
-several = pytest.mark.ranks(2, 4)
 
 
 def gradients(step, rank):
@@ -200,7 +200,7 @@ def test_the_launch_is_the_one_that_was_meant():
 
 
 @several
-@pytest.mark.parametrize("level", ["none", "fp16", "lowrank:2", "powersgd:2", "int8", "topk:0.3:8"])
+@pytest.mark.parametrize("level", few("lowrank:2", "int8", once=["none", "fp16", "powersgd:2", "topk:0.3:8"]))
 def test_a_level_does_what_numpys_exchange_does(level):
     def body(transport):
         exchange, means = NumpyExchange(SHAPES, transport, level, bucket_bytes=6000), []

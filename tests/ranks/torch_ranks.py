@@ -14,6 +14,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from picking import any_transport, few, one_or_two, several, two
 from reference import Reference
 
 import hvdplus.torch as hvd
@@ -24,9 +25,12 @@ os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # one test makes some
 hvd.init()
 torch.set_num_threads(1)
 RANK, SIZE = hvd.rank(), hvd.size()
-LEVELS = ["none", "fp16", "randomk:0.2:32", "topk:0.2:32", "lowrank:2", "int8", "int4:stochastic", "int11", "qsgd:8"]
-LEVELS += ["terngrad", "signsgd", "topk:0.2:32+int8", "lowrank:2+fp16", "randomk:0.3:16+int6"]
-LEVELS += ["powersgd:2", "powersgd:2+fp16"]
+FEW = ["lowrank:2", "int8"]
+"""Payloads of floats and of integers."""
+LEVELS = ["randomk:0.2:32", "topk:0.2:32", "int4:stochastic", "int11", "qsgd:8", "terngrad", "signsgd"]
+LEVELS += ["lowrank:2+fp16", "randomk:0.3:16+int6", "powersgd:2", "powersgd:2+fp16"]
+SOME = ["none", "fp16", *FEW, "topk:0.2:32+int8"]
+"""Of all levels those that stand for ``LEVELS`` in launches that need not have them all."""
 SHAPES = [(40, 24), (40,), (3, 16, 3, 3), (24, 40), (7,), (1,)]
 HOROVOD = hvd._require_world().transport.name.startswith("horovod")
 
@@ -124,7 +128,7 @@ def test_none_is_stock_horovod():
     assert hvd.identical(ours)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", few(*SOME, once=LEVELS, sizes=(1, 2, 4)))
 def test_agrees_with_numpy(level):
     params = parameters()
     optimizer = plain(params, level)
@@ -145,7 +149,7 @@ def test_agrees_with_numpy(level):
             np.testing.assert_allclose((old - p.detach()).numpy(), mean, rtol=0, atol=tolerance * max(scale, 1.0))
 
 
-@pytest.mark.parametrize("level", LEVELS + ["auto"])
+@pytest.mark.parametrize("level", few(*SOME, "auto", once=LEVELS, sizes=(1, 2)))
 def test_ranks_stay_identical(level):
     net = model(seed=RANK)
     hvd.broadcast_parameters(net.state_dict(), root_rank=0)
@@ -173,7 +177,7 @@ def walk(optimizer, params, levels, steps_each):
     return total
 
 
-@pytest.mark.ranks(2, 4)
+@several
 def test_nothing_is_lost_across_changes_of_level(monkeypatch):
     monkeypatch.setenv("HVDPLUS_LADDER", "none,lowrank:1,lowrank:2")
     monkeypatch.setenv("HVDPLUS_DENSE_STEPS", "100000")  # the test turns the dial, not the controller
@@ -203,8 +207,8 @@ def damage(grads, value, rank):
     return grads
 
 
-@pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("level", ["none", "fp16", "int8", "lowrank:2"])
+@several
+@pytest.mark.parametrize("level", few(*FEW, once=["none", "fp16"], sizes=(2, 4)))
 def test_non_finite_gradient_of_one_rank_reaches_all_and_leaves_no_trace(level):
     params = parameters()
     optimizer = plain(params, level)
@@ -232,7 +236,8 @@ def test_non_finite_gradient_of_one_rank_reaches_all_and_leaves_no_trace(level):
     assert all(torch.isfinite(p.grad).all() for p in params)
 
 
-@pytest.mark.ranks(2, 4)
+@any_transport
+@several
 @pytest.mark.parametrize("level", ["int8", "lowrank:2"])
 def test_a_step_that_is_not_taken_commits_no_residual(level):
     params = parameters()
@@ -253,7 +258,7 @@ def test_a_step_that_is_not_taken_commits_no_residual(level):
     assert hvd.identical(p for p in params)
 
 
-@pytest.mark.ranks(2, 4)
+@several
 def test_parameters_without_a_gradient():
     params = parameters([(20, 20), (20, 20), (5,)])
     optimizer = plain(params, "lowrank:2")
@@ -270,7 +275,8 @@ def test_parameters_without_a_gradient():
     assert hvd.identical(p for p in params)
 
 
-@pytest.mark.ranks(2)
+@any_transport
+@two
 @pytest.mark.skipif(not HOROVOD, reason="compares with stock Horovod")
 def test_backward_passes_per_step_is_stock_horovods():
     import horovod.torch as stock
@@ -294,7 +300,7 @@ def test_backward_passes_per_step_is_stock_horovods():
     assert equal(theirs, ours)
 
 
-@pytest.mark.ranks(2, 4)
+@several
 def test_fp16_that_overflows_is_sent_again_in_full_width():
     params = parameters()
     optimizer = plain(params, "fp16")
@@ -309,7 +315,8 @@ def test_fp16_that_overflows_is_sent_again_in_full_width():
     assert hvd.identical(p.grad for p in params)
 
 
-@pytest.mark.ranks(2, 4)
+@any_transport
+@several
 def test_optimizer_state_that_only_rank_0_has_is_broadcast():
     """Horovod's recipe for checkpoints; its own function would step, and so exchange, on the other ranks only."""
     net = model()
@@ -340,6 +347,7 @@ def resumed(net, state, compression, **keywords):
     return fresh, optimizer
 
 
+@any_transport
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("level", ["none", "int8", "lowrank:2", "topk:0.2:32+int8"])
 def test_a_checkpoint_goes_on_as_if_it_had_never_stopped(level):
@@ -356,7 +364,8 @@ def test_a_checkpoint_goes_on_as_if_it_had_never_stopped(level):
     assert hvd.identical(fresh)
 
 
-@pytest.mark.ranks(2, 4)
+@any_transport
+@several
 def test_a_checkpoint_knows_what_the_controller_knew(monkeypatch):
     """And which embeddings have their rows shared."""
     monkeypatch.setenv("HVDPLUS_DENSE_STEPS", "3")
@@ -385,9 +394,10 @@ def test_a_checkpoint_knows_what_the_controller_knew(monkeypatch):
     assert hvd.identical(fresh)
 
 
+@any_transport
 # PyTorch counts the bare optimizer's own steps, and there are none.
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
-@pytest.mark.ranks(2, 4)
+@several
 def test_a_scheduler_of_the_bare_optimizer_survives_loading():
     net = model()
     bare = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -401,6 +411,7 @@ def test_a_scheduler_of_the_bare_optimizer_survives_loading():
     assert hvd.identical(net)
 
 
+@any_transport
 def test_hooks_of_steps_run_once_and_after_the_exchange():
     params = parameters()
     bare = torch.optim.SGD(params, lr=0.1)
@@ -421,6 +432,7 @@ def test_hooks_of_steps_run_once_and_after_the_exchange():
         np.testing.assert_allclose(mean.numpy(), np.mean(everyone, axis=0), rtol=1e-5, atol=1e-6)
 
 
+@any_transport
 def test_ranks_that_have_made_more_optimizers_before_take_part_under_the_same_name():
     """As in elastic jobs, where survivors have made some that newcomers have not."""
     if RANK == 0:
@@ -431,13 +443,16 @@ def test_ranks_that_have_made_more_optimizers_before_take_part_under_the_same_na
     assert hvd.identical(params)
 
 
-@pytest.mark.ranks(2)
+@any_transport
+@two
 def test_join_is_refused_where_ranks_compress_together():
     optimizer = plain(parameters(), "int8")
     raises_everywhere(RuntimeError, "same number of steps", hvd.join)
     del optimizer
 
 
+@one_or_two
+@any_transport
 def test_copies_and_pickles_are_the_users_optimizer():
     net = model()
     optimizer = wrapped(net, "int8")
@@ -461,7 +476,8 @@ def held_back(optimizer, params):
     return [sum(parts) for parts in zip(*hvd.allgather_object(mine), strict=True)]
 
 
-@pytest.mark.ranks(2, 4)
+@any_transport
+@several
 def test_one_ranks_checkpoint_is_everybodys_once_consolidated():
     """On as many ranks, and on twice or half as many: what will reach the weights stays what it was."""
     params = parameters()
@@ -491,6 +507,7 @@ def test_one_ranks_checkpoint_is_everybodys_once_consolidated():
     assert optimizer.state_dict()["hvdplus"]["rank"] == RANK, "from here on every rank holds back its own again"
 
 
+@any_transport
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("level", ["none", "auto"])
 def test_what_was_held_back_is_not_lost_with_another_level(level, monkeypatch):
@@ -517,7 +534,8 @@ def test_what_was_held_back_is_not_lost_with_another_level(level, monkeypatch):
         np.testing.assert_allclose(-p.detach().double().numpy() * SIZE + left[i], total, atol=0.02)
 
 
-@pytest.mark.ranks(2, 4)
+@any_transport
+@several
 def test_states_that_cannot_be_gone_on_from_are_an_error_on_every_rank():
     net = model()
     optimizer = wrapped(net, "int8")
@@ -545,7 +563,8 @@ def test_states_that_cannot_be_gone_on_from_are_an_error_on_every_rank():
     optimizer.step()
 
 
-@pytest.mark.ranks(2, 4)
+@any_transport
+@several
 def test_a_checkpoint_without_our_state_loads_with_a_note(capfd):
     net = model()
     bare = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -558,7 +577,8 @@ def test_a_checkpoint_without_our_state_loads_with_a_note(capfd):
     bare.load_state_dict(optimizer.state_dict())  # and the other way round
 
 
-@pytest.mark.ranks(2, 4)
+@any_transport
+@several
 def test_another_ranks_checkpoint_says_what_it_does_not_hold(capfd):
     net = model()
     optimizer = wrapped(net, "lowrank:2")
@@ -569,8 +589,8 @@ def test_another_ranks_checkpoint_says_what_it_does_not_hold(capfd):
     assert hvd.identical(net)
 
 
-@pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("level", LEVELS)
+@several
+@pytest.mark.parametrize("level", few(*SOME, once=LEVELS))
 def test_parameters_may_be_unfrozen_and_added_later(level):
     """From their first gradient on they are exchanged, and of all others nothing is lost."""
     params = parameters([*SHAPES, (16, 20)])
@@ -605,8 +625,8 @@ def test_parameters_may_be_unfrozen_and_added_later(level):
         np.testing.assert_allclose(-p.detach().double().numpy() * SIZE + left[id(p)], whole, atol=0.02 * SIZE)
 
 
-@pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("level", ["none", "fp16", "lowrank:2", "int8"])
+@several
+@pytest.mark.parametrize("level", few("int8", once=["none", "fp16", "lowrank:2"]))
 def test_parameters_may_be_replaced(level):
     """Those that are gone stay as they are, and may come back; of all others nothing is lost."""
     body = parameters()
@@ -632,8 +652,8 @@ def test_parameters_may_be_replaced(level):
         np.testing.assert_allclose(-p.detach().double().numpy() * SIZE + left[i], whole, atol=0.02 * SIZE)
 
 
-@pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("steps", [0, 2])
+@several
+@pytest.mark.parametrize("steps", few(2, once=[0]))
 @pytest.mark.parametrize("place", [0, -1])
 @pytest.mark.parametrize("level", ["none", "int8"])
 def test_a_gradient_that_is_replaced_on_its_way_is_an_error_on_every_rank(level, place, steps):
@@ -662,7 +682,7 @@ def test_an_optimizer_that_is_dropped_is_gone_at_once(level):
     assert hvd.identical(net)
 
 
-@pytest.mark.ranks(2, 4)
+@several
 def test_the_controller_knows_which_bytes_nothing_hides():
     """The bucket that leaves last: at dense over Horovod, where nothing is joined, a much smaller one."""
     dense, *others = plain(parameters([(200, 250)] * 6), "auto", settings={"bucket_bytes": 8 << 20}).hvdplus.costs
@@ -671,7 +691,8 @@ def test_the_controller_knows_which_bytes_nothing_hides():
     assert all(cost.last_bytes == cost.payload_bytes for cost in others), "one bucket"
 
 
-@pytest.mark.ranks(2, 4)
+@any_transport
+@several
 def test_synchronize_and_step_exchange_once():
     params = parameters()
     optimizer = plain(params, "lowrank:2")
@@ -706,6 +727,7 @@ def test_op_sum():
     assert all(torch.equal(p.grad, torch.full(p.shape, 0.5 * SIZE)) for p in params)
 
 
+@any_transport
 def test_closures():
     params = parameters()
     optimizer = plain(params, "none")
@@ -743,6 +765,7 @@ class Mirror(Compressor):
         return 4 * spec.size
 
 
+@any_transport
 @pytest.mark.parametrize("compression", [Mirror(), IntB(16), Chain(LowRank(20), Half())])
 def test_compressors_as_objects(compression):
     params = parameters()
@@ -758,6 +781,7 @@ def test_compressors_as_objects(compression):
         np.testing.assert_allclose(p.detach().numpy(), expected, rtol=0, atol=0.05)
 
 
+@any_transport
 @pytest.mark.skipif(not HOROVOD, reason="needs a class of Horovod's")
 def test_a_stock_horovod_compressor_runs_unchanged():
     """To the same bits as under Horovod itself."""
@@ -783,7 +807,7 @@ def lookups(step, rank, height):
     return np.concatenate([rows, rows[:2]]) if (step, rank) != (2, 0) else None
 
 
-@pytest.mark.ranks(2, 4)
+@several
 @pytest.mark.parametrize("height", [10, 400], ids=["dense", "rows are shared"])
 @pytest.mark.parametrize("level", ["none", "int8"])
 def test_sparse_gradients(level, height):
@@ -818,7 +842,8 @@ def test_sparse_gradients(level, height):
         torch.testing.assert_close(table.weight.detach().double(), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.ranks(2, 4)
+@any_transport
+@several
 def test_sparse_gradients_in_their_odder_forms():
     torch.manual_seed(0)
     table = torch.nn.Embedding(300, 4, sparse=True, dtype=torch.float64)
@@ -857,7 +882,8 @@ def test_sparse_complex_gradients_keep_their_imaginary_part(kind, level):
     assert torch.equal(table.detach(), expected)
 
 
-@pytest.mark.ranks(2, 4)
+@any_transport
+@several
 @pytest.mark.parametrize("level", ["none", "int8", "auto"])
 def test_a_table_whose_rows_are_shared_may_get_dense_gradients(level):
     """On one rank alone, too; they are measured where a plan asks how large gradients are."""
@@ -879,6 +905,7 @@ def test_a_table_whose_rows_are_shared_may_get_dense_gradients(level):
     torch.testing.assert_close(params[0].detach() - left, expected)
 
 
+@any_transport
 def test_sparse_as_dense_travels_dense_and_comes_back_sparse():
     """As in Horovod."""
     table = torch.nn.Embedding(300, 4, sparse=True)
@@ -893,6 +920,7 @@ def test_sparse_as_dense_travels_dense_and_comes_back_sparse():
     assert torch.equal(grad.to_dense()[:SIZE], torch.full((SIZE, 4), 1 / SIZE).half().float())
 
 
+@any_transport
 def test_lbfgs_loses_no_digit_of_the_loss():
     x = torch.nn.Parameter(torch.tensor([1.0 + 1e-12 * RANK], dtype=torch.float64))
     optimizer = hvd.DistributedOptimizer(torch.optim.LBFGS([x], max_iter=1), compression="fp16")
@@ -910,6 +938,7 @@ def test_lbfgs_loses_no_digit_of_the_loss():
     assert loss.item() == pytest.approx(1.0 + 1e-12 * (SIZE - 1) / 2, abs=1e-15)
 
 
+@any_transport
 @pytest.mark.parametrize("as_dense", [False, True])
 @pytest.mark.parametrize("begins", [0, 2], ids=["used at once", "used later"])
 @pytest.mark.parametrize("height", [12, 400])
@@ -941,6 +970,8 @@ def test_sparse_adam(height, begins, as_dense):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@one_or_two
+@any_transport
 @pytest.mark.parametrize("search", [None, "strong_wolfe"])
 def test_lbfgs_decides_alike_on_all_ranks(search):
     """By everybody's loss: by its own, each rank would search along the line as far as suits itself."""
@@ -974,7 +1005,7 @@ def test_lbfgs_decides_alike_on_all_ranks(search):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.ranks(2, 4)
+@several
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
 def test_narrow_gradients_travel_as_they_are_at_none(kind):
     """Half of float32's bytes where the transport can add them up, and the very sum that it makes of them."""
@@ -999,7 +1030,7 @@ def test_narrow_gradients_travel_as_they_are_at_none(kind):
     assert hvd.identical(p for p in params)
 
 
-@pytest.mark.ranks(2, 4)
+@several
 def test_learning_rates_that_differ_are_an_error_on_every_rank():
     """A scheduler that follows each rank's own loss would let the weights go apart."""
     params = parameters()
@@ -1011,8 +1042,8 @@ def test_learning_rates_that_differ_are_an_error_on_every_rank():
     hvd.barrier()
 
 
-@pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("level", ["none", "fp16", "lowrank:2"])
+@several
+@pytest.mark.parametrize("level", few("lowrank:2", once=["none", "fp16"]))
 @pytest.mark.parametrize("when", ["never broadcast", "changed later"])
 def test_weights_that_differ_are_an_error_on_every_rank(level, when):
     """Buffers stay each rank's own."""
@@ -1034,9 +1065,10 @@ def test_weights_that_differ_are_an_error_on_every_rank(level, when):
     hvd.barrier()
 
 
-@pytest.mark.ranks(2, 4)
+@any_transport
+@several
 @pytest.mark.parametrize("size", [1e6, 1e30])
-@pytest.mark.parametrize("level", ["lowrank:2+fp16", "int8", "signsgd", "topk:0.2:32"])
+@pytest.mark.parametrize("level", few("lowrank:2+fp16", "int8", once=["signsgd", "topk:0.2:32"]))
 def test_one_finite_spike_is_seen_in_its_step_and_leaves_nothing_behind(level, size):
     """It used to leave the residual at some 1e4 a step, so that all later steps were spike."""
     params = parameters()
@@ -1061,7 +1093,8 @@ def test_one_finite_spike_is_seen_in_its_step_and_leaves_nothing_behind(level, s
     assert hvd.identical(p for p in params)
 
 
-@pytest.mark.ranks(2)
+@any_transport
+@two
 def test_the_check_of_weights_can_be_turned_off():
     net = model(seed=RANK)
     train(net, wrapped(net, "none", settings={"weights_check_steps": 0}), 12)
@@ -1090,7 +1123,7 @@ def test_float64_keeps_its_digits_and_its_range(level):
         assert torch.equal(param.grad, wanted)
 
 
-@pytest.mark.parametrize("level", ["none", "fp16", "lowrank:2", "int8"])
+@pytest.mark.parametrize("level", few(*FEW, once=["none", "fp16"], sizes=(1, 2)))
 @pytest.mark.parametrize("kind", [torch.complex64, torch.complex128])
 def test_complex_numbers_travel_dense(kind, level):
     params = [torch.nn.Parameter(torch.zeros(20, 18, dtype=kind)), torch.nn.Parameter(torch.zeros(20, 18))]
@@ -1109,7 +1142,9 @@ def test_complex_numbers_travel_dense(kind, level):
     assert hvd.identical(params)
 
 
-@pytest.mark.parametrize("level", ["none", "fp16", "int8", "lowrank:2"])
+@one_or_two
+@any_transport
+@pytest.mark.parametrize("level", few(*FEW, once=["none", "fp16"], sizes=(1, 2)))
 def test_memory_layouts_survive(level):
     torch.manual_seed(3)
     net = torch.nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
@@ -1135,8 +1170,8 @@ def test_memory_layouts_survive(level):
     assert net.weight.is_contiguous(memory_format=torch.channels_last) and hvd.identical(net)
 
 
-@pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("level", ["none", "fp16", "int8", "lowrank:2", "topk:0.2:32"])
+@several
+@pytest.mark.parametrize("level", few(*FEW, once=["none", "fp16", "topk:0.2:32"]))
 def test_buckets_leave_while_the_backward_pass_goes_on(level):
     torch.manual_seed(0)
     net = torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(6)))
@@ -1154,7 +1189,7 @@ def test_buckets_leave_while_the_backward_pass_goes_on(level):
 
 
 @pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize("level", ["none", "fp16", "int8", "lowrank:2"])
+@pytest.mark.parametrize("level", few("none", *FEW, once=["fp16"], sizes=(1, 2, 4)))
 def test_a_gradient_keeps_its_identity_and_nobody_writes_to_it_later(level, to_none):
     params = parameters()
     optimizer = plain(params, level)
@@ -1250,7 +1285,8 @@ OPTIMIZERS = [
 ]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@any_transport
+@pytest.mark.parametrize("name", few("AdamW", once=sorted({*OPTIMIZERS} - {"AdamW"}), sizes=(1, 2)))
 def test_every_optimizer_takes_the_steps_that_it_would_take_alone_with_everybodys_gradient(name):
     theirs, ours = model(), model()
     kind = getattr(torch.optim, name)
@@ -1274,6 +1310,8 @@ def test_every_optimizer_takes_the_steps_that_it_would_take_alone_with_everybody
         torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-3)
 
 
+@one_or_two
+@any_transport
 @pytest.mark.parametrize("level", ["none", "int8"])
 def test_compiled_models(level):
     """Hooks fire once a gradient is complete, whoever computed it."""
@@ -1285,6 +1323,8 @@ def test_compiled_models(level):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 if level == "none" else 1e-2)
 
 
+@one_or_two
+@any_transport
 def test_compiling_sees_nothing_of_us():
     """A hook on all modules would bring a warning, and break a graph that has to be whole."""
     net = model()
@@ -1309,6 +1349,8 @@ class NoArguments(torch.optim.SGD):
                 p.grad = None
 
 
+@one_or_two
+@any_transport
 def test_optimizers_that_users_derive():
     net = model()
     optimizer = hvd.DistributedOptimizer(NoArguments(net.parameters(), lr=0.1), compression="int8")
@@ -1324,7 +1366,8 @@ def test_optimizers_that_users_derive():
         assert type(twin) is NoArguments
 
 
-@pytest.mark.ranks(2)
+@any_transport
+@two
 def test_a_state_with_parameters_that_were_added_later_is_resumed():
     """In the order that a script has: wrap, add, load; and frozen ones may be unfrozen after that."""
 
@@ -1356,6 +1399,7 @@ def test_a_state_with_parameters_that_were_added_later_is_resumed():
     assert all(torch.equal(twin, p) for twin, p in zip(twins, params, strict=True))
 
 
+@any_transport
 def test_tied_weights_are_exchanged_once():
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(12, 12), torch.nn.Tanh(), torch.nn.Linear(12, 12))
@@ -1374,7 +1418,8 @@ def test_tied_weights_are_exchanged_once():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.ranks(2, 4)
+@any_transport
+@several
 @pytest.mark.parametrize("level", ["none", "int8", "lowrank:2"])
 def test_buckets_are_in_the_order_in_which_gradients_become_ready(level):
     """On rank 0, where they come last layer first, though the script names layers in the order of its own liking."""
@@ -1395,6 +1440,7 @@ def test_buckets_are_in_the_order_in_which_gradients_become_ready(level):
     assert len(set(hvd.allgather_object(str(buckets)))) == 1
 
 
+@any_transport
 def test_clipping_comes_after_the_exchange():
     params = parameters()
     optimizer = plain(params, "none")
@@ -1422,6 +1468,8 @@ def test_attributes_that_scripts_read_of_horovods_optimizer():
     assert plain(parameters(), "none").op == hvd.Average
 
 
+@one_or_two
+@any_transport
 def test_the_optimizer_is_still_itself():
     net = model()
     bare = torch.optim.Adam(net.parameters(), lr=0.01)
@@ -1437,6 +1485,8 @@ def test_the_optimizer_is_still_itself():
     train(net, optimizer, 1)
 
 
+@one_or_two
+@any_transport
 def test_the_users_randomness_is_untouched():
     torch.manual_seed(5)
     np.random.seed(5)
@@ -1476,6 +1526,8 @@ def test_bad_input_is_a_clear_error_on_every_rank():
         raises_everywhere(ValueError, "oot", lambda: hvd.broadcast_object({}, root_rank=SIZE))
 
 
+@one_or_two
+@any_transport
 def test_horovods_own_names_for_compression(monkeypatch):
     assert plain(parameters(), hvd.Compression.fp16).hvdplus.ladder.names == ("fp16",)
     assert plain(parameters(), hvd.Compression.none).hvdplus.ladder.names == ("none",)
@@ -1485,6 +1537,7 @@ def test_horovods_own_names_for_compression(monkeypatch):
     assert plain(parameters(), "fp16").hvdplus.ladder.names == ("fp16",)
 
 
+@any_transport
 def test_settings_of_the_script_come_before_the_environment_and_the_file(monkeypatch, tmp_path):
     path = tmp_path / "hvdplus.yaml"
     path.write_text("ladder: [none, int8]\ndense_steps: 9\nwarm_steps: 4\n")
@@ -1522,7 +1575,7 @@ def test_zero_grad_in_flight_is_refused():
     assert all(p.grad is None for p in params)
 
 
-@pytest.mark.ranks(2, 4)
+@several
 @pytest.mark.skipif(HOROVOD, reason="Horovod negotiates")
 def test_optimizers_whose_gradients_come_in_another_order_elsewhere_are_an_error_on_every_rank():
     first, second = parameters(), parameters()
@@ -1598,6 +1651,7 @@ def test_dividing_beforehand_changes_no_mean(factor):
         np.testing.assert_allclose(-p.detach().numpy(), mean, rtol=1e-2, atol=1e-2)
 
 
+@any_transport
 @pytest.mark.parametrize("level", ["none", "int8"])
 def test_zero_grad_drops_the_passes_that_were_made(level):
     """As at the end of an epoch whose batches are no multiple of them."""
@@ -1613,7 +1667,8 @@ def test_zero_grad_drops_the_passes_that_were_made(level):
     assert all(torch.equal(p.detach(), torch.full(p.shape, -2.0)) for p in params)
 
 
-@pytest.mark.ranks(2, 4)
+@any_transport
+@several
 @pytest.mark.parametrize("level", ["none", "lowrank:2"])
 def test_the_number_of_passes_may_change_between_steps(level):
     params = parameters()
@@ -1636,7 +1691,7 @@ def test_the_number_of_passes_may_change_between_steps(level):
         np.testing.assert_allclose(-p.detach().double().numpy() * SIZE + left[i], whole, atol=1e-2 * SIZE)
 
 
-@pytest.mark.ranks(2)
+@two
 @pytest.mark.skipif(not HOROVOD, reason="Horovod's own optimizer")
 def test_adasum_trains():
     if not hvd.mpi_enabled():
@@ -1676,7 +1731,7 @@ grouped = pytest.mark.skipif(
 )
 
 
-@pytest.mark.ranks(2)
+@two
 @grouped
 def test_a_rank_in_a_group_of_its_own_trains_alone():
     net = model()
@@ -1783,7 +1838,7 @@ def test_what_needs_horovod_says_so():
     assert not hasattr(hvd, "alltoall")
 
 
-@pytest.mark.ranks(2)
+@two
 @pytest.mark.skipif(
     hvd._require_world().transport.name.startswith("torch-"),
     reason="this transport reads values of its own, on the host",
@@ -1854,6 +1909,8 @@ def test_collectives(monkeypatch):
     assert hvd.identical(state["momentum_buffer"] for state in optimizer.state.values())
 
 
+@one_or_two
+@any_transport
 def test_run_log_tells_where_the_time_went(tmp_path, monkeypatch):
     from hvdplus.log.runlog import read
 
@@ -1883,6 +1940,7 @@ def test_run_log_tells_where_the_time_went(tmp_path, monkeypatch):
         assert records[-1]["kind"] == "end"
 
 
+@any_transport
 def test_windows_are_told_as_they_are_written():
     net = model()
     optimizer = wrapped(net, "lowrank:2", settings={"window_steps": 4})
@@ -1898,6 +1956,7 @@ def test_windows_are_told_as_they_are_written():
     assert all(theirs == told[0] for theirs in told)
 
 
+@any_transport
 @pytest.mark.skipif(SIZE == 1, reason="one rank exchanges nothing")
 def test_the_profiler_names_what_the_exchange_does():
     net = model()
@@ -1916,7 +1975,7 @@ def test_the_launch_is_the_one_that_was_meant():
     assert int(os.environ["EXPECTED_RANKS"]) == SIZE
 
 
-@pytest.mark.ranks(2, 4)
+@several
 @pytest.mark.parametrize("level", ["fp16", "int8"])
 def test_a_gradient_too_large_for_the_payload_does_not_stay_for_ever(level):
     params = parameters()
@@ -1928,7 +1987,8 @@ def test_a_gradient_too_large_for_the_payload_does_not_stay_for_ever(level):
         assert all(torch.isfinite(p.grad).all() for p in params) == (size == 1.0), step
 
 
-@pytest.mark.ranks(2, 4)
+@any_transport
+@several
 def test_grad_scaler_in_horovods_sequence():
     net = model()
     optimizer = wrapped(net, "fp16")
@@ -1952,7 +2012,8 @@ def test_grad_scaler_in_horovods_sequence():
     assert scaler.get_scale() == 4.0
 
 
-@pytest.mark.ranks(2, 4)
+@any_transport
+@several
 def test_loss_scaling_leaves_out_levels_with_residuals():
     """Trap: a changed loss scale must not rescale history."""
     net = model()
@@ -1980,6 +2041,7 @@ def test_loss_scaling_leaves_out_levels_with_residuals():
         raises_everywhere(ValueError, "loss scaling would mix the units", lambda: scaler.step(optimizer))
 
 
+@any_transport
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("level", ["fp16", "int8", "lowrank:2+fp16"])
 def test_loss_scaling_that_is_known_changes_nothing(level):
@@ -2014,7 +2076,8 @@ def test_loss_scaling_that_is_known_changes_nothing(level):
     assert hvd.identical(again)
 
 
-@pytest.mark.ranks(2)
+@any_transport
+@two
 def test_loss_scaling_that_begins_late_joins_no_residual(monkeypatch):
     """The plan of the coming step is made before the scaler speaks for the first time."""
     monkeypatch.setenv("HVDPLUS_LADDER", "none,int8")
@@ -2041,7 +2104,8 @@ def test_loss_scaling_that_begins_late_joins_no_residual(monkeypatch):
     assert kinds.count("forbid") == (RANK == 0)
 
 
-@pytest.mark.ranks(2, 4)
+@any_transport
+@several
 def test_a_step_that_was_skipped_in_the_scripts_own_way_is_followed_by_an_exchange():
     """``synchronize``, no step, gradients cleared by the model: what comes then has not been exchanged."""
     net, other = model(), model()
@@ -2078,7 +2142,8 @@ def test_grad_scaler_on_one_rank_is_the_bare_one():
     assert equal(bare, scaled(wrapped(ours), ours))
 
 
-@pytest.mark.ranks(2, 4)
+@any_transport
+@several
 def test_grad_scaler_that_unscales_too_early_is_refused():
     net = model()
     optimizer = wrapped(net, "fp16")
@@ -2088,7 +2153,8 @@ def test_grad_scaler_that_unscales_too_early_is_refused():
     raises_everywhere(RuntimeError, "Call optimizer.synchronize\\(\\) first", lambda: scaler.step(optimizer))
 
 
-@pytest.mark.ranks(2, 4)
+@any_transport
+@several
 @pytest.mark.parametrize(
     ("variable", "values"),
     [("COMPRESSION", ("int8", "lowrank:2")), ("BUCKET_BYTES", ("6000", "9000")), ("WARM_STEPS", ("2", "3"))],
@@ -2099,13 +2165,15 @@ def test_settings_that_differ_between_ranks_are_an_error_on_every_rank(monkeypat
     raises_everywhere(ValueError, f"Ranks 0 and {SIZE - 1} differ in", lambda: plain(parameters(), "auto"))
 
 
-@pytest.mark.ranks(2, 4)
+@any_transport
+@several
 def test_arguments_that_differ_between_ranks_are_an_error_on_every_rank():
     level = "int8" if RANK else "fp16"
     raises_everywhere(ValueError, "Ranks 0 and 1 differ in levels", lambda: plain(parameters(), level))
 
 
-@pytest.mark.ranks(2, 4)
+@any_transport
+@several
 @pytest.mark.parametrize("level", ["none", "topk:0.2:32"])
 def test_synchronizing_twice_exchanges_once(level):
     params = parameters()
@@ -2125,7 +2193,8 @@ def test_synchronizing_twice_exchanges_once(level):
             np.testing.assert_allclose((old - p.detach()).numpy(), mean, rtol=0, atol=1e-4)
 
 
-@pytest.mark.ranks(2)
+@any_transport
+@two
 @pytest.mark.parametrize("level", ["lowrank:2", "lowrank:2+fp16", "topk:0.2:32", "int8"])
 def test_steps_inside_autocast_and_under_another_default_type(level):
     """Bases, scales and rows are float32 whatever the script computes in."""
@@ -2148,7 +2217,8 @@ def test_steps_inside_autocast_and_under_another_default_type(level):
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
 
 
-@pytest.mark.ranks(1, 2)
+@any_transport
+@one_or_two
 @pytest.mark.parametrize("level", ["int8", "lowrank:2", "topk:0.2:32+int8"])
 def test_mixed_precision_with_loss_scaling_and_a_residual(level):
     """Forward in float16, losses scaled, one overflow: ranks skip together, learn, and hold back what is finite."""
@@ -2194,8 +2264,9 @@ def norm(arrays):
     return np.sqrt(sum(np.square(np.asarray(array, np.float64)).sum() for array in arrays))
 
 
-@pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("level", ["none", "fp16", "topk:0.2:32", "lowrank:2", "int8"])
+@any_transport
+@several
+@pytest.mark.parametrize("level", few("int8", "lowrank:2", once=["none", "fp16", "topk:0.2:32"]))
 def test_ranks_say_how_large_their_gradients_and_residuals_are(level):
     table, params = torch.nn.Embedding(400, 6, sparse=True), parameters()
     optimizer = plain([*params, *table.parameters()], level)
@@ -2223,7 +2294,8 @@ def test_ranks_say_how_large_their_gradients_and_residuals_are(level):
     assert lossy == optimizer.hvdplus.ladder.compressors[-1].keeps_residual
 
 
-@pytest.mark.ranks(2, 4)
+@any_transport
+@several
 def test_what_codecs_take_is_known_beforehand_and_the_same_everywhere():
     state = torch.get_rng_state()
     automatic, fixed = plain(parameters(), "auto").hvdplus, plain(parameters(), "lowrank:4").hvdplus
@@ -2234,7 +2306,7 @@ def test_what_codecs_take_is_known_beforehand_and_the_same_everywhere():
 
 
 @pytest.mark.skipif(not HOROVOD, reason="over mpi4py the first rank that raises ends the job")
-@pytest.mark.ranks(2, 4)
+@several
 def test_parameters_that_join_on_one_rank_only_are_an_error_on_every_rank():
     """The last test: after it ranks have begun unequal numbers of sums, from which Horovod makes names."""
     for late in (0, SIZE - 1):
