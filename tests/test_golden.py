@@ -12,20 +12,29 @@ pytestmark = pytest.mark.jobs
 RANKS = 2
 
 
-def half(framework, level, folder):
-    """What the ranks of a framework saw."""
-    body = [sys.executable, "-P", str(TESTS / "ranks" / "golden.py"), framework, level, str(folder)]
-    code, output = run(mpirun(RANKS, *body), timeout_seconds=120)
-    assert code == 0, output
-    return [pickle.loads((folder / f"{framework}.{rank}.pickle").read_bytes()) for rank in range(RANKS)]
-
-
 LEVELS = ["fp16", "randomk:0.2", "topk:0.2:32", "lowrank:2", "int8", "topk:0.2:32+int8", "auto"]
 
 
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory):
+    """``halves(level)``: what the ranks of PyTorch saw, and what those of Keras did."""
+    folder = tmp_path_factory.mktemp("golden")
+    for framework in ("torch", "keras"):  # all levels in one job: most of a job is the import of its framework
+        body = [sys.executable, "-P", str(TESTS / "ranks" / "golden.py"), framework, str(folder), *LEVELS]
+        code, output = run(mpirun(RANKS, *body), timeout_seconds=240)
+        assert code == 0, output
+
+    def of(level):
+        for framework in ("torch", "keras"):
+            files = [folder / f"{framework}.{level}.{rank}.pickle" for rank in range(RANKS)]
+            yield [pickle.loads(file.read_bytes()) for file in files]
+
+    return of
+
+
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_same_gradients_become_the_same_sums(tmp_path, level):
-    torchs, kerass = half("torch", level, tmp_path), half("keras", level, tmp_path)
+def test_the_same_gradients_become_the_same_sums(halves, level):
+    torchs, kerass = halves(level)
     assert bool(torchs[0][-1]) == (level == "auto")  # rank 0 keeps the log's records
     for theirs, ours in zip(torchs, kerass, strict=True):
         assert theirs[-1] == ours[-1], "the same decisions"

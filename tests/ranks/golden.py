@@ -1,6 +1,6 @@
 """One framework's half of ``test_golden.py``: the same gradients and contexts, and what becomes of them.
 
-Arguments: framework, level, folder. PyTorch goes first and leaves in the folder what Keras begins every step from.
+Arguments: framework, folder, levels. PyTorch goes first and leaves in the folder what Keras begins every step from.
 """
 
 import os
@@ -16,9 +16,8 @@ import numpy as np
 import hvdplus.exchange.engine
 from hvdplus.control.meter import StepTimes
 
-FRAMEWORK, LEVEL, FOLDER = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+FRAMEWORK, FOLDER, LEVELS = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
 SHAPES = [(24, 40), (40,), (3, 3, 3, 16), (40, 24), (7,), (1,)]
-STEPS = 45 if LEVEL == "auto" else 8
 SETTINGS = {"ladder": ["none", "int8", "lowrank:2"], "dense_steps": 10}
 STEP_SECONDS = {"none": 0.1, "fp16": 0.06, "int8": 0.04, "lowrank:2": 0.02}
 """What steps take as far as the controller knows, so that decisions depend on gradients alone."""
@@ -79,21 +78,22 @@ hvdplus.exchange.engine.codec_seconds = fixed_costs
 hvdplus.exchange.engine.probe = lambda ops, transport, dense_bytes: [(4096, 0.0003), (262144, 0.0006)]
 hvd.init()
 sums = listen(hvd._require_world().transport)
-rank, seen = hvd.rank(), []
-if FRAMEWORK == "torch":
-    weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), compression=LEVEL, settings=SETTINGS)
-    exchange = optimizer._exchange
-else:
+rank = hvd.rank()
+
+
+def wrapped(level):
+    """(the weights, the optimizer, its exchange)."""
+    if FRAMEWORK == "torch":
+        weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), compression=level, settings=SETTINGS)
+        return weights, optimizer, optimizer._exchange
     weights = [keras.Variable(np.zeros(shape, np.float32)) for shape in SHAPES]
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=LEVEL, settings=SETTINGS)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=level, settings=SETTINGS)
     optimizer.build(weights)
-    exchange = optimizer._hvdplus.exchange
-    (before,) = (pickle.loads(path.read_bytes()) for path in FOLDER.glob(f"torch.{rank}.pickle"))
-with_fixed_times(exchange.coordinator)
+    return weights, optimizer, optimizer._hvdplus.exchange
 
 
-def contexts():
+def contexts(exchange):
     """Of all levels, as PyTorch's."""
     state = exchange.state()
     return {
@@ -105,7 +105,7 @@ def contexts():
     }
 
 
-def begin_from(known):
+def begin_from(known, exchange):
     """Keras: residuals and contexts as PyTorch had them before this step."""
     for state, levels in zip(exchange.states, known["contexts"], strict=True):
         for name, arrays in levels.items():
@@ -115,21 +115,30 @@ def begin_from(known):
         exchange.hold(i, residual)
 
 
-for step in range(STEPS):
-    sums.clear()
-    plan = tuple(exchange.coordinator.plan)
-    start = contexts() if FRAMEWORK == "torch" else None
-    old = [np.array(weight.detach() if FRAMEWORK == "torch" else weight) for weight in weights]
-    if FRAMEWORK == "torch":
-        for weight, grad in zip(weights, gradients(step, rank), strict=True):
-            weight.grad = torch.from_numpy(grad)
-        optimizer.step()
-    else:
-        begin_from(before[step]["start"])
-        optimizer.apply([keras.ops.convert_to_tensor(grad) for grad in gradients(step, rank)], weights)
-    new = [np.array(weight.detach() if FRAMEWORK == "torch" else weight) for weight in weights]
-    means = [a - b for a, b in zip(old, new, strict=True)]
-    seen.append({"plan": plan, "sums": dict(sums), "means": means, "start": start})
-decisions = [record for record in exchange.coordinator.log.records if record["kind"] == "decision"]
-seen.append([(record["step"], record["from"], record["to"]) for record in decisions])
-(FOLDER / f"{FRAMEWORK}.{rank}.pickle").write_bytes(pickle.dumps(seen))
+def values(weights):
+    return [np.array(weight.detach() if FRAMEWORK == "torch" else weight) for weight in weights]
+
+
+for level in LEVELS:
+    weights, optimizer, exchange = wrapped(level)
+    with_fixed_times(exchange.coordinator)
+    seen = []
+    if FRAMEWORK == "keras":
+        before = pickle.loads((FOLDER / f"torch.{level}.{rank}.pickle").read_bytes())
+    for step in range(45 if level == "auto" else 8):
+        sums.clear()
+        plan = tuple(exchange.coordinator.plan)
+        start = contexts(exchange) if FRAMEWORK == "torch" else None
+        old = values(weights)
+        if FRAMEWORK == "torch":
+            for weight, grad in zip(weights, gradients(step, rank), strict=True):
+                weight.grad = torch.from_numpy(grad)
+            optimizer.step()
+        else:
+            begin_from(before[step]["start"], exchange)
+            optimizer.apply([keras.ops.convert_to_tensor(grad) for grad in gradients(step, rank)], weights)
+        means = [a - b for a, b in zip(old, values(weights), strict=True)]
+        seen.append({"plan": plan, "sums": dict(sums), "means": means, "start": start})
+    decisions = [record for record in exchange.coordinator.log.records if record["kind"] == "decision"]
+    seen.append([(record["step"], record["from"], record["to"]) for record in decisions])
+    (FOLDER / f"{FRAMEWORK}.{level}.{rank}.pickle").write_bytes(pickle.dumps(seen))
