@@ -67,8 +67,10 @@ $(VENV)/.stamp-package: $(VENV)/.stamp-horovod $(SOURCES)
 demo: install
 	$(VENV)/bin/python examples/demo.py
 
-# What starts no jobs needs no more than NumPy, or frameworks where they are. It shares the cores with jobs of one rank;
-# a job of several ranks has them to itself.
+# What starts no jobs needs no more than NumPy, or frameworks where they are. It shares the cores with jobs of one rank.
+# Most jobs of several ranks wait more than they compute, for a launcher, a queue, or a time that has to be up: they run
+# two at a time, tests of one file one after the other, as they may share something: a Slurm, an environment that is
+# built once. What measures times, or computes on all cores, runs alone.
 PURE := not (jobs or lab or slurm)
 SHARED := $(PURE) or one_rank
 # pytest ends with 5 where it was told to pick tests and there is none of them in this half.
@@ -98,7 +100,8 @@ types: $(CHECK)/.stamp
 test: export ALL_FRAMEWORKS := 1
 test: install
 	cd tests && $(VENV)/bin/python -m pytest -q -n 2 -m "$(SHARED)" . $(PYTEST_ARGS) $(PICKED)
-	cd tests && $(VENV)/bin/python -m pytest -m "not ($(SHARED))" . $(PYTEST_ARGS) $(PICKED)
+	cd tests && $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile -m "not ($(SHARED)) and not alone" . $(PYTEST_ARGS) $(PICKED)
+	cd tests && $(VENV)/bin/python -m pytest -m "not ($(SHARED)) and alone" . $(PYTEST_ARGS) $(PICKED)
 
 # Pages in build/docs. A warning is an error: it is a link that leads nowhere, or a name that is gone.
 $(VENV)/.stamp-docs: $(VENV)/.stamp-package

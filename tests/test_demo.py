@@ -27,6 +27,7 @@ def checked(output: str, folder: Path) -> list[list[str]]:
     return [re.split(r"\s{2,}", line) for line in output.splitlines() if re.match(r"(PyTorch|Keras)  ", line)]
 
 
+@pytest.mark.alone
 @pytest.mark.lab
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 def test_on_two_hosts(tmp_path):

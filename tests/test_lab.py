@@ -179,6 +179,7 @@ def test_other_rates_are_refused(rate):
         bits_per_second(rate)
 
 
+@pytest.mark.alone
 def test_links_have_their_rate(lab):
     lab = lab(hosts=3, rate="100mbit")
     lab.check()
@@ -194,6 +195,7 @@ def test_links_have_their_rate(lab):
     assert lab.measure("h2", "h1", 50_000_000, 5) > 400e6
 
 
+@pytest.mark.alone
 def test_check_tells_a_link_that_is_not_what_it_should_be(lab):
     lab = lab(rate="100mbit")
     lab.rates["h1"] = lab.rates["h2"] = "200mbit"
@@ -201,6 +203,7 @@ def test_check_tells_a_link_that_is_not_what_it_should_be(lab):
         lab.check(seconds=0.1)
 
 
+@pytest.mark.alone
 def test_a_rate_changes_while_a_job_runs(lab):
     lab = lab(rate="100mbit")
 
@@ -237,6 +240,7 @@ def test_a_cable_is_out_and_in_again(lab):
         lab.plug("h3", True)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("hosts", "ranks_per_host"), [(2, 1), (3, 1), (2, 2)])
 def test_bytes_on_the_wire_are_a_rings_over_mpi(lab, hosts, ranks_per_host):
     """Only TCP joins hosts, and ranks of one host share memory: one of them has its neighbour on the next host."""
@@ -255,6 +259,7 @@ def test_bytes_on_the_wire_are_a_rings_over_mpi(lab, hosts, ranks_per_host):
         assert lab.bytes_sent()[host] - before[host] == pytest.approx(count, rel=0.01)
 
 
+@pytest.mark.alone
 def test_bytes_on_the_wire_are_a_rings_over_gloo(lab):
     lab = lab(rate="1gbit")
     result = lab.run(python(HOROVOD_ALLREDUCE, 12_000_000), launcher="gloo", timeout_seconds=120)
@@ -310,6 +315,7 @@ def test_one_job_at_a_time(lab):
             lab.start(["true"], launcher="slurm")
 
 
+@pytest.mark.alone
 def test_a_job_that_takes_too_long_is_ended_with_all_its_processes(lab):
     lab = lab()
     stubborn = "trap '' TERM; echo started on $(hostname); setsid sleep 600 & sleep 600; sleep 600"
@@ -336,6 +342,7 @@ def test_hosts_stay_on_their_cores(lab):
     assert sorted(result.output.splitlines()) == [f"h1 {sorted(os.sched_getaffinity(0))}", "h2 [0]"]
 
 
+@pytest.mark.alone
 def test_a_slow_host_gets_a_share_of_its_core(lab):
     lab = lab(cores={"h1": "0", "h2": "0"})
     spin = [
@@ -364,6 +371,7 @@ def test_a_slow_host_gets_a_share_of_its_core(lab):
             process.communicate()
 
 
+@pytest.mark.alone
 def test_labs_do_not_meet(lab):
     first, second = lab(rate="100mbit"), lab(rate="200mbit")
     first.check(seconds=0.1)
@@ -401,6 +409,7 @@ def test_a_signal_removes_the_lab(lab, number):
     assert not traces(name)
 
 
+@pytest.mark.alone  # any new laboratory is the next
 def test_the_next_lab_removes_one_that_was_killed(lab):
     with command("--rate", "100mbit", "--", "sleep", "600") as process:
         name = f"hvdlab-{process.pid}-"
@@ -412,6 +421,7 @@ def test_the_next_lab_removes_one_that_was_killed(lab):
     assert not traces(name)
 
 
+@pytest.mark.alone
 def test_command(lab):
     with command(
         "--hosts", "3", "--rate", "300mbit", "--check", "--", "python", "-P", "-c", ALLREDUCE, "3000000"

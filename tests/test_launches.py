@@ -6,7 +6,7 @@ import sys
 import pytest
 from launching import TESTS, gloo, mpirun, run, torchrun
 
-pytestmark = pytest.mark.jobs
+pytestmark = [pytest.mark.jobs, pytest.mark.alone]
 
 LAUNCHES = [
     # framework, launcher, ranks, transport asked for, transport expected

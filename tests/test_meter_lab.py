@@ -18,6 +18,7 @@ PAUSE_SECONDS = 15
 WHY_NOT = unavailable()
 
 
+@pytest.mark.alone
 @pytest.mark.lab
 @pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 @pytest.mark.parametrize("framework", ["torch", "keras"])

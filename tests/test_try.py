@@ -57,6 +57,7 @@ def test_what_is_no_script_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert "A rate is a number with kbit" in capsys.readouterr().err
 
 
+@pytest.mark.alone
 @pytest.mark.lab
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 def test_a_script_is_tried(tmp_path: Path) -> None:
@@ -71,6 +72,7 @@ def test_a_script_is_tried(tmp_path: Path) -> None:
     assert sum(line.startswith("~ ") for line in output.splitlines()) == 2
 
 
+@pytest.mark.alone
 @pytest.mark.lab
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 def test_a_script_for_torchrun_is_tried_by_torchrun(tmp_path: Path) -> None:
