@@ -1,5 +1,6 @@
 """Start jobs on several ranks, the way a user does, and never wait for one for ever."""
 
+import json
 import os
 import signal
 import subprocess
@@ -73,3 +74,27 @@ def run(command, timeout_seconds, cwd=TESTS, **extra):
             f"{' '.join(map(str, command))} did not end in {timeout_seconds} s. It printed:\n{output}"
         ) from None
     return process.returncode, output
+
+
+def elastic(folder, script, levels, disturbed="", seeds="0", gloo_seconds=30, **extra):
+    """An elastic job of three ranks, see ``ranks/elastic.py``: (what each rank has told, what the job printed). Ranks
+    wait so many seconds for others to come, and for one that is dead."""
+    hosts, discover = folder / "hosts", folder / "discover.sh"
+    # Two names of this machine: Horovod uses no host again that has lost a rank.
+    hosts.write_text("localhost:2\n127.0.0.1:1\n")
+    discover.write_text(f"#!/bin/sh\ncat {hosts}\n")
+    discover.chmod(0o755)
+    command = ["horovodrun", "--gloo", "-np", "3", "--min-np", "2", "--max-np", "3", "--host-discovery-script"]
+    body = [sys.executable, "-P", str(TESTS / "ranks" / f"{script}.py"), str(hosts), str(folder)]
+    code, output = run(
+        [*command, str(discover), *body],
+        timeout_seconds=300,
+        PYTHONPATH=str(TESTS / "ranks"),
+        LEVELS=levels,
+        SEEDS=seeds,
+        DISTURBED=disturbed,
+        HOROVOD_GLOO_TIMEOUT_SECONDS=str(gloo_seconds),
+        **extra,
+    )
+    assert code == 0, output
+    return [json.loads(path.read_text()) for path in folder.glob("*.json")], output

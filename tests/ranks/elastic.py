@@ -1,10 +1,13 @@
-"""A job whose ranks come and go: three, then two, then three again; or one of three is killed (KILLED). Started by
-``test_elastic.py``.
+"""Jobs whose ranks come and go (DISTURBED, see ``disturbing.py``) or do not; started by ``test_elastic.py``.
 
-Arguments: the file that the host discovery reads; a folder that every rank writes what it has seen to.
+Arguments: the file that the host discovery reads; a folder that every rank writes what it has seen to. The job trains
+once with each of SEEDS at each of LEVELS, on the same samples in the same order, however many ranks share them. At a
+level that ends with ``!`` a sum fails on the way, and all ranks go back to their last commit.
 """
 
 import faulthandler
+import hashlib
+import itertools
 import json
 import os
 import signal
@@ -13,43 +16,39 @@ import time
 from pathlib import Path
 
 import torch
+from disturbing import BATCH, COMMIT, KILLED_AT, SAMPLES, Task, changes_at, rate, watched
+from horovod.common.exceptions import HorovodInternalError
 
 import hvdplus.torch as hvd
 from hvdplus.torch.elastic import run
 
 HOSTS, SEEN = Path(sys.argv[1]), Path(sys.argv[2])
-LEVEL, KILLED = os.environ["LEVEL"], "KILLED" in os.environ
-STEPS = 200 if KILLED else 60
+LEVELS, DISTURBED = os.environ["LEVELS"].split(), os.environ["DISTURBED"]
+SEEDS = [int(seed) for seed in os.environ["SEEDS"].split()]
 
-faulthandler.dump_traceback_later(100, exit=True)  # a rank that waits says where
 hvd.init()
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.ReLU(), torch.nn.Linear(40, 4))
-bare = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-optimizer = hvd.DistributedOptimizer(
-    bare, named_parameters=model.named_parameters(), compression=LEVEL, settings={"dense_steps": 2}
-)
-seen, shared = [], []
+torch.set_num_threads(1)
+seen, shared, trained = [], [], []
 
 
-def held_on_average():
-    """What ranks hold back, their mean."""
-    parts = [part for part in (state.residual for state in optimizer._exchange.states) if part is not None]
-    return hvd.allreduce(torch.cat(parts), name="held").tolist() if parts else []
+def training(level, seed, fails):
+    """Train once; what came of it is in ``trained``."""
+    faulthandler.dump_traceback_later(100, exit=True)  # a rank that waits says where
+    task = Task(seed)
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.ReLU(), torch.nn.Linear(40, 4))
+    bare = torch.optim.SGD(model.parameters(), lr=rate(0, hvd.size()), momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(
+        bare, named_parameters=model.named_parameters(), compression=level, settings={"dense_steps": 2}
+    )
+    left = [fails]
 
+    def held_on_average():
+        """What ranks hold back, their mean."""
+        parts = [part for part in (state.residual for state in optimizer._exchange.states) if part is not None]
+        return hvd.allreduce(torch.cat(parts), name="held").tolist() if parts else []
 
-@run
-def train(state):
-    if state.changes == 1 and LEVEL == "lowrank:2":
-        shared.append(held_on_average())
-    while state.step < STEPS:
-        draw = torch.Generator().manual_seed(100 * state.step + hvd.rank())
-        inputs = torch.randn(8, 20, generator=draw)
-        labels = inputs[:, :4].argmax(1)
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
-        state.step += 1
+    def watch(state):
         coordinator = optimizer.hvdplus
         local = getattr(optimizer, "_fragments", ())
         exchanges = [fragment.outer._exchange for fragment in local] or [optimizer._exchange]
@@ -57,6 +56,7 @@ def train(state):
         seen.append(
             {
                 "step": state.step,
+                "samples": state.samples,
                 "ranks": hvd.size(),
                 "rank": hvd.rank(),
                 "identical": hvd.identical([anchor for each in local for anchor in each.anchors] if local else model),
@@ -64,25 +64,60 @@ def train(state):
                 "held_back": sum(float(state.residual.norm()) for state in states if state.residual is not None),
             }
         )
-        for step, ranks, then in () if KILLED else ((15, 3, "localhost:2"), (30, 2, "localhost:3")):
-            if state.step == step and hvd.size() == ranks and state.changes == (step == 30):
+
+    @run
+    def train(state):
+        if state.changes == 1 and level == "lowrank:2":
+            shared.append(held_on_average())
+        while state.samples < SAMPLES:
+            inputs, labels = map(torch.from_numpy, task.batch(state.samples, hvd.rank()))
+            for group in optimizer.param_groups:
+                group["lr"] = rate(state.samples, hvd.size())
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+            state.step += 1
+            state.samples += BATCH * hvd.size()
+            if DISTURBED and watched(state):
+                watch(state)
+            if DISTURBED == "resized" and (then := changes_at(state, hvd.size())):
                 if hvd.rank() == 0:
                     HOSTS.write_text(then)
-                if step == 15 and LEVEL == "lowrank:2":
+                if state.changes == 0 and level == "lowrank:2":
                     shared.append(held_on_average())
+                after = state.changes + 1
                 while True:
                     time.sleep(0.5)
-                    state.changes = 1 + (step == 30)
+                    state.changes = after
                     state.commit()  # ends with the change
-        if KILLED and state.step == 10 and hvd.size() == 3 and hvd.local_size() == 1:  # Horovod gives up its host
-            os.kill(os.getpid(), signal.SIGKILL)
-        if not KILLED or state.step % 4 == 0:
-            state.commit()
+            if state.step == KILLED_AT:
+                if DISTURBED == "killed" and hvd.size() == 3 and hvd.local_size() == 1:  # Horovod gives up its host
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if left[0]:
+                    left[0] = False
+                    raise HorovodInternalError("A sum has failed on all ranks, none of which is gone.")
+            if DISTURBED == "resized" or state.step % COMMIT == 0:
+                state.commit()
+
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0, samples=0, changes=0)
+    train(state)
+    inputs, labels = map(torch.from_numpy, task.test)
+    with torch.no_grad():
+        logits = model(inputs)
+    weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
+    trained.append(
+        {
+            "level": level,
+            "seed": seed,
+            "failed": fails,
+            "steps": state.step,
+            "accuracy": (logits.argmax(1) == labels).double().mean().item(),
+            "loss": torch.nn.functional.cross_entropy(logits, labels).item(),
+            "weights": hashlib.sha256(weights.tobytes()).hexdigest(),
+        }
+    )
 
 
-train(hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0, changes=0))
-draw = torch.Generator().manual_seed(1)
-inputs = torch.randn(500, 20, generator=draw)
-accuracy = (model(inputs).argmax(1) == inputs[:, :4].argmax(1)).float().mean().item()
-told = {"steps": seen, "shared": shared, "accuracy": accuracy}
-(SEEN / f"{os.getpid()}.json").write_text(json.dumps(told))
+for level, seed in itertools.product(LEVELS, SEEDS):
+    training(level.removesuffix("!"), seed, fails=level.endswith("!"))
+(SEEN / f"{os.getpid()}.json").write_text(json.dumps({"steps": seen, "shared": shared, "trained": trained}))

@@ -1,6 +1,8 @@
 """As ``elastic.py``, in Keras: ranks come and go while ``fit`` runs."""
 
 import faulthandler
+import hashlib
+import itertools
 import json
 import os
 import signal
@@ -12,26 +14,52 @@ os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
 
 import keras
 import numpy as np
+from disturbing import BATCH, COMMIT, KILLED_AT, Task, changes_at, rate, watched
+from horovod.common.exceptions import HorovodInternalError
 
 import hvdplus.keras as hvd
 
 HOSTS, SEEN = Path(sys.argv[1]), Path(sys.argv[2])
-LEVEL, KILLED = os.environ["LEVEL"], "KILLED" in os.environ
-STEPS = 200 if KILLED else 60
+LEVELS, DISTURBED = os.environ["LEVELS"].split(), os.environ["DISTURBED"]
+SEEDS = [int(seed) for seed in os.environ["SEEDS"].split()]
 
-faulthandler.dump_traceback_later(130, exit=True)  # a rank that waits says where
 hvd.init()
-keras.utils.set_random_seed(0)
-model = keras.Sequential([keras.layers.Input((20,)), keras.layers.Dense(40, "relu"), keras.layers.Dense(4)])
-bare = keras.optimizers.SGD(0.05, momentum=0.9)
-optimizer = hvd.DistributedOptimizer(bare, compression=LEVEL, settings={"dense_steps": 2})
-model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-seen = []
+seen, trained = [], []
 
 
 class Watch(keras.callbacks.Callback):
+    def __init__(self, state, fails):
+        super().__init__()
+        self.state, self.fails = state, fails
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.model.optimizer.learning_rate = rate(self.state.samples, hvd.size())
+
     def on_train_batch_end(self, batch, logs=None):
+        state = self.state
         state.step += 1
+        state.samples += BATCH * hvd.size()
+        if DISTURBED and watched(state):
+            self._see()
+        if state.step == KILLED_AT:
+            if DISTURBED == "killed" and hvd.size() == 3 and hvd.local_size() == 1:  # Horovod gives up its host
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.fails:
+                self.fails = False
+                raise HorovodInternalError("A sum has failed on all ranks, none of which is gone.")
+        if DISTURBED == "resized" and (then := changes_at(state, hvd.size())):
+            if hvd.rank() == 0:
+                HOSTS.write_text(then)
+            after = state.changes + 1
+            while True:
+                time.sleep(0.5)
+                state.changes = after
+                state.commit()  # ends with the change
+        if DISTURBED == "killed" and hvd.size() == 2 and state.step < KILLED_AT + 90:
+            time.sleep(0.2)  # longer, all in all, than a rank may wait
+
+    def _see(self):
+        optimizer = self.model.optimizer
         coordinator = optimizer.hvdplus
         local = getattr(optimizer._hvdplus, "fragments", ())  # whose ranks are alike after an exchange only
         exchanges = [fragment.outer._hvdplus.exchange for fragment in local] or [optimizer._hvdplus.exchange]
@@ -40,41 +68,53 @@ class Watch(keras.callbacks.Callback):
             coordinator = None
         seen.append(
             {
-                "step": state.step,
+                "step": self.state.step,
+                "samples": self.state.samples,
                 "ranks": hvd.size(),
                 "rank": hvd.rank(),
-                "identical": hvd.identical(model) or coordinator is None,
+                "identical": hvd.identical(self.model) or coordinator is None,
                 "level": coordinator.ladder.names[coordinator.plan.level] if coordinator else "",
                 "held_back": sum(float(np.linalg.norm(residual)) for residual in residuals.values()),
             }
         )
-        if KILLED and state.step == 10 and hvd.size() == 3 and hvd.local_size() == 1:  # Horovod gives up its host
-            os.kill(os.getpid(), signal.SIGKILL)
-        for step, ranks, then in () if KILLED else ((15, 3, "localhost:2"), (30, 2, "localhost:3")):
-            if state.step == step and hvd.size() == ranks and state.changes == (step == 30):
-                if hvd.rank() == 0:
-                    HOSTS.write_text(then)
-                while True:
-                    time.sleep(0.5)
-                    state.changes = 1 + (step == 30)
-                    state.commit()  # ends with the change
-        if KILLED and hvd.size() == 2:
-            time.sleep(0.1)  # longer, all in all, than a rank may wait
-        if state.step >= STEPS:
-            model.stop_training = True
 
 
-@hvd.elastic.run
-def train(state):
-    rng = np.random.default_rng([state.step, hvd.rank()])
-    inputs = rng.standard_normal((8 * STEPS, 20)).astype(np.float32)
-    labels = inputs[:, :4].argmax(1)
-    callbacks = [Watch(), hvd.elastic.CommitStateCallback(state, 4 if KILLED else 1)]
-    model.fit(inputs, labels, batch_size=8, epochs=1, verbose=0, callbacks=callbacks)
+def training(level, seed, fails):
+    """Train once; what came of it is in ``trained``."""
+    faulthandler.dump_traceback_later(160, exit=True)  # a rank that waits says where
+    task = Task(seed)
+    keras.utils.set_random_seed(seed)
+    model = keras.Sequential([keras.layers.Input((20,)), keras.layers.Dense(40, "relu"), keras.layers.Dense(4)])
+    bare = keras.optimizers.SGD(rate(0, hvd.size()), momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(bare, compression=level, settings={"dense_steps": 2})
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss)
+    state = hvd.elastic.KerasState(model, step=0, samples=0, changes=0)
+    watch = Watch(state, fails)
+
+    @hvd.elastic.run
+    def train(state):
+        inputs, labels = task.rest(state.samples, hvd.rank(), hvd.size())
+        callbacks = [watch, hvd.elastic.CommitStateCallback(state, 1 if DISTURBED == "resized" else COMMIT)]
+        model.fit(inputs, labels, batch_size=BATCH, epochs=1, shuffle=False, verbose=0, callbacks=callbacks)
+
+    train(state)
+    inputs, labels = task.test
+    logits = model.predict_on_batch(inputs)
+    weights = b"".join(np.asarray(weight).tobytes() for weight in model.get_weights())
+    trained.append(
+        {
+            "level": level,
+            "seed": seed,
+            "failed": fails,
+            "steps": state.step,
+            "accuracy": float((logits.argmax(1) == labels).mean()),
+            "loss": float(loss(labels, logits)),
+            "weights": hashlib.sha256(weights).hexdigest(),
+        }
+    )
 
 
-state = hvd.elastic.KerasState(model, step=0, changes=0)
-train(state)
-inputs = np.random.default_rng(1).standard_normal((500, 20)).astype(np.float32)
-accuracy = float((model.predict_on_batch(inputs).argmax(1) == inputs[:, :4].argmax(1)).mean())
-(SEEN / f"{os.getpid()}.json").write_text(json.dumps({"steps": seen, "shared": [], "accuracy": accuracy}))
+for level, seed in itertools.product(LEVELS, SEEDS):
+    training(level.removesuffix("!"), seed, fails=level.endswith("!"))
+(SEEN / f"{os.getpid()}.json").write_text(json.dumps({"steps": seen, "shared": [], "trained": trained}))

@@ -1,0 +1,62 @@
+"""What ``elastic.py`` and ``keras_elastic.py`` share: the samples, and when ranks leave and come."""
+
+import os
+
+import numpy as np
+
+BATCH = 16
+"""Samples a rank and step."""
+TRAIN, EPOCHS = 2400, int(os.environ.get("EPOCHS", "4"))
+SAMPLES = TRAIN * EPOCHS
+TEST = 10_000
+LEAVES_AT, COMES_AT = 60, 80
+KILLED_AT, COMMIT = 126, 4
+"""A rank is killed after this step, or a sum fails; commits are after every fourth, so that two steps are done again.
+It is late enough that whoever begins anew is worse in the end."""
+
+
+class Task:
+    """To tell which of the first 4 of 20 random numbers is the largest."""
+
+    def __init__(self, seed):
+        rng = np.random.default_rng([7, seed])
+        self._train = self._draw(rng, TRAIN)
+        self.test = self._draw(np.random.default_rng(1), TEST)
+        order = [rng.permutation(TRAIN) for _ in range(EPOCHS + 1)]  # the last step may reach beyond the last epoch
+        self._order = np.concatenate(order)
+
+    @staticmethod
+    def _draw(rng, samples):
+        inputs = rng.standard_normal((samples, 20)).astype(np.float32)
+        return inputs, inputs[:, :4].argmax(1)
+
+    def batch(self, done, rank):
+        """A rank's batch where ``done`` samples have been trained on."""
+        return self._take(self._order[done + BATCH * rank :][:BATCH])
+
+    def rest(self, done, rank, ranks):
+        """All of a rank's batches from there on, one after the other."""
+        steps = -(-(SAMPLES - done) // (BATCH * ranks))
+        return self._take(self._order[done:][: steps * ranks * BATCH].reshape(steps, ranks, BATCH)[:, rank].ravel())
+
+    def _take(self, chosen):
+        inputs, labels = self._train
+        return inputs[chosen], labels[chosen]
+
+
+def rate(done, ranks):
+    """The learning rate: a sample's is the same in smaller batches, and falls to zero. If it did not fall, trainings
+    that differ by a rounding would end a percentage point apart, and nothing smaller could be seen."""
+    return 0.1 / 3 * ranks * max(0.0, 1 - done / SAMPLES)
+
+
+def changes_at(state, ranks):
+    """The hosts from now on, if a rank leaves or comes at this step."""
+    now = (state.step, ranks, state.changes)
+    return {(LEAVES_AT, 3, 0): "localhost:2", (COMES_AT, 2, 1): "localhost:3"}.get(now)
+
+
+def watched(state):
+    """Whether ranks are compared after this step: around the changes, else seldom, as it takes longer than the step."""
+    near = any(-3 < state.step - at < 8 for at in (LEAVES_AT, COMES_AT, KILLED_AT))
+    return near or state.step % 10 == 1 or state.samples >= SAMPLES
