@@ -1,6 +1,6 @@
 """What goes wrong in real jobs, done on purpose: does the job survive it or end with a word, or does it hang or lie?
 
-    python benchmarks/faults.py                    all of it, some 25 minutes; as root also those of the network
+    python benchmarks/faults.py                    all of it, some 35 minutes; as root also those of the network
     python benchmarks/faults.py --only killed,nan  rows whose names hold one of these words
 
 Two ranks train a small model over each transport, and a fault strikes one of them, mostly rank 1 before step 10. A row
