@@ -32,6 +32,15 @@ def small_buckets(monkeypatch):
     monkeypatch.setenv("HVDPLUS_BUCKET_BYTES", "6000")
 
 
+@pytest.fixture
+def one_bucket(small_buckets, monkeypatch):
+    """Every bucket is compiled by itself: where a test is about something else, one is enough."""
+    monkeypatch.delenv("HVDPLUS_BUCKET_BYTES")
+
+
+about_no_buckets = pytest.mark.usefixtures("one_bucket")
+
+
 def model(seed=0):
     keras.utils.set_random_seed(seed)
     return keras.Sequential(
@@ -104,6 +113,7 @@ def test_none_on_one_rank_is_the_bare_optimizer_bit_for_bit():
     assert equal(bare, ours)
 
 
+@about_no_buckets
 @two
 @any_transport
 def test_stock_horovod_trains_its_ranks_apart_and_ours_does_not():
@@ -271,6 +281,7 @@ def test_fp16_that_overflows_is_sent_again_in_full_width():
             np.testing.assert_allclose(-np.array(v), mean, rtol=0, atol=2e-3 * size)
 
 
+@about_no_buckets
 @any_transport
 @two
 def test_random_generators_stay_apart_and_nothing_else_does():
@@ -360,6 +371,7 @@ def test_embeddings():
     np.testing.assert_allclose(net.get_weights()[0], expected, atol=1e-6)
 
 
+@about_no_buckets
 @any_transport
 @one_or_two
 @pytest.mark.parametrize("optimizer", few("Adam", once=["RMSprop", "AdamW", "Lion", "Adagrad", "Nadam"]))
@@ -389,6 +401,7 @@ def test_custom_training_loop():
     assert hvd.identical(net) and losses[-1] < losses[0]
 
 
+@about_no_buckets
 @any_transport
 @one_or_two
 def test_saved_models_load_with_and_without_hvdplus(tmp_path):
@@ -404,6 +417,7 @@ def test_saved_models_load_with_and_without_hvdplus(tmp_path):
     assert hvd.identical(again)
 
 
+@about_no_buckets
 @any_transport
 @one_or_two
 def test_warmup_and_schedule_callbacks():
@@ -421,6 +435,7 @@ def test_warmup_and_schedule_callbacks():
     assert rates[-1] == pytest.approx(0.05 * SIZE, rel=1e-4)
 
 
+@about_no_buckets
 @any_transport
 @one_or_two
 def test_best_model_checkpoint(tmp_path):
@@ -538,6 +553,7 @@ def test_a_step_that_xla_compiles_is_refused_and_says_what_to_do():
     )
 
 
+@about_no_buckets
 @any_transport
 @one_or_two
 def test_one_trace_serves_every_level(monkeypatch):
@@ -564,6 +580,7 @@ def steps_per_execution(count):
     return net, optimizer
 
 
+@about_no_buckets
 @any_transport
 @one_or_two
 def test_steps_per_execution():
@@ -698,6 +715,7 @@ def test_a_stock_horovod_compressor_runs_unchanged():
     assert hvd.identical([np.array(v) for v in variables])
 
 
+@about_no_buckets
 @any_transport
 @two
 @pytest.mark.skipif(not HOROVOD, reason="needs a class of Horovod's")
@@ -925,6 +943,7 @@ def test_ranks_that_begin_with_other_weights_are_an_error_on_every_rank():
     assert optimizer.hvdplus.steps == 1, "in the second step"
 
 
+@about_no_buckets
 @any_transport
 @two
 def test_ranks_whose_weights_are_changed_are_an_error_within_the_interval():
@@ -941,6 +960,7 @@ def test_ranks_whose_weights_are_changed_are_an_error_within_the_interval():
     fit(unchecked, hvd.DistributedOptimizer(sgd(), compression="none", settings={"weights_check_steps": 0}))
 
 
+@about_no_buckets
 @two
 @any_transport
 def test_learning_rates_that_differ_between_ranks_are_an_error_on_every_rank():
@@ -1073,6 +1093,7 @@ def test_one_rank_is_idle_again_when_a_checkpoints_residual_is_flushed(in_graph)
     assert not again._hvdplus.exchange.state()["residuals"]
 
 
+@about_no_buckets
 @any_transport
 @two
 def test_where_tensorflow_has_no_order_of_effects_to_leave_times_are_taken_all_the_same(monkeypatch):
