@@ -19,7 +19,7 @@ def trained(folder, name, *arguments, package="torch", **variables):
         pytest.skip(f"{package} is not installed")
     command = mpirun(2, sys.executable, str(RECIPES / name), *map(str, arguments))
     variables["PYTHONSAFEPATH"] = ""  # they import what lies beside them
-    code, output = run(command, timeout_seconds=240, cwd=folder, **variables)
+    code, output = run(command, timeout_seconds=480, cwd=folder, **variables)
     assert code == 0, output
     return output
 
