@@ -9,7 +9,7 @@ import pytest
 from launching import TESTS, elastic
 
 sys.path.append(str(TESTS / "ranks"))
-from disturbing import KILLED_AT, SAMPLES  # noqa: E402
+from disturbing import EPOCHS, KILLED_AT, TRAIN  # noqa: E402
 
 pytestmark = pytest.mark.jobs
 
@@ -31,7 +31,7 @@ def undisturbed(tmp_path_factory):
     def trained(script):
         # Horovod joins small sums as they happen to come, which rounds in one way or another: here each for itself.
         apart = {"HOROVOD_FUSION_THRESHOLD": "0"}
-        ranks, _ = elastic(tmp_path_factory.mktemp(script), script, "lowrank:2 int8 int8!", **apart)
+        ranks, _ = elastic(tmp_path_factory.mktemp(script), script, "lowrank:2 int8@1 int8!@1", **apart)
         assert len(ranks) == 3
         assert ranks[0]["trained"] == ranks[1]["trained"] == ranks[2]["trained"]
         return {each["level"] + "!" * each["failed"]: each for each in ranks[0]["trained"]}
@@ -60,8 +60,8 @@ def check_as_good(ranks, undisturbed):
 )
 def test_ranks_come_and_go(tmp_path, undisturbed, script, level):
     compared = level == "lowrank:2"
-    samples = SAMPLES if compared else SAMPLES // 2
-    ranks, _ = elastic(tmp_path, script, level, "resized", EPOCHS="4" if compared else "2")
+    epochs = EPOCHS if compared else 2  # enough to go on for some steps with the newcomer
+    ranks, _ = elastic(tmp_path, script, f"{level}@{epochs}", "resized")
     assert len(ranks) == 3, "two that were there from the beginning, and the newcomer"
     told = [each["steps"] for each in ranks]
     shares = [each["shared"] for each in ranks if len(each["shared"]) > 1]
@@ -76,11 +76,11 @@ def test_ranks_come_and_go(tmp_path, undisturbed, script, level):
     for lines in survivors:
         sizes = [line["ranks"] for line in lines]
         assert [size for size, before in zip(sizes, [0, *sizes], strict=False) if size != before] == [3, 2, 3]
-        assert lines[-1]["samples"] >= samples
+        assert lines[-1]["samples"] >= TRAIN * epochs
         if level.endswith("lowrank:2"):
             at = sizes.index(2)
             assert lines[at]["held_back"] > 0.3 * lines[at - 1]["held_back"] > 0, "nothing is lost on the way"
-    assert newcomers[-1]["samples"] >= samples and {line["ranks"] for line in newcomers} == {3}
+    assert newcomers[-1]["samples"] >= TRAIN * epochs and {line["ranks"] for line in newcomers} == {3}
     for mine, theirs in zip(reversed(survivors[0]), reversed(newcomers), strict=False):
         assert (mine["step"], mine["level"]) == (theirs["step"], theirs["level"])
     if compared:
@@ -98,7 +98,7 @@ def test_a_rank_is_killed(tmp_path, undisturbed, script):
         at = next(i for i, line in enumerate(steps) if line["ranks"] == 2)
         assert steps[at - 1]["step"] in (KILLED_AT - 1, KILLED_AT)
         assert steps[at]["step"] == KILLED_AT - 1, "commits are after every fourth step"
-        assert steps[-1]["samples"] >= SAMPLES
+        assert steps[-1]["samples"] >= TRAIN * EPOCHS
     assert re.search(r"1 rank is gone. What it held back is lost. \(.* norm [0-9.e+-]*[1-9]", output)
     check_as_good(ranks, undisturbed(script)["lowrank:2"])
 

@@ -1,28 +1,26 @@
 """What ``elastic.py`` and ``keras_elastic.py`` share: the samples, and when ranks leave and come."""
 
-import os
-
 import numpy as np
 
 BATCH = 16
 """Samples a rank and step."""
-TRAIN, EPOCHS = 2400, int(os.environ.get("EPOCHS", "4"))
-SAMPLES = TRAIN * EPOCHS
+TRAIN, EPOCHS = 2400, 4
 TEST = 10_000
 LEAVES_AT, COMES_AT = 60, 80
-KILLED_AT, COMMIT = 126, 4
-"""A rank is killed after this step, or a sum fails; commits are after every fourth, so that two steps are done again.
-It is late enough that whoever begins anew is worse in the end."""
+KILLED_AT, FAILS_AT, COMMIT = 126, 26, 4
+"""A rank is killed, or a sum fails, after this step; commits are after every fourth, so that two steps are done again.
+A rank is killed so late that whoever begins anew is worse in the end."""
 
 
 class Task:
     """To tell which of the first 4 of 20 random numbers is the largest."""
 
-    def __init__(self, seed):
+    def __init__(self, seed, epochs):
+        self.samples = TRAIN * epochs
         rng = np.random.default_rng([7, seed])
         self._train = self._draw(rng, TRAIN)
         self.test = self._draw(np.random.default_rng(1), TEST)
-        order = [rng.permutation(TRAIN) for _ in range(EPOCHS + 1)]  # the last step may reach beyond the last epoch
+        order = [rng.permutation(TRAIN) for _ in range(epochs + 1)]  # the last step may reach beyond the last epoch
         self._order = np.concatenate(order)
 
     @staticmethod
@@ -36,18 +34,17 @@ class Task:
 
     def rest(self, done, rank, ranks):
         """All of a rank's batches from there on, one after the other."""
-        steps = -(-(SAMPLES - done) // (BATCH * ranks))
+        steps = -(-(self.samples - done) // (BATCH * ranks))
         return self._take(self._order[done:][: steps * ranks * BATCH].reshape(steps, ranks, BATCH)[:, rank].ravel())
+
+    def rate(self, done, ranks):
+        """The learning rate: a sample's is the same in smaller batches, and falls to zero. If it did not fall,
+        trainings that differ by a rounding would end a percentage point apart, and nothing smaller could be seen."""
+        return 0.1 / 3 * ranks * max(0.0, 1 - done / self.samples)
 
     def _take(self, chosen):
         inputs, labels = self._train
         return inputs[chosen], labels[chosen]
-
-
-def rate(done, ranks):
-    """The learning rate: a sample's is the same in smaller batches, and falls to zero. If it did not fall, trainings
-    that differ by a rounding would end a percentage point apart, and nothing smaller could be seen."""
-    return 0.1 / 3 * ranks * max(0.0, 1 - done / SAMPLES)
 
 
 def changes_at(state, ranks):
@@ -56,7 +53,13 @@ def changes_at(state, ranks):
     return {(LEAVES_AT, 3, 0): "localhost:2", (COMES_AT, 2, 1): "localhost:3"}.get(now)
 
 
-def watched(state):
+def asked(training):
+    """Level, epochs, and whether a sum fails, of ``level``, ``level!`` or ``level@epochs``."""
+    level, _, epochs = training.partition("@")
+    return level.removesuffix("!"), int(epochs or EPOCHS), level.endswith("!")
+
+
+def watched(state, samples):
     """Whether ranks are compared after this step: around the changes, else seldom, as it takes longer than the step."""
     near = any(-3 < state.step - at < 8 for at in (LEAVES_AT, COMES_AT, KILLED_AT))
-    return near or state.step % 10 == 1 or state.samples >= SAMPLES
+    return near or state.step % 10 == 1 or state.samples >= samples

@@ -2,7 +2,7 @@
 
 Arguments: the file that the host discovery reads; a folder that every rank writes what it has seen to. The job trains
 once with each of SEEDS at each of LEVELS, on the same samples in the same order, however many ranks share them. At a
-level that ends with ``!`` a sum fails on the way, and all ranks go back to their last commit.
+level that ends with ``!`` a sum fails on the way, and all ranks go back to their last commit; ``@2``: for two epochs.
 """
 
 import faulthandler
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import torch
-from disturbing import BATCH, COMMIT, KILLED_AT, SAMPLES, Task, changes_at, rate, watched
+from disturbing import BATCH, COMMIT, FAILS_AT, KILLED_AT, Task, asked, changes_at, watched
 from horovod.common.exceptions import HorovodInternalError
 
 import hvdplus.torch as hvd
@@ -31,13 +31,13 @@ torch.set_num_threads(1)
 seen, shared, trained = [], [], []
 
 
-def training(level, seed, fails):
+def training(level, epochs, fails, seed):
     """Train once; what came of it is in ``trained``."""
     faulthandler.dump_traceback_later(100, exit=True)  # a rank that waits says where
-    task = Task(seed)
+    task = Task(seed, epochs)
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.ReLU(), torch.nn.Linear(40, 4))
-    bare = torch.optim.SGD(model.parameters(), lr=rate(0, hvd.size()), momentum=0.9)
+    bare = torch.optim.SGD(model.parameters(), lr=task.rate(0, hvd.size()), momentum=0.9)
     optimizer = hvd.DistributedOptimizer(
         bare, named_parameters=model.named_parameters(), compression=level, settings={"dense_steps": 2}
     )
@@ -69,16 +69,16 @@ def training(level, seed, fails):
     def train(state):
         if state.changes == 1 and level == "lowrank:2":
             shared.append(held_on_average())
-        while state.samples < SAMPLES:
+        while state.samples < task.samples:
             inputs, labels = map(torch.from_numpy, task.batch(state.samples, hvd.rank()))
             for group in optimizer.param_groups:
-                group["lr"] = rate(state.samples, hvd.size())
+                group["lr"] = task.rate(state.samples, hvd.size())
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(inputs), labels).backward()
             optimizer.step()
             state.step += 1
             state.samples += BATCH * hvd.size()
-            if DISTURBED and watched(state):
+            if DISTURBED and watched(state, task.samples):
                 watch(state)
             if DISTURBED == "resized" and (then := changes_at(state, hvd.size())):
                 if hvd.rank() == 0:
@@ -90,12 +90,11 @@ def training(level, seed, fails):
                     time.sleep(0.5)
                     state.changes = after
                     state.commit()  # ends with the change
-            if state.step == KILLED_AT:
-                if DISTURBED == "killed" and hvd.size() == 3 and hvd.local_size() == 1:  # Horovod gives up its host
-                    os.kill(os.getpid(), signal.SIGKILL)
-                if left[0]:
-                    left[0] = False
-                    raise HorovodInternalError("A sum has failed on all ranks, none of which is gone.")
+            if state.step == KILLED_AT and DISTURBED == "killed" and hvd.size() == 3 and hvd.local_size() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)  # Horovod gives up its host
+            if state.step == FAILS_AT and left[0]:
+                left[0] = False
+                raise HorovodInternalError("A sum has failed on all ranks, none of which is gone.")
             if DISTURBED == "resized" or state.step % COMMIT == 0:
                 state.commit()
 
@@ -119,5 +118,5 @@ def training(level, seed, fails):
 
 
 for level, seed in itertools.product(LEVELS, SEEDS):
-    training(level.removesuffix("!"), seed, fails=level.endswith("!"))
+    training(*asked(level), seed)
 (SEEN / f"{os.getpid()}.json").write_text(json.dumps({"steps": seen, "shared": shared, "trained": trained}))

@@ -14,7 +14,7 @@ os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
 
 import keras
 import numpy as np
-from disturbing import BATCH, COMMIT, KILLED_AT, Task, changes_at, rate, watched
+from disturbing import BATCH, COMMIT, FAILS_AT, KILLED_AT, Task, asked, changes_at, watched
 from horovod.common.exceptions import HorovodInternalError
 
 import hvdplus.keras as hvd
@@ -28,25 +28,24 @@ seen, trained = [], []
 
 
 class Watch(keras.callbacks.Callback):
-    def __init__(self, state, fails):
+    def __init__(self, task, state, fails):
         super().__init__()
-        self.state, self.fails = state, fails
+        self.task, self.state, self.fails = task, state, fails
 
     def on_train_batch_begin(self, batch, logs=None):
-        self.model.optimizer.learning_rate = rate(self.state.samples, hvd.size())
+        self.model.optimizer.learning_rate = self.task.rate(self.state.samples, hvd.size())
 
     def on_train_batch_end(self, batch, logs=None):
         state = self.state
         state.step += 1
         state.samples += BATCH * hvd.size()
-        if DISTURBED and watched(state):
+        if DISTURBED and watched(state, self.task.samples):
             self._see()
-        if state.step == KILLED_AT:
-            if DISTURBED == "killed" and hvd.size() == 3 and hvd.local_size() == 1:  # Horovod gives up its host
-                os.kill(os.getpid(), signal.SIGKILL)
-            if self.fails:
-                self.fails = False
-                raise HorovodInternalError("A sum has failed on all ranks, none of which is gone.")
+        if state.step == KILLED_AT and DISTURBED == "killed" and hvd.size() == 3 and hvd.local_size() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)  # Horovod gives up its host
+        if state.step == FAILS_AT and self.fails:
+            self.fails = False
+            raise HorovodInternalError("A sum has failed on all ranks, none of which is gone.")
         if DISTURBED == "resized" and (then := changes_at(state, hvd.size())):
             if hvd.rank() == 0:
                 HOSTS.write_text(then)
@@ -79,18 +78,18 @@ class Watch(keras.callbacks.Callback):
         )
 
 
-def training(level, seed, fails):
+def training(level, epochs, fails, seed):
     """Train once; what came of it is in ``trained``."""
     faulthandler.dump_traceback_later(160, exit=True)  # a rank that waits says where
-    task = Task(seed)
+    task = Task(seed, epochs)
     keras.utils.set_random_seed(seed)
     model = keras.Sequential([keras.layers.Input((20,)), keras.layers.Dense(40, "relu"), keras.layers.Dense(4)])
-    bare = keras.optimizers.SGD(rate(0, hvd.size()), momentum=0.9)
+    bare = keras.optimizers.SGD(task.rate(0, hvd.size()), momentum=0.9)
     optimizer = hvd.DistributedOptimizer(bare, compression=level, settings={"dense_steps": 2})
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss)
     state = hvd.elastic.KerasState(model, step=0, samples=0, changes=0)
-    watch = Watch(state, fails)
+    watch = Watch(task, state, fails)
 
     @hvd.elastic.run
     def train(state):
@@ -116,5 +115,5 @@ def training(level, seed, fails):
 
 
 for level, seed in itertools.product(LEVELS, SEEDS):
-    training(level.removesuffix("!"), seed, fails=level.endswith("!"))
+    training(*asked(level), seed)
 (SEEN / f"{os.getpid()}.json").write_text(json.dumps({"steps": seen, "shared": [], "trained": trained}))
