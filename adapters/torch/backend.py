@@ -32,6 +32,8 @@ class TorchBackend:
     """See ``hvdplus.exchange.backend.Backend``."""
 
     framework = "torch"
+    may_adopt = True
+    """Whether a mean's memory may become a gradient's."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str] = ()) -> None:
         self.device = parameters[0].device if parameters else torch.device("cpu")
@@ -140,17 +142,22 @@ class TorchBackend:
         into: list[torch.Tensor] = []
         copied: list[torch.Tensor] = []
         for i, mean, sparse in means:
-            grad = self.gradient(i)
-            if grad is None or sparse or grad.is_sparse or grad.is_complex():
+            place = None if sparse else self._place(i)
+            if place is None:
                 whole = like(mean, self.parameters[i])
                 # Sparse or dense, but alike on all ranks: optimizers treat the two differently.
                 self.put(i, rows_in_use(whole) if sparse else whole)
-            elif adopt and mean.nbytes >= ADOPTED and takes(grad, mean):
-                grad.set_(mean)  # type: ignore[call-overload]
-            elif grad.data_ptr() != mean.data_ptr():  # else it was summed in place
-                into.append(grad)
+            elif adopt and self.may_adopt and mean.nbytes >= ADOPTED and takes(place, mean):
+                place.set_(mean)  # type: ignore[call-overload]
+            elif place.data_ptr() != mean.data_ptr():  # else it was summed in place
+                into.append(place)
                 copied.append(mean)
         private.copy_each(into, copied)
+
+    def _place(self, i: int) -> torch.Tensor | None:
+        """Where a dense mean can be written; None: the gradient becomes another tensor."""
+        grad = self.gradient(i)
+        return None if grad is None or grad.is_sparse or grad.is_complex() else grad
 
     def deliver_rows(self, i: int, union: torch.Tensor, values: torch.Tensor) -> None:
         parameter = self.parameters[i]

@@ -24,7 +24,6 @@ from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 
-from hvdplus.adapters.torch import private
 from hvdplus.adapters.torch.backend import TorchBackend, loss_of, real_view, type_name
 from hvdplus.adapters.torch.ops import TorchOps
 from hvdplus.adapters.torch.optimizer import TYPES, fitting
@@ -43,6 +42,8 @@ UNKNOWN_SCALE = (
 class BucketBackend(TorchBackend):
     """Gradients are where the reducer keeps them: in its buckets."""
 
+    may_adopt = False
+
     def __init__(self, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
         super().__init__(parameters, names)
         self.views: dict[int, torch.Tensor] = {}
@@ -59,17 +60,9 @@ class BucketBackend(TorchBackend):
         usual = all(not view.is_sparse and view.dtype == torch.float32 and view.is_contiguous() for view in views)
         return [view.view(-1) for view in views] if usual else ()
 
-    def _write(self, means: Iterable[tuple[int, torch.Tensor, bool]], adopt: bool) -> None:
-        into: list[torch.Tensor] = []
-        copied: list[torch.Tensor] = []
-        for i, mean, sparse in means:
-            view = self.views[i]
-            if sparse or view.is_sparse:
-                super()._write([(i, mean, sparse)], adopt=False)
-            else:
-                into.append(real_view(view))
-                copied.append(mean)
-        private.copy_each(into, copied)
+    def _place(self, i: int) -> torch.Tensor | None:
+        view = self.views[i]
+        return None if view.is_sparse else real_view(view)
 
 
 class HookExchange(EagerExchange[torch.Tensor]):
