@@ -160,8 +160,9 @@ class TorchOps(PackingOps):
         return batch.abs().amax(dim=(1, 2), keepdim=True)
 
     def half(self, parts: Sequence[torch.Tensor], factor: float, saturate: bool = False) -> torch.Tensor:
-        out = self._empty(sum(map(len, parts)), torch.float16)
-        places = torch.split(out, [values.numel() for values in parts])
+        lengths = [values.numel() for values in parts]
+        out = self._empty(sum(lengths), torch.float16)
+        places = torch.split(out, lengths)
         if saturate:
             self._copy_stopped(places, parts)
         else:
