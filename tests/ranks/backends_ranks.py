@@ -256,10 +256,8 @@ def test_ema_weight_decay_and_static_loss_scale():
 
 @any_transport
 @uncrowded
-@pytest.mark.parametrize(
-    ("explicit", "passes"),
-    [(False, 2), (True, None), *([(False, None), (True, 2)] if TORCH else [])],  # on TensorFlow each once
-)
+@pytest.mark.parametrize("explicit", [False, True], ids="the script wraps it: {}".format)
+@pytest.mark.parametrize("passes", [None, 2], ids=["", "accumulating"])
 @pytest.mark.parametrize("level", ["none", "int8"] if TORCH else ["int8"])
 def test_loss_scaling_skips_on_all_ranks_together(level, passes, explicit):
     keras.config.set_dtype_policy("mixed_float16")

@@ -1144,7 +1144,7 @@ def test_complex_numbers_travel_dense(kind, level):
 
 @one_or_two
 @any_transport
-@pytest.mark.parametrize("level", few(*FEW, once=["none", "fp16"], sizes=(1, 2)))
+@pytest.mark.parametrize("level", ["none", "fp16", *FEW])
 def test_memory_layouts_survive(level):
     torch.manual_seed(3)
     net = torch.nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
