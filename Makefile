@@ -73,7 +73,7 @@ demo: install
 # built once. What measures times, or computes on all cores, runs alone.
 PURE := not (jobs or lab or slurm)
 SHARED := $(PURE) or one_rank
-# pytest ends with 5 where it was told to pick tests and there is none of them in this half.
+# pytest ends with 5 where it was told to pick tests and there is none of them in this part.
 PICKED := $(if $(PYTEST_ARGS),|| [ $$? -eq 5 ])
 
 $(CHECK)/.stamp: constraints.txt pyproject.toml setup.py
