@@ -40,7 +40,7 @@ import sys
 import sysconfig
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -532,23 +532,34 @@ class Training:
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.factor(step, self.steps))
         parameters = list(self.model.parameters())
         for step in range(self.steps):
-            batches = (self.task.batch(rank, self.ranks, draw) for rank in range(self.ranks))
-            losses, grads = zip(*(_gradient(self.model, self.layout, batch) for batch in batches), strict=True)
-            compressed = step >= self.dense_steps and self.row != DENSE
-            if compressed:
-                total = self.exchange.add(grads)
-            else:
-                total = torch.stack(grads).sum(dim=0)
-                if step >= self.dense_steps - self.warm_steps:
-                    self.exchange.warm_up(total)
+            losses, grads = self.gradients(self.task.batch(rank, self.ranks, draw) for rank in range(self.ranks))
+            total = self.summed(grads, step)
             finite = bool(torch.isfinite(total).all())
             if finite:
                 _hand_over(total / self.ranks, parameters, self.layout)
                 optimizer.step()
                 scheduler.step()
-            yield Step(step, statistics.fmean(losses), grads, total, compressed)
+            yield Step(step, statistics.fmean(losses), grads, total, self.compresses(step))
             if not finite:
                 return
+
+    def compresses(self, step: int) -> bool:
+        """Whether the step's sum is compressed."""
+        return step >= self.dense_steps and self.row != DENSE
+
+    def gradients(self, batches: Iterable[Batch]) -> tuple[Sequence[float], Sequence[Tensor]]:
+        """Every rank's loss and gradient at the present weights."""
+        losses, grads = zip(*(_gradient(self.model, self.layout, batch) for batch in batches), strict=True)
+        return losses, grads
+
+    def summed(self, grads: Sequence[Tensor], step: int) -> Tensor:
+        """What arrives of the ranks' gradients."""
+        if self.compresses(step):
+            return self.exchange.add(grads)
+        total = torch.stack(list(grads)).sum(dim=0)
+        if step >= self.dense_steps - self.warm_steps:
+            self.exchange.warm_up(total)
+        return total
 
 
 def train(task: Task, row: str, seed: int, steps: int, dense_steps: int, ranks: int) -> Result:

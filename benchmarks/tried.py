@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 from quality import (
-    DENSE,
     TASKS,
     Batch,
     Exchange,
@@ -31,7 +30,6 @@ from quality import (
     Summable,
     Task,
     Training,
-    _gradient,
     _hand_over,
     aligned,
     error_of,
@@ -48,7 +46,7 @@ from hvdplus.compression.lowrank import most_square
 class Late(Training):
     """Sums are applied a step later than usual, from the first compressed step on."""
 
-    form = ""
+    form = "delayed"
     """``delayed``; ``ahead``: gradients are those of the weights with the last change once more; ``own``: of the
     weights with the rank's own pending gradient; ``acco``: half a batch each at the weights and at an estimate of the
     next."""
@@ -56,72 +54,68 @@ class Late(Training):
     def run(self) -> Iterator[Step]:
         """Step by step."""
         draw = torch.Generator().manual_seed(1000 + self.seed)
-        self._optimizer = optimizer = self.task.optimizer(self.model)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.factor(step, self.steps))
-        self._parameters = parameters = list(self.model.parameters())
-        pending: Tensor | None = None
-        grads: Sequence[Tensor] | None = None
-        change = [torch.zeros_like(parameter) for parameter in parameters]
+        self._optimizer = self.task.optimizer(self.model)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: self.factor(step, self.steps))
+        self._parameters = list(self.model.parameters())
+        self._pending: Tensor | None = None
+        self._grads: Sequence[Tensor] = ()
+        self._change = [torch.zeros_like(parameter) for parameter in self._parameters]
         for step in range(self.steps):
             batches = [self.task.batch(rank, self.ranks, draw) for rank in range(self.ranks)]
             late = step >= self.dense_steps
-            losses: Sequence[float]
-            if late and self.form == "acco":
-                first, second = zip(*map(_halves, batches), strict=True)
-                losses, grads = self._gradients(first)
-                total = self._summed(grads, step)
-                if pending is None:
-                    before = None
-                else:
-                    before = self._snapshot()
-                    self._apply(pending)
-                _, others = self._gradients(second)
-                if before is not None:
-                    self._restore(before)
-                    self._apply((total + pending) / 2)
-                else:
-                    self._apply(total)
-                pending = self._summed(others, step)
-                total = pending
-            else:
-                if late and self.form == "own" and grads is not None and pending is not None:
-                    found = []
-                    for own, batch in zip(grads, batches, strict=True):
-                        before = self._snapshot()
-                        self._apply(own * self.ranks)
-                        found.append(_gradient(self.model, self.layout, batch))
-                        self._restore(before)
-                    losses, grads = zip(*found, strict=True)
-                elif late and self.form == "ahead" and pending is not None:
-                    self._move(change, 1.0)
-                    losses, grads = self._gradients(batches)
-                    self._move(change, -1.0)
-                else:
-                    losses, grads = self._gradients(batches)
-                total = self._summed(grads, step)
-                applied = pending if late and self.form else total
-                if applied is not None:
-                    old = [parameter.detach().clone() for parameter in parameters]
-                    self._apply(applied)
-                    change = [new.detach() - was for new, was in zip(parameters, old, strict=True)]
-                if late:
-                    pending = total
+            take = self._half_steps if late and self.form == "acco" else self._step
+            losses, total = take(batches, step, late)
             scheduler.step()
-            yield Step(step, statistics.fmean(losses), grads, total, late and self.row != DENSE)
+            yield Step(step, statistics.fmean(losses), self._grads, total, self.compresses(step))
             if not torch.isfinite(total).all():
                 return
 
-    def _gradients(self, batches: Sequence[Batch]) -> tuple[Sequence[float], Sequence[Tensor]]:
-        losses, grads = zip(*(_gradient(self.model, self.layout, batch) for batch in batches), strict=True)
+    def _step(self, batches: Sequence[Batch], step: int, late: bool) -> tuple[Sequence[float], Tensor]:
+        losses, self._grads = self._found(batches)
+        total = self.summed(self._grads, step)
+        applied = self._pending if late else total
+        if applied is not None:
+            old = [parameter.detach().clone() for parameter in self._parameters]
+            self._apply(applied)
+            self._change = [new.detach() - was for new, was in zip(self._parameters, old, strict=True)]
+        if late:
+            self._pending = total
+        return losses, total
+
+    def _found(self, batches: Sequence[Batch]) -> tuple[Sequence[float], Sequence[Tensor]]:
+        """Losses and gradients of a step; nothing pends in the first one that is late."""
+        if self._pending is None or self.form == "delayed":
+            return self.gradients(batches)
+        if self.form == "ahead":
+            self._move(self._change, 1.0)
+            found = self.gradients(batches)
+            self._move(self._change, -1.0)
+            return found
+        losses, grads = [], []
+        for own, batch in zip(self._grads, batches, strict=True):
+            before = self._snapshot()
+            self._apply(own * self.ranks)
+            (loss,), (grad,) = self.gradients([batch])
+            self._restore(before)
+            losses.append(loss)
+            grads.append(grad)
         return losses, grads
 
-    def _summed(self, grads: Sequence[Tensor], step: int) -> Tensor:
-        if step >= self.dense_steps and self.row != DENSE:
-            return self.exchange.add(grads)
-        total = torch.stack(list(grads)).sum(dim=0)
-        if self.dense_steps - self.warm_steps <= step < self.dense_steps:
-            self.exchange.warm_up(total)
-        return total
+    def _half_steps(self, batches: Sequence[Batch], step: int, late: bool) -> tuple[Sequence[float], Tensor]:
+        first, second = zip(*map(_halves, batches), strict=True)
+        losses, self._grads = self.gradients(first)
+        total, pending = self.summed(self._grads, step), self._pending
+        if pending is None:
+            _, others = self.gradients(second)
+            self._apply(total)
+        else:
+            before = self._snapshot()
+            self._apply(pending)
+            _, others = self.gradients(second)
+            self._restore(before)
+            self._apply((total + pending) / 2)
+        self._pending = self.summed(others, step)
+        return losses, self._pending
 
     def _apply(self, total: Tensor) -> None:
         _hand_over(total / self.ranks, self._parameters, self.layout)
@@ -380,8 +374,9 @@ def train(text: str, task: Task, seed: int, steps: int, ranks: int) -> dict[str,
     """One run."""
     began, asked = time.monotonic(), read(text)
     task.learning_rate = type(task).learning_rate * asked.rate
-    training = Late(task, asked.row, seed, asked.steps or steps, 15, ranks)
-    training.form = asked.form
+    training = (Late if asked.form else Training)(task, asked.row, seed, asked.steps or steps, 15, ranks)
+    if isinstance(training, Late):
+        training.form = asked.form
     exchange, spec, plans = training.exchange, training.layout.spec, []
     if asked.turned:
         plain = parse(asked.row)
