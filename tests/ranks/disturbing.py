@@ -1,4 +1,9 @@
-"""What ``elastic.py`` and ``keras_elastic.py`` share: the samples, and when ranks leave and come."""
+"""What ``elastic.py`` and ``keras_elastic.py`` share: the samples, and when and how ranks leave and come."""
+
+import hashlib
+import os
+import signal
+import time
 
 import numpy as np
 
@@ -51,6 +56,30 @@ def changes_at(state, ranks):
     """The hosts from now on, if a rank leaves or comes at this step."""
     now = (state.step, ranks, state.changes)
     return {(LEAVES_AT, 3, 0): "localhost:2", (COMES_AT, 2, 1): "localhost:3"}.get(now)
+
+
+def change(state, rank, hosts, then):
+    """Leave the hosts ``then`` in the file ``hosts``, and commit until Horovod has noticed; does not return."""
+    if rank == 0:
+        hosts.write_text(then)
+    after = state.changes + 1
+    while True:
+        time.sleep(0.5)
+        state.changes = after
+        state.commit()  # ends with the change
+
+
+def die(state, ranks, ranks_here):
+    """Kill this rank, if it is its time, and it is alone on its host, which Horovod then gives up."""
+    if state.step == KILLED_AT and ranks == 3 and ranks_here == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def outcome(state, level, seed, failed, accuracy, loss, weights):
+    """What came of a training. ``weights``: their bytes."""
+    digest = hashlib.sha256(weights).hexdigest()
+    told = {"level": level, "seed": seed, "failed": failed, "steps": state.step}
+    return {**told, "accuracy": float(accuracy), "loss": float(loss), "weights": digest}
 
 
 def asked(training):

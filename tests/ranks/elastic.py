@@ -6,17 +6,14 @@ level that ends with ``!`` a sum fails on the way, and all ranks go back to thei
 """
 
 import faulthandler
-import hashlib
 import itertools
 import json
 import os
-import signal
 import sys
-import time
 from pathlib import Path
 
 import torch
-from disturbing import BATCH, COMMIT, FAILS_AT, KILLED_AT, Task, asked, changes_at, watched
+from disturbing import BATCH, COMMIT, FAILS_AT, Task, asked, change, changes_at, die, outcome, watched
 from horovod.common.exceptions import HorovodInternalError
 
 import hvdplus.torch as hvd
@@ -81,17 +78,11 @@ def training(level, epochs, fails, seed):
             if DISTURBED and watched(state, task.samples):
                 watch(state)
             if DISTURBED == "resized" and (then := changes_at(state, hvd.size())):
-                if hvd.rank() == 0:
-                    HOSTS.write_text(then)
                 if state.changes == 0 and level == "lowrank:2":
                     shared.append(held_on_average())
-                after = state.changes + 1
-                while True:
-                    time.sleep(0.5)
-                    state.changes = after
-                    state.commit()  # ends with the change
-            if state.step == KILLED_AT and DISTURBED == "killed" and hvd.size() == 3 and hvd.local_size() == 1:
-                os.kill(os.getpid(), signal.SIGKILL)  # Horovod gives up its host
+                change(state, hvd.rank(), HOSTS, then)
+            if DISTURBED == "killed":
+                die(state, hvd.size(), hvd.local_size())
             if state.step == FAILS_AT and left[0]:
                 left[0] = False
                 raise HorovodInternalError("A sum has failed on all ranks, none of which is gone.")
@@ -104,17 +95,8 @@ def training(level, epochs, fails, seed):
     with torch.no_grad():
         logits = model(inputs)
     weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
-    trained.append(
-        {
-            "level": level,
-            "seed": seed,
-            "failed": fails,
-            "steps": state.step,
-            "accuracy": (logits.argmax(1) == labels).double().mean().item(),
-            "loss": torch.nn.functional.cross_entropy(logits, labels).item(),
-            "weights": hashlib.sha256(weights.tobytes()).hexdigest(),
-        }
-    )
+    accuracy, loss = (logits.argmax(1) == labels).double().mean(), torch.nn.functional.cross_entropy(logits, labels)
+    trained.append(outcome(state, level, seed, fails, accuracy, loss, weights.tobytes()))
 
 
 for level, seed in itertools.product(LEVELS, SEEDS):

@@ -1,11 +1,9 @@
 """As ``elastic.py``, in Keras: ranks come and go while ``fit`` runs."""
 
 import faulthandler
-import hashlib
 import itertools
 import json
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -14,7 +12,7 @@ os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
 
 import keras
 import numpy as np
-from disturbing import BATCH, COMMIT, FAILS_AT, KILLED_AT, Task, asked, changes_at, watched
+from disturbing import BATCH, COMMIT, FAILS_AT, KILLED_AT, Task, asked, change, changes_at, die, outcome, watched
 from horovod.common.exceptions import HorovodInternalError
 
 import hvdplus.keras as hvd
@@ -41,19 +39,13 @@ class Watch(keras.callbacks.Callback):
         state.samples += BATCH * hvd.size()
         if DISTURBED and watched(state, self.task.samples):
             self._see()
-        if state.step == KILLED_AT and DISTURBED == "killed" and hvd.size() == 3 and hvd.local_size() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)  # Horovod gives up its host
+        if DISTURBED == "killed":
+            die(state, hvd.size(), hvd.local_size())
         if state.step == FAILS_AT and self.fails:
             self.fails = False
             raise HorovodInternalError("A sum has failed on all ranks, none of which is gone.")
         if DISTURBED == "resized" and (then := changes_at(state, hvd.size())):
-            if hvd.rank() == 0:
-                HOSTS.write_text(then)
-            after = state.changes + 1
-            while True:
-                time.sleep(0.5)
-                state.changes = after
-                state.commit()  # ends with the change
+            change(state, hvd.rank(), HOSTS, then)
         if DISTURBED == "killed" and hvd.size() == 2 and state.step < KILLED_AT + 90:
             time.sleep(0.2)  # longer, all in all, than a rank may wait
 
@@ -101,17 +93,8 @@ def training(level, epochs, fails, seed):
     inputs, labels = task.test
     logits = model.predict_on_batch(inputs)
     weights = b"".join(np.asarray(weight).tobytes() for weight in model.get_weights())
-    trained.append(
-        {
-            "level": level,
-            "seed": seed,
-            "failed": fails,
-            "steps": state.step,
-            "accuracy": float((logits.argmax(1) == labels).mean()),
-            "loss": float(loss(labels, logits)),
-            "weights": hashlib.sha256(weights).hexdigest(),
-        }
-    )
+    accuracy = (logits.argmax(1) == labels).mean()
+    trained.append(outcome(state, level, seed, fails, accuracy, loss(labels, logits), weights))
 
 
 for level, seed in itertools.product(LEVELS, SEEDS):
