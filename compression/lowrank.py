@@ -130,7 +130,7 @@ class LowRank(Projection):
             state[-1] = follow(ops, state[-1], values)
             if self.passes == 1:
                 # The first bases are random: they show 1 / sqrt(length) of what bases show that have learned, or more.
-                known = _one_if(ops, ctx.state[-1] > 0)
+                known = ops.floats(ctx.state[-1] > 0)
                 longest = max(max(group.rows, group.columns) for group in self._groups(ctx.spec))
                 state[-1] = state[-1] * (known + (1.0 - known) * math.sqrt(longest))
         return Context(ctx.spec, 1 - ctx.side, tuple(state))
@@ -249,14 +249,9 @@ def _limited(ops: Ops[Array], scale: Array, values: Array) -> Array:
     """Products times ``HEADROOM``, scaled down to ``FAR * scale`` if the largest would exceed it; values that are not
     finite stay so."""
     largest, limit = largest_of(ops, values), scale * (FAR / HEADROOM)
-    far = _one_if(ops, (largest > limit) & (scale > 0))
+    far = ops.floats((largest > limit) & (scale > 0))
     near = 1.0 - far
     return values * (near * HEADROOM + far * (limit / (far * largest + near)) * HEADROOM)
-
-
-def _one_if(ops: Ops[Array], true: Array) -> Array:
-    """1 or 0, as a float."""
-    return ops.power_of_two(127 * ops.integers(true) - 127)
 
 
 def _orthonormal(ops: Ops[Array], factor: Array) -> Array:

@@ -201,6 +201,9 @@ class Ops(Protocol[Array]):
     def integers(self, values: Array, bits: int = 32) -> Array:
         """Nearest int32 (or int64) of floats, booleans or integers; undefined for NaN and infinity."""
 
+    def floats(self, true: Array) -> Array:
+        """float32: 1 where a boolean is true, else 0."""
+
     def scramble(self, values: Array) -> Array:
         """Hash int32 values one by one; see ``hashing.scramble``."""
 

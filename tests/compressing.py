@@ -46,11 +46,13 @@ def _torch() -> Ops:
 
 
 def _device() -> Ops:
-    """What PyTorch does on a GPU, on the CPU."""
+    """What PyTorch does on a GPU: there, or else on the CPU."""
     need("torch")
+    import torch
+
     from hvdplus.adapters.torch.ops import DeviceOps
 
-    return DeviceOps("cpu")
+    return DeviceOps("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _tensorflow() -> Ops:

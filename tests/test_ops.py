@@ -104,7 +104,7 @@ def test_a_step_sends_nothing_to_the_device_that_it_had_sent_before(level: str, 
         sent.clear()
         payload = compressor.send(ops, ctx, torch.from_numpy(values.copy()), torch.from_numpy(values)).payload
         ctx = compressor.advance(ops, ctx, payload)
-        assert step == 0 or not sent
+        assert step < compressor.sides or not sent
 
 
 @every_framework

@@ -88,6 +88,9 @@ class NumpyOps:
         with np.errstate(invalid="ignore"):
             return np.rint(values).astype(np.int32 if bits == 32 else np.int64)
 
+    def floats(self, true: np.ndarray) -> np.ndarray:
+        return np.asarray(true, np.float32)
+
     def scramble(self, values: np.ndarray) -> np.ndarray:
         return scramble(values)
 

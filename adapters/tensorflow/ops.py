@@ -110,6 +110,9 @@ class TensorFlowOps:
         values = tf.round(values) if values.dtype.is_floating else values
         return tf.cast(values, tf.int32 if bits == 32 else tf.int64)
 
+    def floats(self, true: tf.Tensor) -> tf.Tensor:
+        return tf.cast(true, tf.float32)
+
     def scramble(self, values: tf.Tensor) -> tf.Tensor:
         values = tf.bitcast(values, tf.uint32)
         for shift, factor in SCRAMBLE:

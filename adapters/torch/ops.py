@@ -19,10 +19,14 @@ import torch
 from hvdplus.adapters.torch import private
 from hvdplus.adapters.torch.memory import Pool
 from hvdplus.adapters.torch.packing import CHUNK, SAFE, DeviceRounding, PackingOps
+from hvdplus.compression.hashing import uniform
 from hvdplus.compression.ops import HALF_LIMIT, Halves, Packed, Piece, Product, Rows
 
 FAINT = 1e-15
 """A norm between this and its reciprocal has squares that stayed within float32."""
+
+
+HAIR = 1e-6
 
 
 class TorchOps(PackingOps):
@@ -216,6 +220,9 @@ class TorchOps(PackingOps):
         values = values.round() if values.is_floating_point() else values
         return values.to(torch.int32 if bits == 32 else torch.int64)
 
+    def floats(self, true: torch.Tensor) -> torch.Tensor:
+        return true.float()
+
     def all_finite(self, values: torch.Tensor) -> torch.Tensor:
         if not values.is_floating_point():
             return torch.ones((), dtype=torch.bool, device=values.device)
@@ -266,7 +273,19 @@ class DeviceOps(TorchOps):
         if not values.is_floating_point() or not values.numel():
             return torch.ones((), dtype=torch.bool, device=self._device)
         least, largest = torch.aminmax(values)  # one pass; both are NaN if one value is
-        return torch.isfinite(least) & torch.isfinite(largest)
+        return (least * 0.0).add_(largest, alpha=0.0) == 0.0  # no multiple of 0 is 0 if it is not finite
+
+    def orthonormal(self, columns: torch.Tensor) -> torch.Tensor:
+        # CUDA's factorisations of small matrices leave columns askew that depend on the first ones: what is left of
+        # them after a few reflections has squares below the type's range. A hair of noise keeps them in range.
+        hair = self.constant(("hair", columns.shape[-2:]), lambda: _hair(*columns.shape[-2:]))
+        with private.full_precision():
+            q, r = torch.linalg.qr(columns + hair)
+        return torch.where(r.diagonal(dim1=-2, dim2=-1).unsqueeze(-2) < 0, -q, q)
+
+    def largest(self, batch: torch.Tensor) -> torch.Tensor:
+        largest: torch.Tensor = torch.linalg.vector_norm(batch, torch.inf, dim=(1, 2), keepdim=True)
+        return largest
 
     def _number(self, value: torch.Tensor) -> Any:
         return value
@@ -288,6 +307,12 @@ def make_ops(device: torch.device | str) -> TorchOps:
     """The operations for arrays on ``device``."""
     device = torch.device(device)
     return DeviceOps(device) if device.type == "cuda" else TorchOps(device)
+
+
+def _hair(rows: int, columns: int) -> np.ndarray:
+    """Noise beside columns whose largest elements are about 1: less than what rounding in a product does to them."""
+    noise = uniform((rows, columns), rows * columns).reshape(rows, columns) - 0.5
+    return (HAIR * noise).astype(np.float32)
 
 
 def _tensors(piece: Piece[torch.Tensor]) -> list[torch.Tensor]:

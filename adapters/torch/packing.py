@@ -95,36 +95,32 @@ class Rounding:
 class DeviceRounding(Rounding):
     """``Rounding`` that reads no value on the host."""
 
-    _square: torch.Tensor
-    _largest: torch.Tensor
-    _clipped: torch.Tensor
-
     def _prepare(self, exponent: torch.Tensor, left_exponent: torch.Tensor) -> None:
-        ops = self._ops
-        self._inverse = torch.where(exponent > -127, ops.power_of_two(-exponent), 0.0)
-        self._level = ops.power_of_two(left_exponent)
-        self._square = torch.zeros((), dtype=torch.float64, device=ops._device)
-        self._largest = torch.zeros((), dtype=torch.float32, device=ops._device)
-        self._clipped = torch.zeros((), dtype=torch.int32, device=ops._device)
+        step = self._ops.power_of_two(exponent)
+        self._inverse = step.reciprocal().nan_to_num_(posinf=0.0)  # exact, and 0 for an unknown step
+        self._level = step if left_exponent is exponent else self._ops.power_of_two(left_exponent)
+        self._norms: list[torch.Tensor] = []
+        self._highest: list[torch.Tensor] = []
+        self._beyond: list[torch.Tensor] = []
 
     def _measure(self, part: torch.Tensor) -> Any:
-        self._square = self._square + torch.linalg.vector_norm(part, dtype=torch.float64).square()
-        low, high = torch.aminmax(part)
-        self._largest = torch.maximum(self._largest, torch.maximum(high, -low))
+        self._norms.append(torch.linalg.vector_norm(part, dtype=torch.float64))
+        self._highest.append(torch.linalg.vector_norm(part, torch.inf))
 
     def _clip(self, scaled: torch.Tensor, largest: Any) -> None:
         levels = float(self._levels)
-        self._clipped = self._clipped + (scaled.abs() > levels).sum(dtype=torch.int32)
+        self._beyond.append((scaled.abs() > levels).sum(dtype=torch.int32))
         scaled.clamp_(-levels, levels)
 
     def rms(self) -> torch.Tensor:
-        return (self._square / self._count).sqrt().float()
+        norm = self._norms[0] if len(self._norms) == 1 else torch.stack(self._norms).square().sum().sqrt()
+        return norm.mul(self._count**-0.5).float()
 
     def largest(self) -> torch.Tensor:
-        return self._largest
+        return self._highest[0] if len(self._highest) == 1 else torch.stack(self._highest).amax()
 
     def clipped(self) -> torch.Tensor:
-        return self._clipped
+        return self._beyond[0] if len(self._beyond) == 1 else torch.stack(self._beyond).sum(dtype=torch.int32)
 
 
 class PackingOps:
