@@ -51,6 +51,8 @@ class Transport(Protocol):
     """``adapters.transports.ending.Patience``, where the library itself does not end calls that wait too long."""
     summable: Sequence[str]
     """Types of arrays that the transport can add up, such as ``float16``."""
+    waits_on_device: bool = False
+    """Whether ``wait`` makes the device wait for a sum, not the host (NCCL). The host then runs ahead."""
 
     def start(self, array: Any, name: str, scale: float = 1.0) -> Any:
         """Begin to sum ``array`` over all ranks, in place where the framework allows; return a handle at once.
@@ -65,6 +67,10 @@ class Transport(Protocol):
 
     def wait(self, handle: Any) -> Any:
         """The sum that ``start`` began, bit-identical on every rank."""
+
+    def ended(self, handle: Any) -> Any:
+        """The event on a device at which the sum ends; None: it is not known."""
+        return None
 
     def gather_objects(self, value: Any, what: str = OBJECTS) -> list[Any]:
         """Every rank's picklable ``value``, in rank order, on every rank; of any length.

@@ -108,7 +108,7 @@ def test_a_sum_that_is_not_finite_turns_no_side_and_flushes_nothing() -> None:
         go(coordinator, level)
         for _ in range(2):
             assert coordinator.plan._replace(measurement=0) == plan
-            coordinator.observe(plan, heard(Report(), Report()), healthy=False)
+            coordinator.observe(plan, heard(Report(), Report()), counts=False)
             coordinator.advance()
     assert steps(coordinator, 2) == [Plan(0, 0, 1 / 3), Plan(0, 0, 1 / 2)]
 

@@ -7,13 +7,15 @@ exchange.commit()                           # the optimizer has taken the step
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvdplus.adapters.numpy.ops import NumpyOps
+from hvdplus.control.meter import StepMeter
+from hvdplus.exchange.backend import Found
 from hvdplus.exchange.bucket import Bucket
 from hvdplus.exchange.eager import EagerExchange
 from hvdplus.exchange.plan import Ladder
@@ -99,9 +101,9 @@ class NumpyBackend:
         cells = rows[:, part.column : part.column + part.width].astype(np.float32)
         return cells @ signs()[part.sign : part.sign + part.width] * np.float32(part.scale)
 
-    def norm_of_all(self, norms: Sequence[np.ndarray]) -> float:
+    def norm_of_all(self, norms: Sequence[np.ndarray]) -> np.ndarray:
         with np.errstate(over="ignore"):
-            return float(np.linalg.norm(norms)) if norms else 0.0
+            return np.array([np.linalg.norm(norms) if norms else 0.0])
 
     def rows(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         table = self._flat(i).reshape(self.shapes[i][0], -1)
@@ -152,10 +154,23 @@ class NumpyBackend:
     def all_true(self, flags: Sequence[np.ndarray]) -> bool:
         return all(bool(flag) for flag in flags)
 
-    def checked(
-        self, finite: Sequence[np.ndarray], overflow: Sequence[np.ndarray], checksums: Sequence[np.ndarray]
-    ) -> tuple[bool, bool, int]:
-        return all(map(bool, finite)), any(map(bool, overflow)), sum(map(int, checksums))
+    def make_meter(self) -> StepMeter:
+        return StepMeter()
+
+    def found(
+        self,
+        finite: Sequence[np.ndarray],
+        overflow: Sequence[np.ndarray],
+        checksums: Sequence[np.ndarray],
+        loss: Any,
+        measured: Sequence[np.ndarray],
+    ) -> Callable[[], Found]:
+        numbers = [float(number) for array in measured for number in np.ravel(array)]
+        found = Found(all(map(bool, finite)), any(map(bool, overflow)), sum(map(int, checksums)), float(loss), numbers)
+        return lambda: found
+
+    def choose(self, condition: np.ndarray, one: np.ndarray, other: np.ndarray | float) -> np.ndarray:
+        return np.where(condition, one, other).astype(one.dtype)
 
     def clone(self, array: np.ndarray) -> np.ndarray:
         return np.array(array)
@@ -223,8 +238,10 @@ class NumpyExchange(EagerExchange[np.ndarray]):
         ladder = Ladder([level] if isinstance(level, str) else level)
         if isinstance(level, str) and ladder.compressors[0].needs_warmup:
             ladder = Ladder(["none", level])
+        backend = NumpyBackend(shapes, dtypes, weights)
+        backend.on_host = not transport.waits_on_device
         super().__init__(
-            NumpyBackend(shapes, dtypes, weights),
+            backend,
             transport,
             Settings.load(settings, environ={}),
             ladder=ladder,

@@ -8,7 +8,8 @@ it. Plain dense steps over Horovod need no bucket: every gradient is summed in p
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Sequence
+import struct
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,6 +19,9 @@ import torch
 from hvdplus.adapters.torch import private
 from hvdplus.adapters.torch.memory import alone_in_memory
 from hvdplus.adapters.torch.ops import make_ops
+from hvdplus.adapters.torch.stream import OnItsWay, StreamMeter
+from hvdplus.control.meter import StepMeter
+from hvdplus.exchange.backend import Found
 from hvdplus.exchange.bucket import DENSE_ONLY, Bucket
 from hvdplus.exchange.sketch import CELLS, Part, signs
 
@@ -189,8 +193,8 @@ class TorchBackend:
         # No product of matrices, which autocast would compute in half precision.
         return (cells * self._signs[part.sign : part.sign + part.width]).sum(1) * part.scale
 
-    def norm_of_all(self, norms: Sequence[torch.Tensor]) -> float:
-        return float(torch.linalg.vector_norm(torch.stack(list(norms)))) if norms else 0.0
+    def norm_of_all(self, norms: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.linalg.vector_norm(torch.stack(list(norms))).reshape(1) if norms else self.zeros(1)
 
     def mask(self, rows: torch.Tensor, height: int) -> torch.Tensor:
         mask = self.zeros(height)
@@ -215,15 +219,42 @@ class TorchBackend:
     def all_true(self, flags: Sequence[torch.Tensor]) -> bool:
         return not flags or bool(torch.stack([torch.as_tensor(flag, device=self.device) for flag in flags]).all())
 
-    def checked(
-        self, finite: Sequence[torch.Tensor], overflow: Sequence[torch.Tensor], checksums: Sequence[torch.Tensor]
-    ) -> tuple[bool, bool, int]:
-        if self.on_host or not (finite or overflow or checksums):
-            return all(map(bool, finite)), any(map(bool, overflow)), sum(map(int, checksums))
-        nothing = torch.zeros(1, dtype=torch.int64, device=self.device)
-        sums = (torch.stack([*nothing, *some]).sum() for some in ([~one for one in finite], overflow, checksums))
-        infinite, over, total = torch.stack(tuple(sums)).tolist()
-        return not infinite, bool(over), total
+    def make_meter(self) -> StepMeter:
+        return StreamMeter() if self.device.type == "cuda" else StepMeter()
+
+    def found(
+        self,
+        finite: Sequence[torch.Tensor],
+        overflow: Sequence[torch.Tensor],
+        checksums: Sequence[torch.Tensor],
+        loss: Any,
+        measured: Sequence[torch.Tensor],
+    ) -> Callable[[], Found]:
+        if self.on_host or not (finite or overflow or checksums or measured or isinstance(loss, torch.Tensor)):
+            told = [number for array in measured for number in array.tolist()]
+            found = Found(all(map(bool, finite)), any(map(bool, overflow)), sum(map(int, checksums)), float(loss), told)
+            return lambda: found
+        whole = torch.stack([self._total(finite), self._total(overflow), self._total(checksums)])
+        if not isinstance(loss, torch.Tensor):
+            loss = torch.full((), loss, dtype=torch.float64, device=self.device)
+        numbers = torch.cat([loss.to(self.device).double().reshape(1), *(array.double() for array in measured)])
+        coming, looked_at = OnItsWay(torch.cat([whole, numbers.view(torch.int64)])), len(finite)  # one copy, as bits
+
+        def read() -> Found:
+            sound, over, checksum, *bits = coming.read()
+            loss, *told = struct.unpack(f"{len(bits)}d", struct.pack(f"{len(bits)}q", *bits))
+            return Found(sound == looked_at, bool(over), checksum, loss, told)
+
+        return read
+
+    def _total(self, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Sum of 0-d integers or booleans, 0-d int64."""
+        if not numbers:
+            return torch.zeros((), dtype=torch.int64, device=self.device)
+        return torch.stack(list(numbers)).sum(dtype=torch.int64)
+
+    def choose(self, condition: torch.Tensor, one: torch.Tensor, other: torch.Tensor | float) -> torch.Tensor:
+        return torch.where(condition, one, other)
 
     def clone(self, array: torch.Tensor) -> torch.Tensor:
         return array.detach().clone()

@@ -109,7 +109,7 @@ class HookExchange(EagerExchange[torch.Tensor]):
                 self.reporter.note_gradients(self, places, [gradient.reshape(-1) for gradient in gradients])
                 number = bucket.index()
                 handle = self.transport.start(buffer, f"{self.prefix}.plain.{number}", self.scale)
-                self.meter.sum_begins(number, functools.partial(self.transport.done, handle))
+                self.sum_begins(number, self.transport, handle)
                 self._summing.append((number, handle))
             if bucket.is_last():
                 self._finish()

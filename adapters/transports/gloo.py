@@ -60,6 +60,8 @@ class _Call(NamedTuple):
     comparison: _Comparison
     array: torch.Tensor
     scale: float
+    ended: Any = None
+    """The event at which a device's sum ends; None: nobody waits for it on the device."""
 
 
 class Gloo(Transport):
@@ -86,6 +88,7 @@ class Gloo(Transport):
         self._to_begin: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._last: dict[str, Any] = {}
         """The last work of every kind: what was begun before it has ended before."""
+        self._watch: Any = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._begin_sums, name="hvdplus-torch", daemon=True)
         self._thread.start()
@@ -96,11 +99,14 @@ class Gloo(Transport):
 
     def start(self, array: Any, name: str, scale: float = 1.0) -> _Call:
         comparison = self._compare(_words("sum", array, name, scale), self._compared)
-        call = _Call(Future(), comparison, array, scale)
+        ended: Any = torch.cuda.Event(enable_timing=True) if self._on_device(array) else None  # type: ignore[no-untyped-call]
+        call = _Call(Future(), comparison, array, scale, ended)
         self._begin(call)
         return call
 
     def done(self, handle: _Call) -> bool:
+        if handle.ended is not None:
+            return bool(handle.ended.query())
         if not handle.work.done() or handle.work.exception() is not None:
             return handle.work.done()
         return bool(handle.comparison.work.is_completed() and handle.work.result().is_completed())
@@ -112,8 +118,14 @@ class Gloo(Transport):
             RuntimeError: a rank that the call waits for has ended.
         """
         self._settle(handle.comparison, self._compared)
-        self._wait(handle.work.result(), handle.comparison.words, on_device=handle.array.device.type != "cpu")
+        if handle.ended is not None:  # all ranks have come to it, so it will end
+            handle.work.result().wait()
+        else:
+            self._wait(handle.work.result(), handle.comparison.words, on_device=handle.array.device.type != "cpu")
         return handle.array.mul_(handle.scale) if handle.scale != 1.0 else handle.array
+
+    def ended(self, handle: _Call) -> Any:
+        return handle.ended
 
     def sum_now(self, array: Any, what: str = "sum") -> Any:
         """Sum over ranks in place, apart from the sums that ``start`` began: for the script's own calls.
@@ -150,8 +162,22 @@ class Gloo(Transport):
         if call.array.device.type == "cpu":
             self._to_begin.put(call)
         else:
-            self._last["device"] = dist.all_reduce(call.array, group=self._device_sums, async_op=True)
-            call.work.set_result(self._last["device"])
+            self._last["device"] = work = dist.all_reduce(call.array, group=self._device_sums, async_op=True)
+            call.work.set_result(work)
+            if call.ended is not None:
+                with torch.cuda.stream(self._watching(call.array.device)):
+                    work.wait()
+                    call.ended.record()
+
+    def _on_device(self, array: torch.Tensor) -> bool:
+        """Whether the device waits for the sum of this array."""
+        return self.waits_on_device and array.device.type == "cuda"
+
+    def _watching(self, device: torch.device) -> Any:
+        """A stream that does nothing but wait for sums, so that it shows when they end."""
+        if self._watch is None:
+            self._watch = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._watch
 
     def _gather(self, value: Any, words: str) -> list[Any]:
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)

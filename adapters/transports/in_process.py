@@ -170,25 +170,39 @@ class InProcessNegotiating(InProcess):
         return [array for array, _ in handle]
 
 
+class InProcessOnDevice(InProcess):
+    """As NCCL: ``wait`` would make a device wait, and so the exchange decides nothing on the host."""
+
+    waits_on_device = True
+
+
+ORDERS = {False: InProcess, True: InProcessNegotiating, "on a device": InProcessOnDevice}
+"""Whether ranks negotiate the order of sums -> transport."""
+
+
 def run(
     ranks: int,
     body: Callable[[Any], Result],
     *,
-    negotiates: bool = False,
+    negotiates: bool | str = False,
     patience_seconds: float = PATIENCE_SECONDS,
 ) -> list[Result]:
     """``body(transport)`` on every rank, each in a thread of its own; returns their results in rank order.
 
+    Args:
+        negotiates: see ``ORDERS``.
+
     Raises:
         BaseException: the first error of any rank; it also ends the other ranks' waiting.
     """
-    hub = Hub(ranks, in_order=not negotiates, patience_seconds=patience_seconds)
+    kind = ORDERS[negotiates]
+    hub = Hub(ranks, in_order=not kind.negotiates, patience_seconds=patience_seconds)
     results: list[Any] = [None] * ranks
     errors: dict[int, BaseException] = {}
 
     def work(rank: int) -> None:
         try:
-            results[rank] = body((InProcessNegotiating if negotiates else InProcess)(hub, rank))
+            results[rank] = body(kind(hub, rank))
         except BaseException as error:  # noqa: BLE001 - every rank's error counts
             errors[rank] = error
             hub.fail(error)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class StepTimes(NamedTuple):
@@ -125,8 +125,8 @@ class StepMeter:
         finally:
             self._probe += self._clock() - began
 
-    def sum_begins(self, key: int, done: Callable[[], bool]) -> None:
-        """A sum is in flight. ``done``: whether it has ended."""
+    def sum_begins(self, key: int, done: Callable[[], bool], ended: Any = None) -> None:
+        """A sum is in flight. ``done``: whether it has ended. ``ended``: see ``Transport.ended``; not used here."""
         self._under_way[key] = (self._clock(), done)
 
     def look(self) -> None:

@@ -6,14 +6,16 @@ its steps (TensorFlow) uses the engine's pure functions and keeps its arrays in 
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import math
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 
 from hvdplus.compression import Ops
 from hvdplus.compression.ops import Arithmetic
+from hvdplus.control.meter import StepMeter
 from hvdplus.exchange.bucket import Bucket
 from hvdplus.exchange.sketch import Part
 
@@ -31,6 +33,19 @@ class Memory(Arithmetic, Protocol):
 
 EagerArray = TypeVar("EagerArray", bound=Memory)
 """An array of such a framework (``numpy.ndarray``, ``torch.Tensor``)."""
+
+
+class Found(NamedTuple):
+    """What metadata tell of the values of a step."""
+
+    finite: bool = True
+    """Whether all were."""
+    overflow: bool = False
+    """Whether any did."""
+    checksum: int = 0
+    """Sum of all checksums modulo 2**64."""
+    loss: float = math.nan
+    measured: Sequence[float] = ()
 
 
 class Backend(Protocol[EagerArray]):
@@ -131,14 +146,31 @@ class Backend(Protocol[EagerArray]):
     def all_true(self, flags: Sequence[EagerArray]) -> bool:
         """Whether all of these 0-d booleans are true. Reads them together, because every read waits for the device."""
 
-    def checked(
-        self, finite: Sequence[EagerArray], overflow: Sequence[EagerArray], checksums: Sequence[EagerArray]
-    ) -> tuple[bool, bool, int]:
-        """Whether all of ``finite`` and any of ``overflow`` (0-d booleans) is true, and the sum of ``checksums`` (0-d
-        integers) modulo 2**64; reads them together."""
+    def make_meter(self) -> StepMeter:
+        """A stopwatch for steps."""
 
-    def norm_of_all(self, norms: Sequence[EagerArray]) -> float:
-        """Norm of all elements of arrays with these ``norms``."""
+    def found(
+        self,
+        finite: Sequence[EagerArray],
+        overflow: Sequence[EagerArray],
+        checksums: Sequence[EagerArray],
+        loss: Any,
+        measured: Sequence[EagerArray],
+    ) -> Callable[[], Found]:
+        """What the device finds out about a step; the function that is returned waits for it.
+
+        Args:
+            finite, overflow: 0-d booleans.
+            checksums: 0-d integers.
+            loss: a number, or a device's; NaN: not reported.
+            measured: numbers, in arrays of any lengths.
+        """
+
+    def choose(self, condition: EagerArray, one: EagerArray, other: EagerArray | float) -> EagerArray:
+        """``one`` if the condition (0-d boolean) is true, else ``other``; in new memory."""
+
+    def norm_of_all(self, norms: Sequence[EagerArray]) -> EagerArray:
+        """Norm of all elements of arrays with these ``norms``, as one element."""
 
     def clone(self, array: EagerArray) -> EagerArray:
         """A copy, for a checkpoint or an array that will be overwritten."""

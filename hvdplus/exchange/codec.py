@@ -84,4 +84,4 @@ def receive_bucket(
     if not check:
         return Incoming(mean, None, ops.all_finite(total) if compressor.may_overflow else None)
     # Finite payloads can still have a sum beyond float32.
-    return Incoming(mean, compressor.advance(ops, ctx, total), ops.all_finite(total))
+    return Incoming(mean, compressor.advance(ops, ctx, total), compressor.is_finite(ops, total, total))

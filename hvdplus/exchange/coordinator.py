@@ -153,16 +153,18 @@ class Coordinator:
         self._forbid_if_alone()
         self.advance()
 
-    def observe(self, plan: Plan, metadata: Metadata, healthy: bool = True) -> None:
+    def observe(self, plan: Plan, metadata: Metadata, counts: bool = True) -> None:
         """Process the metadata of a step that ran ``plan``; every rank does so at the same point.
 
-        ``healthy``: all sums were finite, so that residuals and contexts were kept.
+        Args:
+            counts: whether the schedule counts the step now. It does not where sums were not finite, so that residuals
+                and contexts were rolled back, and where it has counted the step already.
 
         Raises:
             RuntimeError: ranks differ in contexts, parameters or learning rates; on every rank.
         """
         check_agreement(metadata, self.ladder.names[plan.level], self.note)
-        if healthy and not metadata.nonfinite:
+        if counts and not metadata.nonfinite:
             self.schedule.commit(plan)
         times = StepTimes(*map(_whole_microseconds, metadata.times))
         self.listener(times, metadata.learning_rate)

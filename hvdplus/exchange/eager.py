@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from hvdplus.compression import Context
-from hvdplus.control.meter import StepMeter
 from hvdplus.exchange import outcome, two_level
 from hvdplus.exchange.backend import Backend, EagerArray
 from hvdplus.exchange.bucket import BucketSet, BucketState, wide
@@ -24,6 +24,8 @@ from hvdplus.exchange.two_level import TwoLevel
 from hvdplus.log.runlog import RunLog
 from hvdplus.settings import Settings
 from hvdplus.transport import Transport
+
+DEVICE_BUCKET_BYTES = 32 << 20
 
 
 class EagerExchange(Exchange[EagerArray]):
@@ -58,7 +60,9 @@ class EagerExchange(Exchange[EagerArray]):
             average=average,
             tries_codecs=auto,
         )
-        self.meter = StepMeter()
+        self.meter = backend.make_meter()
+        self.runs_ahead = self.wire.waits_on_device and not backend.on_host
+        """Whether the host runs ahead of the device; see ``ahead.py``."""
         self.reporter: Reporter[EagerArray] = Reporter(len(self.shapes))
         self.get_loss_scale: Callable[[], float] | None = None
         """Returns the factor by which the script scales its losses, and so its gradients; None: no scaling."""
@@ -85,6 +89,12 @@ class EagerExchange(Exchange[EagerArray]):
     def choose_two_level(self) -> TwoLevel | None:
         """As offered by the transport; if the user leaves it open, only if measurements say that it is faster."""
         return two_level.choose(self)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """On a device larger by default: every bucket takes some hundred launches."""
+        unasked = "bucket_bytes" not in self.settings.origins
+        return DEVICE_BUCKET_BYTES if unasked and not self.backend.on_host else self.settings.bucket_bytes
 
     @property
     def sharers(self) -> int:
@@ -168,8 +178,12 @@ class EagerExchange(Exchange[EagerArray]):
 
     def wait_for_device(self) -> None:
         """Wait for the device before the host makes the metadata."""
-        if not self.idle:
+        if not (self.idle or self.runs_ahead):
             self.backend.wait_for_device()
+
+    def sum_begins(self, number: int, transport: Transport, handle: Any) -> None:
+        """Measure a bucket's sum, which is in flight."""
+        self.meter.sum_begins(number, functools.partial(transport.done, handle), transport.ended(handle))
 
     def exchange_added(self) -> None:
         """Exchange gradients of parameters that are not in the exchange yet."""
@@ -217,7 +231,7 @@ class EagerExchange(Exchange[EagerArray]):
         """Forget all sums in flight after the transport has failed or ended."""
         self.ready, self.stages, self.next_bucket, self._begun = [], [], 0, False
         self.reporter.forget()
-        self.meter = StepMeter()
+        self.meter = self.backend.make_meter()
         for state in (*self.joined.states, *self._tables, *(self._plain.states if self._plain else ())):
             state.forget_step()
             state.pending = None
@@ -248,7 +262,7 @@ class EagerExchange(Exchange[EagerArray]):
     def _start_anew(self) -> None:
         self.cut_anew()
         self.reporter.finish_last()
-        self.meter = StepMeter()  # the step in which this happens takes longer
+        self.meter = self.backend.make_meter()  # the step in which this happens takes longer
         self.ready, self.agreed = [], False
 
     def hold(self, i: int, residual: Any, share: float = 1.0) -> None:

@@ -38,12 +38,9 @@ def _looked_at(states: Sequence[BucketState[EagerArray]]) -> list[EagerArray]:
     return [state.sum_finite for state in states if state.sum_finite is not None]
 
 
-def send_left(x: EagerExchange[EagerArray]) -> bool:
-    """After an overflow on any rank, all ranks send what is left in full width: the whole gradient arrives in its own
-    step, and the residual becomes zero.
-
-    Returns whether the sums are finite; the same on every rank.
-    """
+def send_left(x: EagerExchange[EagerArray]) -> None:
+    """After an overflow on any rank, all ranks send what is left in full width: the whole gradient arrives, and the
+    residual becomes zero."""
     scale = x.scale * x.sent_scale
     sums = [
         (state, x.wire.start(x.backend.clone(state.pending), f"{x.tensor_name(state)}.left", scale))
@@ -54,7 +51,7 @@ def send_left(x: EagerExchange[EagerArray]) -> bool:
         left = x.wire.wait(handle)
         state.mean = _mean(x, state) + left
         state.pending = x.backend.filled_like(left, 0.0)
-    return x.backend.all_true([x.ops.all_finite(_mean(x, state)) for state, _ in sums])
+        state.sum_finite = x.ops.all_finite(state.mean)
 
 
 def settle(x: EagerExchange[EagerArray], state: BucketState[EagerArray], healthy: bool, learns: bool) -> None:

@@ -2,18 +2,18 @@
 
 If a step's result depends on the metadata (residuals, contexts), ranks read them in the step itself; else one step
 later, while they wait for other sums anyway. All ranks observe them at the same point, because plans follow from them.
+Where the host runs ahead of the device (``ahead.py``), what the device has found out is reported a step late.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, cast
 
 import numpy as np
 
-from hvdplus.exchange.backend import EagerArray
+from hvdplus.exchange.backend import EagerArray, Found
 from hvdplus.exchange.metadata import (
     Metadata,
     Report,
@@ -27,12 +27,16 @@ from hvdplus.exchange.metadata import (
     weights_differ,
 )
 from hvdplus.exchange.plan import Plan
-from hvdplus.exchange.sketch import part_of, square
+from hvdplus.exchange.sketch import CELLS, part_of, square
 from hvdplus.transport import Grouping
 
 if TYPE_CHECKING:
     from hvdplus.exchange.bucket import BucketState
     from hvdplus.exchange.eager import EagerExchange
+
+
+NORMS = 3
+"""Norms that a step measures, in front of its sketches."""
 
 
 class MetadataInFlight:
@@ -64,7 +68,16 @@ class Reporter(Generic[EagerArray]):
         """Of the current step."""
         self.observed_in_step = self.read_in_step = False
         """Whether every rank reads the current step's metadata before its end; whether this rank does."""
+        self._told = Plan()
+        """The plan that the current step's metadata are observed with: where the host runs ahead, they bring what the
+        step before has measured."""
+        self._measurement = 0, 0
+        """Number of the last step's measurement, and its level; 0: none."""
+        self.overflowed = False
+        """Whether values of a rank were found to overflow, in the metadata that were read last and late."""
         self._late: tuple[Plan, MetadataInFlight] | None = None
+        self._found: Callable[[], Found] = Found
+        """What the device has found out about the last step, where the host runs ahead."""
         self._norms: list[EagerArray] = []
         self._sketch: EagerArray | None = None
         self._sketched: list[EagerArray] = []
@@ -108,29 +121,36 @@ class Reporter(Generic[EagerArray]):
         report = self._report(x, learning_rate, added, missing, checksums)
         wait = self._start_sum(x, x.backend.metadata_array(pack(x.transport.rank, ranks, report, flags)))
         self.metadata = MetadataInFlight(wait, ranks, checksums)
-        self.observed_in_step = x.checks or x.now.carrier is not None or bool(self._unseen and not x.idle)
+        self._told = self._plan_of(x) if x.runs_ahead else x.plan
+        self.observed_in_step = (
+            (x.checks and not x.runs_ahead) or x.now.carrier is not None or bool(self._unseen and not x.idle)
+        )
         # Only a rank without a gradient needs to know whether other ranks have one.
         self.read_in_step = self.observed_in_step or added > 0 or not all(used)
 
     def observe_last(self, x: EagerExchange[EagerArray]) -> None:
         """Read the last step's metadata, if that was not done in the step."""
+        self.overflowed = False
         if self._late:
             (plan, metadata), self._late = self._late, None
-            self._observe(x, plan, metadata, healthy=True)
+            self._observe(x, plan, metadata, counts=False)
+            self.overflowed = metadata.read().overflow and not metadata.read().nonfinite
 
     def end_step(self, x: EagerExchange[EagerArray], healthy: bool) -> None:
         """Observe the step, or leave its metadata to the next one."""
         if self.observed_in_step:
-            self._observe(x, x.plan, self.metadata, healthy)
+            self._observe(x, self._told, self.metadata, healthy)
         else:
-            self._late = x.plan, self.metadata
+            x.coordinator.schedule.commit(x.plan)
+            self._late = self._told, self.metadata
         x.coordinator.unread_steps = int(not self.observed_in_step)
         self._steps += 1
         self.loss = math.nan
 
     def forget(self) -> None:
         """Drop metadata in flight, without waiting, norms and sketch."""
-        self._late, self._norms, self._sketch, self._sketched = None, [], None, []
+        self._late, self._found, self._measurement = None, Found, (0, 0)
+        self._norms, self._sketch, self._sketched = [], None, []
 
     def finish_last(self) -> None:
         """Wait for metadata in flight, and drop them: another state is loaded."""
@@ -138,16 +158,21 @@ class Reporter(Generic[EagerArray]):
             self._late[1].read()
         self.forget()
 
-    def _observe(self, x: EagerExchange[EagerArray], plan: Plan, in_flight: MetadataInFlight, healthy: bool) -> None:
+    def _observe(self, x: EagerExchange[EagerArray], plan: Plan, in_flight: MetadataInFlight, counts: bool) -> None:
         metadata = in_flight.read()
         if "weights" in metadata.odd:
             everyone = x.transport.gather_objects(list(in_flight.checksums), f"weights of {x.prefix}")
             message = weights_differ(metadata.odd["weights"], everyone, x.backend.names)
             raise RuntimeError(message + x.coordinator.note)
-        x.coordinator.observe(plan, metadata, healthy)
+        x.coordinator.observe(plan, metadata, counts)
         if self._unseen:
             self._unseen -= set(np.flatnonzero(metadata.used > 0).tolist())
         x.sparse.update(np.flatnonzero(metadata.turned).tolist())
+
+    def _plan_of(self, x: EagerExchange[EagerArray]) -> Plan:
+        """The coming step's plan, with the number of the last step's measurement if that ran the same level."""
+        (number, level), self._measurement = self._measurement, (x.plan.measurement, x.plan.level)
+        return x.plan._replace(measurement=number if level == x.plan.level else 0)
 
     def _start_sum(self, x: EagerExchange[EagerArray], array: EagerArray) -> Callable[[], np.ndarray]:
         # The returned closure must not refer to the exchange either.
@@ -156,7 +181,7 @@ class Reporter(Generic[EagerArray]):
             with x.meter.codec():
                 name = x.ladder.tensor_name(x.now.prefix, carrier.bucket.number, x.plan)
                 carrier.handle = cast(Grouping, transport).start_all([*carrier.summed, array], name, scale)
-                x.meter.sum_begins(carrier.bucket.number, functools.partial(transport.done, carrier.handle))
+                x.sum_begins(carrier.bucket.number, transport, carrier.handle)
             return lambda: to_host(array) / np.float32(scale)  # summed in place, complete when the carrier is
         # Two names alternate: the last sum may still be in flight where it was not awaited.
         self._sums += 1
@@ -170,18 +195,22 @@ class Reporter(Generic[EagerArray]):
         states: list[BucketState[EagerArray]] = [*x.now.states, *x.tables_now] if x.checks else []
         finite = [state.finite for state in states if state.finite is not None]
         overflow = [state.overflow for state in states if state.overflow is not None]
-        sound, over, contexts = x.backend.checked(finite, overflow, self._checksums(x, states))
-        times, loss = x.meter.last, float(self.loss)
-        gradient_norm, residual_norm, sketched_norm, sketch, residual_sketch = self._measured(x)
+        found = x.backend.found(finite, overflow, self._checksums(x, states), self.loss, self._measured(x))
+        if x.runs_ahead:
+            found, self._found = self._found, found
+        sound, over, contexts, loss, measured = found()
+        times = x.meter.last
+        gradient_norm, residual_norm, sketched_norm = measured[:NORMS] or (0.0,) * NORMS
+        sketch, residual_sketch = measured[NORMS : NORMS + CELLS], measured[NORMS + CELLS :]
         sums = Sums(
             nonfinite=float(not sound),
             overflow=float(over and not x.settings.secure_aggregation),  # what overflows stays in the residual
             step=times.step,
             loss=0.0 if math.isnan(loss) else loss,
             losses=float(not math.isnan(loss)),
-            sketch_square=square(sketch) if x.plan.measurement else 0.0,
+            sketch_square=square(sketch) if measured else 0.0,
             sketched_square=sketched_norm**2,
-            residual_sketch_square=square(residual_sketch) if x.plan.measurement else 0.0,
+            residual_sketch_square=square(residual_sketch) if measured else 0.0,
         )
         slot = Slot(
             codec=times.codec,
@@ -197,7 +226,7 @@ class Reporter(Generic[EagerArray]):
             missing=missing,
             added=added,
         )
-        return Report(sums, slot, sketch, residual_sketch)
+        return Report(sums, slot, sketch, residual_sketch) if measured else Report(sums, slot)
 
     def _checksums(self, x: EagerExchange[EagerArray], states: Sequence[BucketState[EagerArray]]) -> list[EagerArray]:
         """Of all contexts that the step uses or warms up."""
@@ -205,23 +234,21 @@ class Reporter(Generic[EagerArray]):
         used = [x.context(state, level) for state in states if state.bucket.compressible for level in levels]
         return [x.ops.checksum(array) for ctx in used for array in ctx.state]
 
-    def _measured(self, x: EagerExchange[EagerArray]) -> tuple[float, float, float, Sequence[float], Sequence[float]]:
-        """Norms of this rank's own gradients, measured when they were packed, of its next residual, and of the
-        gradients in the sketch; the sketch, and that of the residual."""
-        sketch, residual_sketch = Report().sketch, Report().residual_sketch
+    def _measured(self, x: EagerExchange[EagerArray]) -> list[EagerArray]:
+        """In steps that measure: norms of this rank's own gradients, taken when they were packed, of its next residual,
+        and of the gradients in the sketch; the sketch, and that of the residual."""
         if not x.plan.measurement or x.idle:
-            return 0.0, 0.0, 0.0, sketch, residual_sketch
+            return []
         with x.meter.codec():
             left = x.states if x.ladder.keeps_residual(x.plan) else []
-            gradient, self._norms = x.backend.norm_of_all(self._norms), []
-            residual = x.backend.norm_of_all([x.backend.norm(s.pending) for s in left if s.pending is not None])
-            if self._sketch is not None:
-                sketch, self._sketch = x.backend.to_host(self._sketch).tolist(), None
-            cells = None if x.two_level else _sketch_of_residual(x, left)
-            if cells is not None:
-                residual_sketch = x.backend.to_host(cells).tolist()
-            sketched, self._sketched = x.backend.norm_of_all(self._sketched), []
-            return gradient / x.loss_scale, residual, sketched, sketch, residual_sketch
+            norms = [
+                x.backend.norm_of_all(self._norms) * (1.0 / x.loss_scale),
+                x.backend.norm_of_all([x.backend.norm(s.pending) for s in left if s.pending is not None]),
+                x.backend.norm_of_all(self._sketched),
+            ]
+            sketches = [self._sketch, None if x.two_level else _sketch_of_residual(x, left)]
+            self._norms, self._sketched, self._sketch = [], [], None
+            return [*norms, *(x.backend.zeros(CELLS) if cells is None else cells for cells in sketches)]
 
     def _checks_weights(self, x: EagerExchange[EagerArray]) -> bool:
         """Whether this step checks weights, so that ranks notice if they drift apart: in the second step and then in

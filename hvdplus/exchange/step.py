@@ -7,14 +7,14 @@
 This is the order of a step in an eager framework (NumPy, PyTorch). In a compiled graph (TensorFlow) the order follows
 from the data, and the same pure functions of ``codec.py`` do the work. Read on: ``transfer.py`` sends one bucket,
 ``passes.py`` one that takes several sums, ``sparse.py`` one embedding, ``reporter.py`` the metadata; ``outcome.py``
-commits or rolls back the step and ``schedule.py`` plans the next.
+commits or rolls back the step (``ahead.py``: on a device) and ``schedule.py`` plans the next.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hvdplus.exchange import checkpoint, outcome, passes, sparse, transfer
+from hvdplus.exchange import ahead, checkpoint, outcome, passes, sparse, transfer
 from hvdplus.exchange.backend import EagerArray
 from hvdplus.exchange.metadata import check_agreement
 
@@ -131,19 +131,23 @@ def receive(x: EagerExchange[EagerArray]) -> None:
 def agree(x: EagerExchange[EagerArray]) -> bool:
     """Commit the step's contexts if all ranks' values were finite, else roll the step back; return whether they were.
 
-    If nothing depends on the metadata, ranks read them one step later.
+    If nothing depends on the metadata, ranks read them one step later. Where the host runs ahead, the device decides.
     """
-    if not x.reporter.read_in_step:
-        return True
-    with x.meter.exposed_comm():
-        metadata = x.reporter.metadata.read()
-    with x.meter.codec():
+    if x.reporter.read_in_step:
+        with x.meter.exposed_comm():
+            x.reporter.metadata.read()
         outcome.turned_sparse(x)
-        if not x.checks:
+    if not x.checks:
+        return True
+    with x.meter.codec():
+        if x.runs_ahead:
+            ahead.settle(x)
             return True
+        metadata = x.reporter.metadata.read()
         healthy = not metadata.nonfinite and outcome.sums_are_finite(x)
         if healthy and metadata.overflow:
-            healthy = outcome.send_left(x)
+            outcome.send_left(x)
+            healthy = outcome.sums_are_finite(x)
         learns = healthy and x.coordinator.schedule.learns(metadata.overflow)
         for state in x.states:
             outcome.settle(x, state, healthy, learns)

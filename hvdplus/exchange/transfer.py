@@ -50,7 +50,7 @@ def send(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
     if x.now.in_place and not state.is_table:
         state.summed = _in_place(x, state)
         state.handle = cast(Grouping, x.transport).start_all(state.summed, x.tensor_name(state), x.scale)
-        x.meter.sum_begins(state.bucket.number, functools.partial(x.wire.done, state.handle))
+        x.sum_begins(state.bucket.number, x.wire, state.handle)
         return
     parts = x.backend.parts(state.bucket)
     if not x.two_level:  # which measures the hosts' sums
@@ -100,7 +100,7 @@ def _send_vector(x: EagerExchange[EagerArray], state: BucketState[EagerArray], v
             go_on(payload)
             return
         handle = x.wire.start(payload, x.tensor_name(state))
-        x.meter.sum_begins(state.bucket.number, functools.partial(x.wire.done, handle))
+        x.sum_begins(state.bucket.number, x.wire, handle)
         passes.follow(x, passes.Stage(state, x.wire, handle, go_on))
         return
     check = x.checks and state.bucket.compressible
@@ -114,14 +114,14 @@ def _send_vector(x: EagerExchange[EagerArray], state: BucketState[EagerArray], v
 
 def _start(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
     state.handle = x.wire.start(state.payload, x.tensor_name(state))
-    x.meter.sum_begins(state.bucket.number, functools.partial(x.wire.done, state.handle))
+    x.sum_begins(state.bucket.number, x.wire, state.handle)
 
 
 def decode(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
     """Sum of payloads -> mean of gradients, and the next context."""
     compressor, check = x.compressor(state.bucket, x.plan.level), x.checks and state.bucket.compressible
     with x.backend.named("hvdplus.decode"):
-        stays = compressor.keeps_residual and x.sparse.isdisjoint(state.bucket.parameters)
+        stays = compressor.keeps_residual and x.sparse.isdisjoint(state.bucket.parameters) and not x.runs_ahead
         into = x.backend.places(state.bucket) if stays else ()
         got = receive_bucket(x.ops, compressor, x.context(state), state.total, x.scale * x.sent_scale, check, into)
         state.mean, state.next_context, state.sum_finite = got

@@ -1,0 +1,53 @@
+"""Steps in which the host runs ahead of a device: what depends on the step's values is decided on the device.
+
+A device (CUDA) computes while the host goes on, and over NCCL it also waits for sums by itself. A host that reads a
+value waits for all work that it has queued, and then the device waits for the host. So in a usual step it reads none:
+
+- Whether all sums are finite is the same on all ranks, and their devices act on it alike. If one is not, contexts and
+  residuals stay as they were, and NaN is delivered, as a plain all-reduce would. Whether the script then skips the step
+  or takes it, nothing of it is left. The schedule counts it.
+- What the device has found out travels with the next step's metadata; the host hears of it another step later.
+- After an overflow all ranks send what is left in full width as soon as they hear of it: two steps late.
+
+``fp16`` alone looks in the step itself whether a sum has left its range, because nothing would keep the gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from typing import TYPE_CHECKING
+
+from hvdplus.exchange import outcome
+from hvdplus.exchange.backend import EagerArray
+from hvdplus.exchange.bucket import BucketState
+
+if TYPE_CHECKING:
+    from hvdplus.exchange.eager import EagerExchange
+
+
+def settle(x: EagerExchange[EagerArray]) -> None:
+    """Commit the step's contexts if all sums are finite, else roll the step back: on the device, alike on all ranks."""
+    if x.reporter.overflowed:
+        outcome.send_left(x)
+    sums = [state.sum_finite for state in x.states if state.sum_finite is not None]
+    if not sums:
+        return
+    sound = functools.reduce(operator.and_, sums)
+    for state in (state for state in x.states if state.bucket.compressible):
+        _settle(x, state, sound)
+
+
+def _settle(x: EagerExchange[EagerArray], state: BucketState[EagerArray], sound: EagerArray) -> None:
+    choose, level = x.backend.choose, x.plan.warms_up or x.plan.level
+    if state.next_context is not None:
+        ctx = state.context(x.ops, level, x.compressor(state.bucket, level))
+        arrays = zip(state.next_context.state, ctx.state, strict=True)
+        state.contexts[level] = state.next_context._replace(state=tuple(choose(sound, *pair) for pair in arrays))
+    if state.pending is not None:
+        # A residual whose sum is beyond float32 would stay for ever.
+        before = None if x.reporter.overflowed else state.residual
+        state.pending = choose(sound, state.pending, 0.0 if before is None else before)
+    if state.mean is not None and x.compressor(state.bucket, x.plan.level).needs_finite_check:
+        state.mean = choose(sound, state.mean, math.nan)
