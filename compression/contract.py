@@ -213,7 +213,8 @@ class Compressor(ABC):
 
         If any rank overflows, all ranks send the rest in full width in the same step, and the residual becomes zero.
         Contexts do not advance in such a step: they would learn a scale that is gone in the next. They advance only
-        if overflows go on for many steps, because then the gradients have grown for good.
+        if overflows go on for many steps, because then the gradients have grown for good. (``exchange/ahead.py`` does
+        it later, and contexts advance.)
         """
         return ops.constant("no overflow", lambda: np.zeros((), np.bool_))
 
@@ -240,8 +241,8 @@ class Compressor(ABC):
         return ctx
 
     def is_finite(self, ops: Ops[Array], grad: Array, payload: Array) -> Array:
-        """Whether this rank's gradient is finite (0-d boolean), before the sum. The default checks the payload, which
-        is not finite where the gradient is not."""
+        """Whether this rank's gradient is finite (0-d boolean), or of a sum of payloads, all ranks'. The default checks
+        the payload, which is not finite where the gradient is not."""
         return ops.all_finite(payload)
 
     @abstractmethod

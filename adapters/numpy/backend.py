@@ -154,7 +154,7 @@ class NumpyBackend:
     def all_true(self, flags: Sequence[np.ndarray]) -> bool:
         return all(bool(flag) for flag in flags)
 
-    def make_meter(self) -> StepMeter:
+    def make_meter(self, *, runs_ahead: bool) -> StepMeter:
         return StepMeter()
 
     def found(
@@ -168,6 +168,9 @@ class NumpyBackend:
         numbers = [float(number) for array in measured for number in np.ravel(array)]
         found = Found(all(map(bool, finite)), any(map(bool, overflow)), sum(map(int, checksums)), float(loss), numbers)
         return lambda: found
+
+    def within(self, array: np.ndarray, limit: float) -> np.ndarray:
+        return np.clip(array, -limit, limit)
 
     def choose(self, condition: np.ndarray, one: np.ndarray, other: np.ndarray | float) -> np.ndarray:
         return np.where(condition, one, other).astype(one.dtype)

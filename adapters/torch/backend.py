@@ -19,7 +19,7 @@ import torch
 from hvdplus.adapters.torch import private
 from hvdplus.adapters.torch.memory import alone_in_memory
 from hvdplus.adapters.torch.ops import make_ops
-from hvdplus.adapters.torch.stream import OnItsWay, StreamMeter
+from hvdplus.adapters.torch.stream import OnItsWay, stream_meter
 from hvdplus.control.meter import StepMeter
 from hvdplus.exchange.backend import Found
 from hvdplus.exchange.bucket import DENSE_ONLY, Bucket
@@ -219,8 +219,8 @@ class TorchBackend:
     def all_true(self, flags: Sequence[torch.Tensor]) -> bool:
         return not flags or bool(torch.stack([torch.as_tensor(flag, device=self.device) for flag in flags]).all())
 
-    def make_meter(self) -> StepMeter:
-        return StreamMeter() if self.device.type == "cuda" else StepMeter()
+    def make_meter(self, *, runs_ahead: bool) -> StepMeter:
+        return stream_meter(self.device) if runs_ahead and self.device.type == "cuda" else StepMeter()
 
     def found(
         self,
@@ -252,6 +252,9 @@ class TorchBackend:
         if not numbers:
             return torch.zeros((), dtype=torch.int64, device=self.device)
         return torch.stack(list(numbers)).sum(dtype=torch.int64)
+
+    def within(self, array: torch.Tensor, limit: float) -> torch.Tensor:
+        return array.clamp(-limit, limit)
 
     def choose(self, condition: torch.Tensor, one: torch.Tensor, other: torch.Tensor | float) -> torch.Tensor:
         return torch.where(condition, one, other)

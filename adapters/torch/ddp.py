@@ -26,7 +26,7 @@ from torch.futures import Future
 
 from hvdplus.adapters.torch.backend import TorchBackend, loss_of, real_view, type_name
 from hvdplus.adapters.torch.ops import TorchOps
-from hvdplus.adapters.torch.optimizer import TYPES, fitting
+from hvdplus.adapters.torch.optimizer import TYPES, fitting, load_settings
 from hvdplus.agree import check_types, choose_ladder, choose_rhythm, join, next_instance
 from hvdplus.exchange import step
 from hvdplus.exchange.bucket import Bucket, BucketSet
@@ -204,15 +204,16 @@ def attach(
     grad_scaler: torch.amp.GradScaler | None,
 ) -> Attached:
     """See ``hvdplus.torch.ddp.attach``."""
-    resolved = Settings.load(settings)
-    if choose_rhythm(compression, None, resolved).local:
+    asked = Settings.load(settings)
+    if choose_rhythm(compression, None, asked).local:
         raise ValueError(
             "DistributedDataParallel exchanges in every step: local steps need DistributedOptimizer(every=) around a "
-            f"bare model. Received: compression={compression!r}, every={resolved.every}, staleness={resolved.staleness}"
+            f"bare model. Received: compression={compression!r}, every={asked.every}, staleness={asked.staleness}"
         )
     ignored = set(getattr(model, "parameters_to_ignore", ()))
     named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored]
     names, parameters = [name for name, _ in named], [parameter for _, parameter in named]
+    resolved = load_settings(settings, parameters)
     world = fitting(parameters, world)
     check_types(names, [type_name(p) for p in parameters], TYPES)
     exchange: HookExchange = join(

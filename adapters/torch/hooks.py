@@ -212,6 +212,7 @@ class HookedExchange(EagerExchange[torch.Tensor]):
         A parameter keeps its residual, and a parameter that is gone takes it along; buckets that stay the same keep
         their contexts.
         """
+        self.reporter.observe_last(self)  # while numbers are as they were
         before, residuals, learned = self.parameters, checkpoint.residuals(self), {}
         for state in self.states:
             learned[tuple(id(before[i]) for i in state.bucket.parameters)] = state.contexts

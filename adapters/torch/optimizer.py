@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import sys
@@ -26,6 +27,7 @@ from hvdplus.transport import World
 
 STATE_KEY = "hvdplus"
 """Key of ours in ``state_dict``."""
+DEVICE_BUCKET_BYTES = 32 << 20
 TYPES = (*FLOATS, "complex64", "complex128")
 """Types of gradients that are exchanged here."""
 
@@ -61,7 +63,7 @@ def wrap(
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     check_types([names[id(p)] for p in parameters], list(map(type_name, parameters)), TYPES)
     world = fitting(parameters, world)
-    resolved, number, kind_name = Settings.load(settings), next_instance(), optimizer.__class__.__name__
+    resolved, number, kind_name = load_settings(settings, parameters), next_instance(), optimizer.__class__.__name__
 
     def join_ranks(
         world: World, parameters: list[torch.nn.Parameter], times: int, brought: checkpoint.Brought | None = None
@@ -433,6 +435,14 @@ def check_groups(groups: Any) -> None:
         raise ValueError(f"groups must consist of torch.Tensor. Received: {type(odd).__name__}")
     if len({id(member) for member in members}) < len(members):
         raise ValueError("A parameter can only appear once in groups.")
+
+
+def load_settings(settings: Mapping[str, Any] | None, parameters: Sequence[torch.nn.Parameter]) -> Settings:
+    """See ``Settings.load``. On a device buckets are larger by default: each takes some hundred launches."""
+    resolved = Settings.load(settings)
+    if "bucket_bytes" in resolved.origins or not parameters or parameters[0].device.type == "cpu":
+        return resolved
+    return dataclasses.replace(resolved, bucket_bytes=DEVICE_BUCKET_BYTES)
 
 
 def fitting(parameters: Sequence[torch.nn.Parameter], world: World) -> World:

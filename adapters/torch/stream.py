@@ -6,6 +6,7 @@ events are put between the device's work, and read when the step is long over.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -26,7 +27,7 @@ class OnItsWay:
             return
         self._values = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
         self._values.copy_(values, non_blocking=True)
-        self._there = _mark()
+        self._there = _mark(values.device)
 
     def read(self) -> list[Any]:
         """The numbers; waits until they are here."""
@@ -34,6 +35,11 @@ class OnItsWay:
             self._there.synchronize()
         values: list[Any] = self._values.tolist()
         return values
+
+
+def stream_meter(device: torch.device) -> StreamMeter:
+    """The stopwatch of a device's steps."""
+    return StreamMeter(functools.partial(_mark, device))
 
 
 class _Step(NamedTuple):
@@ -50,14 +56,14 @@ class _Step(NamedTuple):
 class StreamMeter(StepMeter):
     """``StepMeter`` by events of the stream that computes.
 
-    A sum is in flight from where it was handed over to its end, which ``Transport.ended`` tells; where that does not,
-    to where the stream went on.
+    For steps in which the host runs ahead. A sum is in flight from where it was handed over to its end, which
+    ``Transport.ended`` tells; where that does not, to where the stream went on.
     """
 
-    def __init__(self, mark: Callable[[], Any] | None = None) -> None:
-        """``mark``: puts an event at the present end of the stream; for tests."""
+    def __init__(self, mark: Callable[[], Any]) -> None:
+        """``mark``: puts an event at the present end of the stream, and returns it."""
         super().__init__()
-        self._mark = mark or _mark
+        self._mark = mark
         self._spans: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
         self._sums: dict[int, tuple[Any, Any]] = {}
         self._start: Any = None
@@ -153,7 +159,8 @@ def _times(step: _Step) -> StepTimes:
     )
 
 
-def _mark() -> Any:
+def _mark(device: torch.device) -> Any:
+    """An event at the present end of the device's stream, which need not be the current device."""
     event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event

@@ -88,7 +88,7 @@ class Gloo(Transport):
         self._to_begin: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._last: dict[str, Any] = {}
         """The last work of every kind: what was begun before it has ended before."""
-        self._watch: Any = None
+        self._watch: dict[torch.device, Any] = {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._begin_sums, name="hvdplus-torch", daemon=True)
         self._thread.start()
@@ -165,7 +165,9 @@ class Gloo(Transport):
             self._last["device"] = work = dist.all_reduce(call.array, group=self._device_sums, async_op=True)
             call.work.set_result(work)
             if call.ended is not None:
-                with torch.cuda.stream(self._watching(call.array.device)):
+                watch = self._watching(call.array.device)
+                call.array.record_stream(watch)  # should nobody wait for the sum, it still may not lose its memory
+                with torch.cuda.stream(watch):
                     work.wait()
                     call.ended.record()
 
@@ -175,9 +177,9 @@ class Gloo(Transport):
 
     def _watching(self, device: torch.device) -> Any:
         """A stream that does nothing but wait for sums, so that it shows when they end."""
-        if self._watch is None:
-            self._watch = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._watch
+        if device not in self._watch:
+            self._watch[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._watch[device]
 
     def _gather(self, value: Any, words: str) -> list[Any]:
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)

@@ -54,7 +54,8 @@ class TorchDistributed(Gloo):
     def _use_nccl(self) -> None:
         patience = timedelta(seconds=self._timeout_seconds + GRACE_SECONDS)
         everybody = self.size == dist.get_world_size()
-        self.name, self.waits_on_device = "torch-nccl", True
+        self.name = "torch-nccl"
+        self.waits_on_device = not {"TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"} & os.environ.keys()
         # Ranks that are not among these know nothing of this group.
         self._device_sums = dist.new_group(self._ranks, patience, "nccl", use_local_synchronization=not everybody)
 

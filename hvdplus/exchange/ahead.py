@@ -1,15 +1,18 @@
 """Steps in which the host runs ahead of a device: what depends on the step's values is decided on the device.
 
 A device (CUDA) computes while the host goes on, and over NCCL it also waits for sums by itself. A host that reads a
-value waits for all work that it has queued, and then the device waits for the host. So in a usual step it reads none:
+value waits for all work that it has queued, and then the device waits for the host. So in a usual step it reads none,
+and waits at most for the end of the step before:
 
 - Whether all sums are finite is the same on all ranks, and their devices act on it alike. If one is not, contexts and
   residuals stay as they were, and NaN is delivered, as a plain all-reduce would. Whether the script then skips the step
   or takes it, nothing of it is left. The schedule counts it.
 - What the device has found out travels with the next step's metadata; the host hears of it another step later.
-- After an overflow all ranks send what is left in full width as soon as they hear of it: two steps late.
+- After an overflow all ranks send what is left in full width as soon as they hear of it, two steps late, or in the next
+  step that is taken and keeps a residual. Meanwhile contexts follow the larger values.
 
-``fp16`` alone looks in the step itself whether a sum has left its range, because nothing would keep the gradient.
+Levels without a residual whose sums may leave their range (``fp16``) look in the step itself, because nothing would
+keep the gradient; so do sparse gradients, steps that check weights, and those of two levels or with masks.
 """
 
 from __future__ import annotations
@@ -27,9 +30,14 @@ if TYPE_CHECKING:
     from hvdplus.exchange.eager import EagerExchange
 
 
+LARGEST = 1e38
+"""Magnitude of what ranks may hold back together, once they have told that it is far too much."""
+
+
 def settle(x: EagerExchange[EagerArray]) -> None:
     """Commit the step's contexts if all sums are finite, else roll the step back: on the device, alike on all ranks."""
-    if x.reporter.overflowed:
+    x.reporter.answers = x.reporter.overflowed and x.ladder.keeps_residual(x.plan)
+    if x.reporter.answers:
         outcome.send_left(x)
     sums = [state.sum_finite for state in x.states if state.sum_finite is not None]
     if not sums:
@@ -46,8 +54,9 @@ def _settle(x: EagerExchange[EagerArray], state: BucketState[EagerArray], sound:
         arrays = zip(state.next_context.state, ctx.state, strict=True)
         state.contexts[level] = state.next_context._replace(state=tuple(choose(sound, *pair) for pair in arrays))
     if state.pending is not None:
-        # A residual whose sum is beyond float32 would stay for ever.
-        before = None if x.reporter.overflowed else state.residual
-        state.pending = choose(sound, state.pending, 0.0 if before is None else before)
+        before: EagerArray | float = 0.0 if state.residual is None else state.residual
+        if x.reporter.answers and state.residual is not None:  # a sum beyond float32 would be so in every step
+            before = x.backend.within(state.residual, LARGEST / x.transport.size)
+        state.pending = choose(sound, state.pending, before)
     if state.mean is not None and x.compressor(state.bucket, x.plan.level).needs_finite_check:
         state.mean = choose(sound, state.mean, math.nan)

@@ -39,9 +39,9 @@ class Found(NamedTuple):
     """What metadata tell of the values of a step."""
 
     finite: bool = True
-    """Whether all were."""
+    """Whether all values that this rank sent were."""
     overflow: bool = False
-    """Whether any did."""
+    """Whether values of any bucket did, see ``Compressor.overflows``."""
     checksum: int = 0
     """Sum of all checksums modulo 2**64."""
     loss: float = math.nan
@@ -146,8 +146,8 @@ class Backend(Protocol[EagerArray]):
     def all_true(self, flags: Sequence[EagerArray]) -> bool:
         """Whether all of these 0-d booleans are true. Reads them together, because every read waits for the device."""
 
-    def make_meter(self) -> StepMeter:
-        """A stopwatch for steps."""
+    def make_meter(self, *, runs_ahead: bool) -> StepMeter:
+        """A stopwatch for steps; ``runs_ahead``: of a device that the host runs ahead of."""
 
     def found(
         self,
@@ -165,6 +165,9 @@ class Backend(Protocol[EagerArray]):
             loss: a number, or a device's; NaN: not reported.
             measured: numbers, in arrays of any lengths.
         """
+
+    def within(self, array: EagerArray, limit: float) -> EagerArray:
+        """The array, with magnitudes of at most ``limit``; in new memory."""
 
     def choose(self, condition: EagerArray, one: EagerArray, other: EagerArray | float) -> EagerArray:
         """``one`` if the condition (0-d boolean) is true, else ``other``; in new memory."""

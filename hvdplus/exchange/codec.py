@@ -83,5 +83,5 @@ def receive_bucket(
     mean = None if written else compressor.mean(ops, ctx, total, scale)
     if not check:
         return Incoming(mean, None, ops.all_finite(total) if compressor.may_overflow else None)
-    # Finite payloads can still have a sum beyond float32.
+    # Finite payloads can still have a sum beyond float32; and integers are finite, but say whether gradients were.
     return Incoming(mean, compressor.advance(ops, ctx, total), compressor.is_finite(ops, total, total))

@@ -25,8 +25,6 @@ from hvdplus.log.runlog import RunLog
 from hvdplus.settings import Settings
 from hvdplus.transport import Transport
 
-DEVICE_BUCKET_BYTES = 32 << 20
-
 
 class EagerExchange(Exchange[EagerArray]):
     """Exchanges the gradients of a backend."""
@@ -60,9 +58,9 @@ class EagerExchange(Exchange[EagerArray]):
             average=average,
             tries_codecs=auto,
         )
-        self.meter = backend.make_meter()
         self.runs_ahead = self.wire.waits_on_device and not backend.on_host
         """Whether the host runs ahead of the device; see ``ahead.py``."""
+        self.meter = backend.make_meter(runs_ahead=self.runs_ahead)
         self.reporter: Reporter[EagerArray] = Reporter(len(self.shapes))
         self.get_loss_scale: Callable[[], float] | None = None
         """Returns the factor by which the script scales its losses, and so its gradients; None: no scaling."""
@@ -89,12 +87,6 @@ class EagerExchange(Exchange[EagerArray]):
     def choose_two_level(self) -> TwoLevel | None:
         """As offered by the transport; if the user leaves it open, only if measurements say that it is faster."""
         return two_level.choose(self)
-
-    @property
-    def bucket_bytes(self) -> int:
-        """On a device larger by default: every bucket takes some hundred launches."""
-        unasked = "bucket_bytes" not in self.settings.origins
-        return DEVICE_BUCKET_BYTES if unasked and not self.backend.on_host else self.settings.bucket_bytes
 
     @property
     def sharers(self) -> int:
@@ -206,6 +198,7 @@ class EagerExchange(Exchange[EagerArray]):
     def commit(self) -> None:
         """The optimizer has taken the step: pending residuals become residuals."""
         self.not_taken = self.consolidated = False
+        self.reporter.taken()
         # If the coming plan neither flushes nor warms up, this step has sent the last of the residual.
         outstanding = self.plan.flush_fraction or self.plan.warms_up
         for state in self.states:
@@ -231,7 +224,7 @@ class EagerExchange(Exchange[EagerArray]):
         """Forget all sums in flight after the transport has failed or ended."""
         self.ready, self.stages, self.next_bucket, self._begun = [], [], 0, False
         self.reporter.forget()
-        self.meter = self.backend.make_meter()
+        self.meter = self.backend.make_meter(runs_ahead=self.runs_ahead)
         for state in (*self.joined.states, *self._tables, *(self._plain.states if self._plain else ())):
             state.forget_step()
             state.pending = None
@@ -262,7 +255,7 @@ class EagerExchange(Exchange[EagerArray]):
     def _start_anew(self) -> None:
         self.cut_anew()
         self.reporter.finish_last()
-        self.meter = self.backend.make_meter()  # the step in which this happens takes longer
+        self.meter = self.backend.make_meter(runs_ahead=self.runs_ahead)  # the step in which this happens takes longer
         self.ready, self.agreed = [], False
 
     def hold(self, i: int, residual: Any, share: float = 1.0) -> None:

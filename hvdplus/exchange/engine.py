@@ -109,11 +109,6 @@ class Exchange(ABC, Generic[Array]):
         elements = (bucket.spec.size * itemsize(bucket.dtype) for bucket in self.buckets)
         return sum(elements)
 
-    @property
-    def bucket_bytes(self) -> int:
-        """Bytes of a bucket at most, unless one gradient has more."""
-        return self.settings.bucket_bytes
-
     def choose_two_level(self) -> TwoLevel | None:
         """The two levels that payloads travel over; None: there is one.
 
@@ -151,7 +146,7 @@ class Exchange(ABC, Generic[Array]):
         buckets = make_buckets(
             [self.shapes[i] for i in chosen],
             [self.dtypes[i] for i in chosen],
-            bucket_bytes=PLAIN_BUCKET_BYTES if plain else self.bucket_bytes,
+            bucket_bytes=PLAIN_BUCKET_BYTES if plain else self.settings.bucket_bytes,
             ranks=self.wire.size,
             seed=self.settings.seed,
             tapering=plain,

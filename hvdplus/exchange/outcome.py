@@ -51,7 +51,8 @@ def send_left(x: EagerExchange[EagerArray]) -> None:
         left = x.wire.wait(handle)
         state.mean = _mean(x, state) + left
         state.pending = x.backend.filled_like(left, 0.0)
-        state.sum_finite = x.ops.all_finite(state.mean)
+        finite = x.ops.all_finite(state.mean)
+        state.sum_finite = finite if state.sum_finite is None else state.sum_finite & finite
 
 
 def settle(x: EagerExchange[EagerArray], state: BucketState[EagerArray], healthy: bool, learns: bool) -> None:

@@ -73,8 +73,9 @@ class Reporter(Generic[EagerArray]):
         step before has measured."""
         self._measurement = 0, 0
         """Number of the last step's measurement, and its level; 0: none."""
-        self.overflowed = False
-        """Whether values of a rank were found to overflow, in the metadata that were read last and late."""
+        self.overflowed = self.answers = False
+        """Where the host runs ahead: whether values of a rank were found to overflow, which is not answered yet, and
+        whether the current step answers that."""
         self._late: tuple[Plan, MetadataInFlight] | None = None
         self._found: Callable[[], Found] = Found
         """What the device has found out about the last step, where the host runs ahead."""
@@ -121,7 +122,7 @@ class Reporter(Generic[EagerArray]):
         report = self._report(x, learning_rate, added, missing, checksums)
         wait = self._start_sum(x, x.backend.metadata_array(pack(x.transport.rank, ranks, report, flags)))
         self.metadata = MetadataInFlight(wait, ranks, checksums)
-        self._told = self._plan_of(x) if x.runs_ahead else x.plan
+        self._told = self._told_with(x) if x.runs_ahead else x.plan
         self.observed_in_step = (
             (x.checks and not x.runs_ahead) or x.now.carrier is not None or bool(self._unseen and not x.idle)
         )
@@ -130,26 +131,30 @@ class Reporter(Generic[EagerArray]):
 
     def observe_last(self, x: EagerExchange[EagerArray]) -> None:
         """Read the last step's metadata, if that was not done in the step."""
-        self.overflowed = False
         if self._late:
             (plan, metadata), self._late = self._late, None
             self._observe(x, plan, metadata, counts=False)
-            self.overflowed = metadata.read().overflow and not metadata.read().nonfinite
 
     def end_step(self, x: EagerExchange[EagerArray], healthy: bool) -> None:
         """Observe the step, or leave its metadata to the next one."""
-        if self.observed_in_step:
-            self._observe(x, self._told, self.metadata, healthy)
-        else:
+        if x.runs_ahead or not self.observed_in_step:
             x.coordinator.schedule.commit(x.plan)
+        if self.observed_in_step:
+            self._observe(x, self._told, self.metadata, healthy and not x.runs_ahead)
+        else:
             self._late = self._told, self.metadata
         x.coordinator.unread_steps = int(not self.observed_in_step)
         self._steps += 1
         self.loss = math.nan
 
+    def taken(self) -> None:
+        """The optimizer has taken the step."""
+        self.overflowed, self.answers = self.overflowed and not self.answers, False
+
     def forget(self) -> None:
         """Drop metadata in flight, without waiting, norms and sketch."""
         self._late, self._found, self._measurement = None, Found, (0, 0)
+        self.overflowed = self.answers = False
         self._norms, self._sketch, self._sketched = [], None, []
 
     def finish_last(self) -> None:
@@ -165,12 +170,14 @@ class Reporter(Generic[EagerArray]):
             message = weights_differ(metadata.odd["weights"], everyone, x.backend.names)
             raise RuntimeError(message + x.coordinator.note)
         x.coordinator.observe(plan, metadata, counts)
+        if x.runs_ahead and metadata.overflow and not metadata.nonfinite:
+            self.overflowed = True
         if self._unseen:
             self._unseen -= set(np.flatnonzero(metadata.used > 0).tolist())
         x.sparse.update(np.flatnonzero(metadata.turned).tolist())
 
-    def _plan_of(self, x: EagerExchange[EagerArray]) -> Plan:
-        """The coming step's plan, with the number of the last step's measurement if that ran the same level."""
+    def _told_with(self, x: EagerExchange[EagerArray]) -> Plan:
+        """This step's plan, with the number of the last step's measurement if that ran the same level."""
         (number, level), self._measurement = self._measurement, (x.plan.measurement, x.plan.level)
         return x.plan._replace(measurement=number if level == x.plan.level else 0)
 

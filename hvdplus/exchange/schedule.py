@@ -8,7 +8,8 @@
     else                      level                                  -
 
 If a step was exchanged but not taken, its share of the flush is still outstanding: f + 1 (``repeat``). If any rank's
-gradient was not finite, the step does not count. Changes of level take effect with the next plan.
+gradient was not finite, the step does not count (where the host runs ahead of a device it does). Changes of level take
+effect with the next plan.
 """
 
 from __future__ import annotations

@@ -131,7 +131,8 @@ def receive(x: EagerExchange[EagerArray]) -> None:
 def agree(x: EagerExchange[EagerArray]) -> bool:
     """Commit the step's contexts if all ranks' values were finite, else roll the step back; return whether they were.
 
-    If nothing depends on the metadata, ranks read them one step later. Where the host runs ahead, the device decides.
+    If nothing depends on the metadata, ranks read them one step later. Where the host runs ahead, the device decides,
+    and nobody here knows: the answer is yes.
     """
     if x.reporter.read_in_step:
         with x.meter.exposed_comm():
