@@ -1041,6 +1041,7 @@ def test_a_device_sends_values_far_beyond_the_level_whole_two_steps_later(level:
             x.reduce(made(step), 0.1)
             x.commit()
         put_in, before = [held.copy() for held in held_back(x)], norm_of(held_back(x))
+        norms: list[float] = []
         for step in range(6, 14):
             grads = made(step)
             if step == 6 and transport.rank == 1:
@@ -1057,9 +1058,9 @@ def test_a_device_sends_values_far_beyond_the_level_whole_two_steps_later(level:
                 # Where float16 sums are rounded, nobody holds the difference.
                 np.testing.assert_allclose(total, held, rtol=1e-5, atol=5.0 if "fp16" in level else 0.1)
             assert identical(transport, got)
-            # Once all is sent, integers' steps may be as large as the large values made them, for a step.
-            assert (norm_of(held_back(x)) < 10.0 * before) == (step >= 8), step
-        assert norm_of(held_back(x)) < 4.0 * before
+            norms.append(norm_of(held_back(x)))
+        # Once all is sent, integers' steps are for a step as large as the large values made them.
+        assert max(norms[2:]) < 0.02 * min(norms[:2]) and norms[-1] < 4.0 * before
         assert any(".left" in name for name, _ in transport.sent)
 
     run(2, body, negotiates="on a device")
