@@ -27,7 +27,7 @@ from hvdplus.settings import Settings
 RATES = ("100mbit", "1gbit")
 PLAIN = ("ddp", "ddp fp16", "ddp powersgd:4:2", "ddp powersgd:8:2")
 SOONER, SAME, NEAR = 0.6, 1.02, 1.05
-"""Limits: a low-rank level over PowerSGD of rank 4, ``none`` over plain DDP, ``auto`` over the best level."""
+"""Limits: a low-rank level over PowerSGD of rank 4, ``none`` over plain DDP, ``auto`` over its fastest level."""
 LEVELS = ("none", "fp16", "lowrank:4", "lowrank:8+fp16", "lowrank:16+fp16")
 
 
@@ -52,7 +52,7 @@ def judge(rate: str, seconds: Seconds) -> list[str]:
     """The table at one rate, and its verdicts."""
     lines = [f"{rate}: milliseconds a step (medians of {len(seconds['ddp'])} blocks)"]
     lines += [f"  {who:<24} {statistics.median(took) * 1e3:8.1f}" for who, took in seconds.items()]
-    levels = [who for who in seconds if who.startswith("hook ") and who != "hook auto"]
+    levels = [who for level in Settings().ladder if (who := f"hook {level}") in seconds]  # auto runs no others
     best = min(levels, key=lambda who: statistics.median(seconds[who]))
     for mine, other, limit in (
         ("hook lowrank:4", "ddp powersgd:4:2", SOONER),
