@@ -55,6 +55,7 @@ class TwoLevel(Transport):
             between: of the ranks that have this one's place on their hosts.
         """
         self.everyone, self.local, self.between = everyone, local, between
+        local.waits_on_device = between.waits_on_device = False  # the host waits, and so knows how long sums take
         self.name, self.summable = everyone.name, everyone.summable
         self.rank, self.size = between.rank, between.size
         self.local_rank, self.local_size = everyone.local_rank, everyone.local_size
