@@ -161,16 +161,22 @@ class NumpyBackend:
         self,
         finite: Sequence[np.ndarray],
         overflow: Sequence[np.ndarray],
-        checksums: Sequence[np.ndarray],
+        contexts: Sequence[np.ndarray],
         loss: Any,
         measured: Sequence[np.ndarray],
     ) -> Callable[[], Found]:
         numbers = [float(number) for array in measured for number in np.ravel(array)]
-        found = Found(all(map(bool, finite)), any(map(bool, overflow)), sum(map(int, checksums)), float(loss), numbers)
+        checksum = sum(int(self.ops.checksum(array)) for array in contexts)
+        found = Found(all(map(bool, finite)), any(map(bool, overflow)), checksum, float(loss), numbers)
         return lambda: found
 
     def within(self, array: np.ndarray, limit: float) -> np.ndarray:
         return np.clip(array, -limit, limit)
+
+    def choose_each(
+        self, condition: np.ndarray, ones: Sequence[np.ndarray], others: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
+        return [self.choose(condition, *pair) for pair in zip(ones, others, strict=True)]
 
     def choose(self, condition: np.ndarray, one: np.ndarray, other: np.ndarray | float) -> np.ndarray:
         return np.where(condition, one, other).astype(one.dtype)

@@ -226,15 +226,17 @@ class TorchBackend:
         self,
         finite: Sequence[torch.Tensor],
         overflow: Sequence[torch.Tensor],
-        checksums: Sequence[torch.Tensor],
+        contexts: Sequence[torch.Tensor],
         loss: Any,
         measured: Sequence[torch.Tensor],
     ) -> Callable[[], Found]:
-        if self.on_host or not (finite or overflow or checksums or measured or isinstance(loss, torch.Tensor)):
+        if self.on_host or not (finite or overflow or contexts or measured or isinstance(loss, torch.Tensor)):
             told = [number for array in measured for number in array.tolist()]
-            found = Found(all(map(bool, finite)), any(map(bool, overflow)), sum(map(int, checksums)), float(loss), told)
+            checksum = sum(int(self.ops.checksum(array)) for array in contexts)
+            found = Found(all(map(bool, finite)), any(map(bool, overflow)), checksum, float(loss), told)
             return lambda: found
-        whole = torch.stack([self._total(finite), self._total(overflow), self._total(checksums)])
+        bits = [torch.cat([array.reshape(-1).view(torch.int32) for array in contexts])] if contexts else []
+        whole = torch.stack([self._total(finite), self._total(overflow), self._total(bits)])
         if not isinstance(loss, torch.Tensor):
             loss = torch.full((), loss, dtype=torch.float64, device=self.device)
         numbers = torch.cat([loss.to(self.device).double().reshape(1), *(array.double() for array in measured)])
@@ -248,13 +250,25 @@ class TorchBackend:
         return read
 
     def _total(self, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Sum of 0-d integers or booleans, 0-d int64."""
+        """Sum of integers or booleans, arrays of one length, as 0-d int64."""
         if not numbers:
             return torch.zeros((), dtype=torch.int64, device=self.device)
         return torch.stack(list(numbers)).sum(dtype=torch.int64)
 
     def within(self, array: torch.Tensor, limit: float) -> torch.Tensor:
         return array.clamp(-limit, limit)
+
+    def choose_each(
+        self, condition: torch.Tensor, ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        chosen = list(ones)
+        for dtype in {one.dtype for one in ones}:  # all of a type in one go
+            places = [i for i, one in enumerate(ones) if one.dtype == dtype]
+            flat, before = (torch.cat([each[i].reshape(-1) for i in places]) for each in (ones, others))
+            parts = torch.split(self.choose(condition, flat, before), [ones[i].numel() for i in places])
+            for i, part in zip(places, parts, strict=True):
+                chosen[i] = part.view(ones[i].shape)
+        return chosen
 
     def choose(self, condition: torch.Tensor, one: torch.Tensor, other: torch.Tensor | float) -> torch.Tensor:
         return torch.where(condition, one, other)

@@ -281,7 +281,14 @@ class DeviceOps(TorchOps):
         hair = self.constant(("hair", columns.shape[-2:]), lambda: _hair(*columns.shape[-2:]))
         with private.full_precision():
             q, r = torch.linalg.qr(columns + hair)
-        return torch.where(r.diagonal(dim1=-2, dim2=-1).unsqueeze(-2) < 0, -q, q)
+        basis: torch.Tensor = q * torch.copysign(self._one(), r.diagonal(dim1=-2, dim2=-1)).unsqueeze(-2)
+        return basis
+
+    def matmul(self, a: torch.Tensor, b: torch.Tensor, transpose_a: bool = False) -> torch.Tensor:
+        return super().matmul(a.mT if transpose_a else a, b)  # it reads as well along columns
+
+    def _one(self) -> torch.Tensor:
+        return self.constant("one", lambda: np.ones((), np.float32))
 
     def largest(self, batch: torch.Tensor) -> torch.Tensor:
         largest: torch.Tensor = torch.linalg.vector_norm(batch, torch.inf, dim=(1, 2), keepdim=True)

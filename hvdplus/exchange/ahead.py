@@ -18,8 +18,10 @@ keep the gradient; so do sparse gradients, steps that check weights, and those o
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hvdplus.exchange import outcome
@@ -43,16 +45,31 @@ def settle(x: EagerExchange[EagerArray]) -> None:
     if not sums:
         return
     sound = functools.reduce(operator.and_, sums)
-    for state in (state for state in x.states if state.bucket.compressible):
+    states = [state for state in x.states if state.bucket.compressible]
+    _settle_contexts(x, states, sound)
+    for state in states:
         _settle(x, state, sound)
 
 
+def _settle_contexts(
+    x: EagerExchange[EagerArray], states: Sequence[BucketState[EagerArray]], sound: EagerArray
+) -> None:
+    level = x.plan.warms_up or x.plan.level
+    following: list[EagerArray] = []
+    before: list[EagerArray] = []
+    for state in states:
+        if state.next_context is not None:
+            following += state.next_context.state
+            before += state.context(x.ops, level, x.compressor(state.bucket, level)).state
+    chosen = iter(x.backend.choose_each(sound, following, before))
+    for state in states:
+        if state.next_context is not None:
+            arrays = tuple(itertools.islice(chosen, len(state.next_context.state)))
+            state.contexts[level] = state.next_context._replace(state=arrays)
+
+
 def _settle(x: EagerExchange[EagerArray], state: BucketState[EagerArray], sound: EagerArray) -> None:
-    choose, level = x.backend.choose, x.plan.warms_up or x.plan.level
-    if state.next_context is not None:
-        ctx = state.context(x.ops, level, x.compressor(state.bucket, level))
-        arrays = zip(state.next_context.state, ctx.state, strict=True)
-        state.contexts[level] = state.next_context._replace(state=tuple(choose(sound, *pair) for pair in arrays))
+    choose = x.backend.choose
     if state.pending is not None:
         before: EagerArray | float = 0.0 if state.residual is None else state.residual
         if x.reporter.answers and state.residual is not None:  # a sum beyond float32 would be so in every step

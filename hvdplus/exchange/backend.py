@@ -43,7 +43,7 @@ class Found(NamedTuple):
     overflow: bool = False
     """Whether values of any bucket did, see ``Compressor.overflows``."""
     checksum: int = 0
-    """Sum of all checksums modulo 2**64."""
+    """Of all contexts, modulo 2**64."""
     loss: float = math.nan
     measured: Sequence[float] = ()
 
@@ -153,7 +153,7 @@ class Backend(Protocol[EagerArray]):
         self,
         finite: Sequence[EagerArray],
         overflow: Sequence[EagerArray],
-        checksums: Sequence[EagerArray],
+        contexts: Sequence[EagerArray],
         loss: Any,
         measured: Sequence[EagerArray],
     ) -> Callable[[], Found]:
@@ -161,13 +161,18 @@ class Backend(Protocol[EagerArray]):
 
         Args:
             finite, overflow: 0-d booleans.
-            checksums: 0-d integers.
+            contexts: arrays of 32 bits an element, of which a checksum is told.
             loss: a number, or a device's; NaN: not reported.
             measured: numbers, in arrays of any lengths.
         """
 
     def within(self, array: EagerArray, limit: float) -> EagerArray:
         """The array, with magnitudes of at most ``limit``; in new memory."""
+
+    def choose_each(
+        self, condition: EagerArray, ones: Sequence[EagerArray], others: Sequence[EagerArray]
+    ) -> list[EagerArray]:
+        """``choose`` of each pair; small arrays of any shapes."""
 
     def choose(self, condition: EagerArray, one: EagerArray, other: EagerArray | float) -> EagerArray:
         """``one`` if the condition (0-d boolean) is true, else ``other``; in new memory."""

@@ -202,7 +202,7 @@ class Reporter(Generic[EagerArray]):
         states: list[BucketState[EagerArray]] = [*x.now.states, *x.tables_now] if x.checks else []
         finite = [state.finite for state in states if state.finite is not None]
         overflow = [state.overflow for state in states if state.overflow is not None]
-        found = x.backend.found(finite, overflow, self._checksums(x, states), self.loss, self._measured(x))
+        found = x.backend.found(finite, overflow, self._contexts(x, states), self.loss, self._measured(x))
         if x.runs_ahead:
             found, self._found = self._found, found
         sound, over, contexts, loss, measured = found()
@@ -235,11 +235,11 @@ class Reporter(Generic[EagerArray]):
         )
         return Report(sums, slot, sketch, residual_sketch) if measured else Report(sums, slot)
 
-    def _checksums(self, x: EagerExchange[EagerArray], states: Sequence[BucketState[EagerArray]]) -> list[EagerArray]:
-        """Of all contexts that the step uses or warms up."""
+    def _contexts(self, x: EagerExchange[EagerArray], states: Sequence[BucketState[EagerArray]]) -> list[EagerArray]:
+        """The arrays of all contexts that the step uses or warms up."""
         levels = {x.plan.level, x.plan.warms_up or x.plan.level}
         used = [x.context(state, level) for state in states if state.bucket.compressible for level in levels]
-        return [x.ops.checksum(array) for ctx in used for array in ctx.state]
+        return [array for ctx in used for array in ctx.state]
 
     def _measured(self, x: EagerExchange[EagerArray]) -> list[EagerArray]:
         """In steps that measure: norms of this rank's own gradients, taken when they were packed, of its next residual,
