@@ -39,6 +39,8 @@ GRACE_SECONDS = 60.0
 """So much longer than this transport's patience is that of Gloo, whose messages name nobody."""
 dist: Any = torch.distributed
 """Its type leaves out some of what its documentation has."""
+cuda: Any = torch.cuda
+"""Parts of it have no types."""
 
 
 class _Comparison(NamedTuple):
@@ -99,7 +101,7 @@ class Gloo(Transport):
 
     def start(self, array: Any, name: str, scale: float = 1.0) -> _Call:
         comparison = self._compare(_words("sum", array, name, scale), self._compared)
-        ended: Any = torch.cuda.Event(enable_timing=True) if self._on_device(array) else None  # type: ignore[no-untyped-call]
+        ended: Any = cuda.Event(enable_timing=True) if self._on_device(array) else None
         call = _Call(Future(), comparison, array, scale, ended)
         self._begin(call)
         return call
@@ -167,7 +169,7 @@ class Gloo(Transport):
             if call.ended is not None:
                 watch = self._watching(call.array.device)
                 call.array.record_stream(watch)  # should nobody wait for the sum, it still may not lose its memory
-                with torch.cuda.stream(watch):
+                with cuda.stream(watch):
                     work.wait()
                     call.ended.record()
 
@@ -178,7 +180,7 @@ class Gloo(Transport):
     def _watching(self, device: torch.device) -> Any:
         """A stream that does nothing but wait for sums, so that it shows when they end."""
         if device not in self._watch:
-            self._watch[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._watch[device] = cuda.Stream(device)
         return self._watch[device]
 
     def _gather(self, value: Any, words: str) -> list[Any]:
