@@ -20,6 +20,8 @@ LAUNCHES = [
     ("torch", torchrun, 4, "auto", "torch-gloo"),
     ("ddp", torchrun, 2, "auto", "torch-gloo"),
     ("ddp", torchrun, 4, "auto", "torch-gloo"),
+    ("ahead", torchrun, 2, "auto", "torch-gloo"),
+    ("ahead", torchrun, 4, "auto", "torch-gloo"),
     ("two_level", torchrun, 4, "auto", "torch-gloo"),
     ("two_level", mpirun, 4, "mpi4py", "mpi4py"),
     ("two_level", mpirun, 4, "auto", "horovod-mpi"),

@@ -28,6 +28,8 @@ from hvdplus.exchange.sketch import CELLS, Part, signs
 UNNAMED = nullcontext()
 ADOPTED = 1 << 16
 """Bytes from which on a mean's memory becomes the gradient's: what is smaller is copied sooner, many in one call."""
+ALIGNED = 128
+"""Elements between two places where memory may begin: 512 bytes, as CUDA's allocator has it."""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the integer type that shows its bits."""
 
@@ -264,10 +266,11 @@ class TorchBackend:
         chosen = list(ones)
         for dtype in {one.dtype for one in ones}:  # all of a type in one go
             places = [i for i, one in enumerate(ones) if one.dtype == dtype]
-            flat, before = (torch.cat([each[i].reshape(-1) for i in places]) for each in (ones, others))
-            parts = torch.split(self.choose(condition, flat, before), [ones[i].numel() for i in places])
-            for i, part in zip(places, parts, strict=True):
-                chosen[i] = part.view(ones[i].shape)
+            picked = self.choose(condition, *(_joined([each[i] for i in places]) for each in (ones, others)))
+            start = 0
+            for i in places:
+                end = start + ones[i].numel()
+                chosen[i], start = picked[start:end].view(ones[i].shape), _aligned(end)
         return chosen
 
     def choose(self, condition: torch.Tensor, one: torch.Tensor, other: torch.Tensor | float) -> torch.Tensor:
@@ -321,6 +324,17 @@ def like(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 def type_name(tensor: torch.Tensor) -> str:
     """``float32`` and the like."""
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def _joined(arrays: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Arrays of a type end to end, each where memory of its own could begin: products' last bits depend on that."""
+    spare = arrays[0].new_zeros(ALIGNED)
+    pieces = ((array.reshape(-1), spare[: _aligned(array.numel()) - array.numel()]) for array in arrays)
+    return torch.cat([each for pair in pieces for each in pair])
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNED) * ALIGNED
 
 
 def loss_of(loss: float | torch.Tensor) -> Any:

@@ -281,8 +281,8 @@ class DeviceOps(TorchOps):
         hair = self.constant(("hair", columns.shape[-2:]), lambda: _hair(*columns.shape[-2:]))
         with private.full_precision():
             q, r = torch.linalg.qr(columns + hair)
-        basis: torch.Tensor = q * torch.copysign(self._one(), r.diagonal(dim1=-2, dim2=-1)).unsqueeze(-2)
-        return basis
+        signs = torch.copysign(self._one(), r.diagonal(dim1=-2, dim2=-1)).unsqueeze(-2)
+        return torch.mul(q, signs, out=q.new_empty(q.shape))  # row by row; q is column by column
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor, transpose_a: bool = False) -> torch.Tensor:
         return super().matmul(a.mT if transpose_a else a, b)  # it reads as well along columns
