@@ -45,7 +45,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date
-from itertools import accumulate
+from itertools import accumulate, groupby, pairwise
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -403,16 +403,21 @@ def link_changes(ranks: Ranks, hosts: int, model: str, rounds: int, more_seconds
 def steady(ranks: Ranks, where: str) -> Verdict:
     """``auto``, once it has settled, stays where it is."""
     levels = ranks.steps(who="auto", count=STEADY_STEPS)["levels"]
-    changes = sum(a != b for a, b in zip(levels, levels[1:], strict=False))
+    runs = [(level, len(list(steps))) for level, steps in groupby(levels)]
+    held = [level for level, steps in runs if steps > TURN_STEPS]
+    changes = sum(a != b for a, b in pairwise(held))
     share = max(levels.count(level) for level in set(levels)) / len(levels)
     return Verdict(
-        f"no oscillation in {STEADY_STEPS} steps: at most {MOST_CHANGES} changes, {STEADY_SHARE:.0%} at one level",
+        f"no oscillation in {STEADY_STEPS} steps: at most {MOST_CHANGES} changes of the level held for more than "
+        f"{TURN_STEPS} steps, {STEADY_SHARE:.0%} at one level",
         changes <= MOST_CHANGES and share >= STEADY_SHARE,
-        f"{changes} changes, {share:.1%} at one level ({where})",
+        f"{changes} changes, beside {len(runs) - len(held)} turns of trials; {share:.1%} at one level ({where})",
     )
 
 
 STEADY_STEPS, MOST_CHANGES, STEADY_SHARE = 1000, 2, 0.95
+TURN_STEPS = 50
+"""A trial's turns are shorter: the level held and its challenger take turns, and what they cost shows in the share."""
 
 
 def slow_rank(ranks: Ranks) -> Verdict:
