@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from frameworks import need
 
 from hvdplus.adapters.transports.local import Local
 from hvdplus.control.meter import StepTimes
 
-torch = need("torch")
+torch = pytest.importorskip("torch")
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 

@@ -1,10 +1,9 @@
 """The ranks of ``ranks/device_ranks.py`` on a CUDA device: one over NCCL, and two that share it over Gloo."""
 
 import pytest
-from frameworks import need
 from launching import TESTS, run, torchrun
 
-torch = need("torch")
+torch = pytest.importorskip("torch")
 
 pytestmark = [
     pytest.mark.jobs,
