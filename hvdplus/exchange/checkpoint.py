@@ -75,7 +75,6 @@ def save(x: Exchange[Array]) -> dict[str, Any]:
 
     Arrays (the framework's, copied), numbers, text, and lists and dictionaries of them.
     """
-    whole = x.sharers == 1 or x.has_shares
     return {
         "format": FORMAT,
         "framework": x.framework,
@@ -94,8 +93,7 @@ def save(x: Exchange[Array]) -> dict[str, Any]:
             }
             for state in x.states
         ],
-        # Of two levels, this rank's share of what its host holds back.
-        "residuals": {i: residual if whole else residual / x.sharers for i, residual in residuals(x).items()},
+        "residuals": residuals(x),
     }
 
 
@@ -165,7 +163,6 @@ def load(x: Exchange[Array], state: Mapping[str, Any]) -> str:
     else:
         x.know_nothing()
     x.consolidated = state["rank"] is None
-    x.has_shares = True
     if resumed:
         x.coordinator.load(state["coordinator"])
     x.not_taken = resumed and state["not_taken"]
@@ -182,21 +179,16 @@ def load(x: Exchange[Array], state: Mapping[str, Any]) -> str:
     return digest(*plain, arrays=[np.asarray(x.on_host(array)) for array in arrays])
 
 
-def join_shares(x: Exchange[Array]) -> None:
-    """If ranks of a host hold the same residual, make it of the shares that each of them has loaded; all ranks call it,
-    once after a state was loaded."""
-    if x.two_level is None or not x.has_shares:
-        return
-    x.has_shares, local = False, x.two_level.local
-    for state in x.states:
-        if state.residual is not None:
-            name = f"{x.prefix}.shares.{state.bucket.number}"
-            state.residual = local.wait(local.start(x.copied(state.residual), name))
-
-
 def consolidate(x: Exchange[Array]) -> None:
     """Give every rank the mean of all ranks' residuals, which leaves their sum unchanged."""
-    states = [state for state in x.states if state.residual is not None]
+    held = [state.residual is not None for state in x.states]
+    if x.two_level:  # where each bucket's owners hold something back
+        everyone = x.transport.gather_objects(held, f"residuals of {x.prefix}")
+        held = [any(ranks) for ranks in zip(*everyone, strict=True)]
+    states = [state for state, anybody in zip(x.states, held, strict=True) if anybody]
+    for state in states:
+        if state.residual is None:
+            x.hold(state.bucket.parameters[0], None)
     names = [f"{x.prefix}.mean.{state.bucket.number}" for state in states]
     handles = [
         x.transport.start(x.copied(state.residual), name, 1.0 / x.transport.size)

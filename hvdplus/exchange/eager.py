@@ -89,11 +89,6 @@ class EagerExchange(Exchange[EagerArray]):
         return two_level.choose(self)
 
     @property
-    def sharers(self) -> int:
-        """Ranks that hold the same residual."""
-        return self.two_level.local.size if self.two_level else 1
-
-    @property
     def sums_in_place(self) -> bool:
         """Whether the transport negotiates and sums groups: gradients then need no agreed order, and so no bucket."""
         return self.wire.negotiates and hasattr(self.wire, "start_all")
@@ -185,10 +180,8 @@ class EagerExchange(Exchange[EagerArray]):
         """After delivery: observe the metadata, forget the step, and make the next plan."""
         self.coordinator.row_bytes = sum(table.sent_bytes for table in self.tables_now)
         self.reporter.end_step(self, healthy)
-        states = [*self.now.states, *self.tables_now]
-        flushed = any(state.pending is not None for state in states)
-        self.not_taken = healthy and flushed and not self.ladder.keeps_residual(self.plan)
-        for state in states:
+        self.not_taken = healthy and self.ladder.flushes(self.plan)
+        for state in [*self.now.states, *self.tables_now]:
             state.forget_step()
         self._begun, self.next_bucket = False, 0
         before = self.plan.level
@@ -202,11 +195,12 @@ class EagerExchange(Exchange[EagerArray]):
         # If the coming plan neither flushes nor warms up, this step has sent the last of the residual.
         outstanding = self.plan.flush_fraction or self.plan.warms_up
         for state in self.states:
-            if state.pending is not None:
+            if state.pending is not None or state.handed_over:
                 if self.backend.shares_memory(state.pending, state.flat):
                     # The vector became the residual in place, so it takes the old residual's memory instead.
                     state.flat = state.residual
                 state.residual, state.pending = (state.pending if outstanding else None), None
+                state.handed_over = False
         if self.alone and not self.idle and all(state.residual is None for state in self.states):
             self.idle = True
             self.make_sets()
@@ -227,7 +221,7 @@ class EagerExchange(Exchange[EagerArray]):
         self.meter = self.backend.make_meter(runs_ahead=self.runs_ahead)
         for state in (*self.joined.states, *self._tables, *(self._plain.states if self._plain else ())):
             state.forget_step()
-            state.pending = None
+            state.pending, state.handed_over = None, False
 
     def change_members(self, order: Sequence[int], moved: Mapping[int, int]) -> None:
         """Follow a change of the backend's gradients. ``moved``: old number -> new number of those that stay."""

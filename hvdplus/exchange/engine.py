@@ -83,8 +83,6 @@ class Exchange(ABC, Generic[Array]):
         """Whether a step, or a checkpoint, has shown the order and which gradients are sparse."""
         self.not_taken = False
         """Whether a residual's share was sent in a step that the optimizer has not taken (yet)."""
-        self.has_shares = False
-        """Whether residuals are shares of what all ranks of a host will hold alike."""
         self.consolidated = False
         """Whether residuals are all ranks' mean, so that one rank's state is complete."""
         self.buckets = self.make_buckets()
@@ -178,11 +176,6 @@ class Exchange(ABC, Generic[Array]):
     def compressor(self, bucket: Bucket, level: int) -> Compressor:
         """The compressor of a bucket at a level."""
         return compressor_for(bucket, self.ladder.compressors[level])
-
-    @property
-    def sharers(self) -> int:
-        """Ranks that hold the same residual."""
-        return 1
 
     # -- where residuals and contexts are, for checkpoints. Those hold arrays of the framework or of NumPy: Any.
 

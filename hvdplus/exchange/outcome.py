@@ -41,16 +41,18 @@ def _looked_at(states: Sequence[BucketState[EagerArray]]) -> list[EagerArray]:
 def send_left(x: EagerExchange[EagerArray]) -> None:
     """After an overflow on any rank, all ranks send what is left in full width: the whole gradient arrives, and the
     residual becomes zero."""
-    scale = x.scale * x.sent_scale
-    sums = [
-        (state, x.wire.start(x.backend.clone(state.pending), f"{x.tensor_name(state)}.left", scale))
-        for state in x.states
-        if state.pending is not None and state.finite is not None
-    ]
+    scale, sums = x.scale * x.sent_scale, []
+    for state in x.states:
+        if state.bucket.compressible and (
+            state.handed_over or (state.pending is not None and state.finite is not None)
+        ):
+            mine = state.pending  # None: another rank of this host has it
+            left = x.backend.zeros(state.bucket.spec.size) if mine is None else x.backend.clone(mine)
+            sums.append((state, x.transport.start(left, f"{x.tensor_name(state)}.left", scale)))
     for state, handle in sums:
-        left = x.wire.wait(handle)
+        left = x.transport.wait(handle)
         state.mean = _mean(x, state) + left
-        state.pending = x.backend.filled_like(left, 0.0)
+        state.pending = None if state.handed_over else x.backend.filled_like(left, 0.0)
         finite = x.ops.all_finite(state.mean)
         state.sum_finite = finite if state.sum_finite is None else state.sum_finite & finite
 
@@ -63,7 +65,7 @@ def settle(x: EagerExchange[EagerArray], state: BucketState[EagerArray], healthy
         if learns and state.next_context is not None:
             state.contexts[x.plan.warms_up or x.plan.level] = state.next_context
         return
-    state.pending = None
+    state.pending, state.handed_over = None, False
     if x.compressor(state.bucket, x.plan.level).needs_finite_check:  # deliver NaN, as a plain all-reduce would
         state.mean = x.backend.filled_like(_mean(x, state), math.nan)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from hvdplus.compression import Context
 from hvdplus.exchange import passes, two_level
 from hvdplus.exchange.backend import EagerArray
 from hvdplus.exchange.bucket import BucketState, wide
 from hvdplus.exchange.codec import receive_bucket, send_bucket
+from hvdplus.exchange.residual import left_after_flush
 from hvdplus.transport import Grouping
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 def mark_ready(state: BucketState[EagerArray], i: int) -> None:
     """The gradient of parameter ``i`` is ready."""
-    state.pending = None  # of a step that was never taken
+    state.pending, state.handed_over = None, False  # of a step that was never taken
     state.missing.discard(i)
 
 
@@ -79,7 +80,7 @@ def _pack(x: EagerExchange[EagerArray], state: BucketState[EagerArray], parts: S
     """The bucket's vector: its gradients, and a share of the residual."""
     fraction, flat = x.plan.flush_fraction, vector(x, state)
     # Residuals are in units of the unscaled loss, and so are sent values at levels that keep residuals or contexts.
-    share = fraction * (x.loss_scale / x.sent_scale) / x.sharers
+    share = fraction * (x.loss_scale / x.sent_scale)
     x.backend.join(parts, flat, x.sent_scale, state.residual if fraction else None, share)
     return flat
 
@@ -94,18 +95,25 @@ def _send_vector(x: EagerExchange[EagerArray], state: BucketState[EagerArray], v
                 state.taught = compressor.advance(x.ops, ctx, total)._replace(side=ctx.side + 1)
             _send_vector(x, state, vector)
 
-        with x.backend.named("hvdplus.encode"):
-            payload = compressor.encode(x.ops, ctx, vector)
+        payload = _encode(x, state, vector)
         if not len(payload):  # no tensor of this bucket has anything to learn
             go_on(payload)
             return
-        handle = x.wire.start(payload, x.tensor_name(state))
+        handle = _begin(x, state, payload)
         x.sum_begins(state.bucket.number, x.wire, handle)
         passes.follow(x, passes.Stage(state, x.wire, handle, go_on))
         return
     check = x.checks and state.bucket.compressible
     fraction = x.plan.flush_fraction
     residual = state.residual if fraction else None
+    if x.two_level and not x.two_level.owns(state.bucket.number):
+        state.payload = _encode(x, state, vector)
+        state.handed_over = compressor.keeps_residual
+        state.pending = None
+        if residual is not None and not compressor.keeps_residual:
+            state.pending = left_after_flush(residual, fraction)
+        _start(x, state)
+        return
     with x.backend.named("hvdplus.encode"):
         out = send_bucket(x.ops, compressor, ctx, vector, residual, fraction, check)
     state.payload, state.pending, state.finite, state.overflow = out
@@ -113,8 +121,28 @@ def _send_vector(x: EagerExchange[EagerArray], state: BucketState[EagerArray], v
 
 
 def _start(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
-    state.handle = x.wire.start(state.payload, x.tensor_name(state))
+    state.handle = _begin(x, state, state.payload)
     x.sum_begins(state.bucket.number, x.wire, state.handle)
+
+
+def _encode(x: EagerExchange[EagerArray], state: BucketState[EagerArray], vector: EagerArray) -> EagerArray:
+    """Payload of a vector. Of two levels, ranks that do not own the bucket only need to know its form."""
+    compressor, ctx = x.compressor(state.bucket, x.plan.level), x.context(state)
+    form = x.plan.level, ctx.side
+    if form in state.forms and x.two_level and not x.two_level.owns(state.bucket.number):
+        return state.forms[form]
+    with x.backend.named("hvdplus.encode"):
+        payload = compressor.encode(x.ops, ctx, vector)
+    if x.two_level:
+        state.forms[form] = payload
+    return payload
+
+
+def _begin(x: EagerExchange[EagerArray], state: BucketState[EagerArray], payload: EagerArray) -> Any:
+    """Begin the sum of a payload; returns its handle."""
+    if x.two_level:
+        return x.two_level.start(payload, x.tensor_name(state), bucket=state.bucket.number)
+    return x.wire.start(payload, x.tensor_name(state))
 
 
 def decode(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:

@@ -1,11 +1,11 @@
 """Two levels: a host's ranks add up their gradients densely, and one compressed stream a host crosses the network.
 
-    gradients ─► sum over the host's ranks (dense, shared memory) ─► + residual ─► encode ─┐
-    mean ◄─ decode ◄─ every rank of the host gets the total ◄─ sum over hosts, by one rank each ◄┘
+    gradients + residual ─► sum over the host's ranks (dense, shared memory) ─► its owner encodes ─┐
+    mean ◄─ decode ◄─ every rank of the host gets the total ◄─ sum over hosts, by the owners ◄─────┘
 
-So a residual, the head room of integers and the noise of rounding are a host's and not a rank's. All ranks of a host
-hold the same residual and encode the same vector; each bucket's payload is sent by another one of them. Whatever its
-name, the first level may be any part of a host, such as the devices that NVLink connects.
+So a residual, encoding, the head room of integers and the noise of rounding are a host's and not a rank's: every bucket
+has an owner among the host's ranks, who alone encodes it, sends it and keeps what is left. Whatever its name, the first
+level may be any part of a host, such as the devices that NVLink connects.
 """
 
 from __future__ import annotations
@@ -61,9 +61,15 @@ class TwoLevel(Transport):
         self.local_rank, self.local_size = everyone.local_rank, everyone.local_size
         self._next = 0
 
-    def start(self, array: Any, name: str, scale: float = 1.0) -> _Call:
-        sender, self._next = self._next, (self._next + 1) % self.local.size
-        mine = sender == self.local.rank
+    def owns(self, bucket: int) -> bool:
+        """Whether this rank is the one of its host that encodes and sends the bucket of this number."""
+        return bucket % self.local.size == self.local.rank
+
+    def start(self, array: Any, name: str, scale: float = 1.0, bucket: int | None = None) -> _Call:
+        """``bucket``: whose owner sends; of others, which all ranks of a host have alike, ranks take turns."""
+        if bucket is None:
+            bucket, self._next = self._next, self._next + 1
+        mine = self.owns(bucket)
         return _Call(array, self.between.start(array, name) if mine else None, name, scale)
 
     def done(self, handle: _Call) -> bool:
@@ -200,10 +206,10 @@ def sum_over_host(
 ) -> None:
     """Begin the sum of a packed bucket over this host's ranks; ``go_on`` sends what it is given, the sum."""
     assert x.two_level is not None
-    local = x.two_level.local
+    levels, local = x.two_level, x.two_level.local
 
     def summed(vector: EagerArray) -> None:
-        if x.plan.measurement:
+        if x.plan.measurement and levels.owns(state.bucket.number):
             residual = state.residual if x.plan.flush_fraction else None
             share = x.plan.flush_fraction * (x.loss_scale / x.sent_scale)
             own = vector if residual is None else vector - residual * share

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import hvdplus.torch as hvd
+from hvdplus.exchange import checkpoint
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -83,17 +84,10 @@ def test_levels_learn_and_ranks_stay_identical(level):
     assert hvd.identical(net)
     exchange = optimizer._exchange
     assert exchange.two_level is not None and all(bucket.spec.ranks == 2 for bucket in exchange.buckets)
-    held = [torch.cat([r.flatten() for r in _residuals(exchange)])] if _residuals(exchange) else []
-    for mine in held:  # the same on the ranks of a host, and another one elsewhere
-        everyone = hvd.allgather_object(mine, name="residuals")
-        assert torch.equal(everyone[0], everyone[1]) and torch.equal(everyone[2], everyone[3])
-        assert not torch.equal(everyone[0], everyone[2])
-
-
-def _residuals(exchange):
-    from hvdplus.exchange import checkpoint
-
-    return [residual for _, residual in sorted(checkpoint.residuals(exchange).items())]
+    held = hvd.allgather_object(sorted(checkpoint.residuals(exchange)), name="residuals")
+    if any(held):  # one rank of each host has that of a bucket
+        everything = sorted(i for state in exchange.states for i in state.bucket.parameters)
+        assert sorted(held[0] + held[1]) == sorted(held[2] + held[3]) == everything
 
 
 def test_a_checkpoint_goes_on():
