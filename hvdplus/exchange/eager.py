@@ -199,8 +199,7 @@ class EagerExchange(Exchange[EagerArray]):
                 if self.backend.shares_memory(state.pending, state.flat):
                     # The vector became the residual in place, so it takes the old residual's memory instead.
                     state.flat = state.residual
-                state.residual, state.pending = (state.pending if outstanding else None), None
-                state.handed_over = False
+                state.residual, state.pending, state.handed_over = state.pending if outstanding else None, None, False
         if self.alone and not self.idle and all(state.residual is None for state in self.states):
             self.idle = True
             self.make_sets()

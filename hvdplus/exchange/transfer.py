@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from hvdplus.compression import Context
+from hvdplus.compression import Compressor, Context
 from hvdplus.exchange import passes, two_level
 from hvdplus.exchange.backend import EagerArray
 from hvdplus.exchange.bucket import BucketState, wide
@@ -95,7 +95,7 @@ def _send_vector(x: EagerExchange[EagerArray], state: BucketState[EagerArray], v
                 state.taught = compressor.advance(x.ops, ctx, total)._replace(side=ctx.side + 1)
             _send_vector(x, state, vector)
 
-        payload = _encode(x, state, vector)
+        payload = _encode(x, state, compressor, ctx, vector)
         if not len(payload):  # no tensor of this bucket has anything to learn
             go_on(payload)
             return
@@ -107,7 +107,7 @@ def _send_vector(x: EagerExchange[EagerArray], state: BucketState[EagerArray], v
     fraction = x.plan.flush_fraction
     residual = state.residual if fraction else None
     if x.two_level and not x.two_level.owns(state.bucket.number):
-        state.payload = _encode(x, state, vector)
+        state.payload = _encode(x, state, compressor, ctx, vector)
         state.handed_over = compressor.keeps_residual
         state.pending = None
         if residual is not None and not compressor.keeps_residual:
@@ -125,15 +125,21 @@ def _start(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None
     x.sum_begins(state.bucket.number, x.wire, state.handle)
 
 
-def _encode(x: EagerExchange[EagerArray], state: BucketState[EagerArray], vector: EagerArray) -> EagerArray:
+def _encode(
+    x: EagerExchange[EagerArray],
+    state: BucketState[EagerArray],
+    compressor: Compressor,
+    ctx: Context[EagerArray],
+    vector: EagerArray,
+) -> EagerArray:
     """Payload of a vector. Of two levels, ranks that do not own the bucket only need to know its form."""
-    compressor, ctx = x.compressor(state.bucket, x.plan.level), x.context(state)
+    owns = x.two_level is None or x.two_level.owns(state.bucket.number)
     form = x.plan.level, ctx.side
-    if form in state.forms and x.two_level and not x.two_level.owns(state.bucket.number):
+    if not owns and form in state.forms:
         return state.forms[form]
     with x.backend.named("hvdplus.encode"):
         payload = compressor.encode(x.ops, ctx, vector)
-    if x.two_level:
+    if not owns:
         state.forms[form] = payload
     return payload
 
