@@ -15,7 +15,7 @@ import numpy as np
 
 from hvdplus.adapters.numpy.ops import NumpyOps
 from hvdplus.control.meter import StepMeter
-from hvdplus.exchange.backend import Found
+from hvdplus.exchange.backend import Found, look
 from hvdplus.exchange.bucket import Bucket
 from hvdplus.exchange.eager import EagerExchange
 from hvdplus.exchange.plan import Ladder
@@ -165,9 +165,7 @@ class NumpyBackend:
         loss: Any,
         measured: Sequence[np.ndarray],
     ) -> Callable[[], Found]:
-        numbers = [float(number) for array in measured for number in np.ravel(array)]
-        checksum = sum(int(self.ops.checksum(array)) for array in contexts)
-        found = Found(all(map(bool, finite)), any(map(bool, overflow)), checksum, float(loss), numbers)
+        found = look(self.ops, finite, overflow, contexts, loss, measured)
         return lambda: found
 
     def within(self, array: np.ndarray, limit: float) -> np.ndarray:

@@ -8,7 +8,6 @@ it. Plain dense steps over Horovod need no bucket: every gradient is summed in p
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -19,17 +18,15 @@ import torch
 from hvdplus.adapters.torch import private
 from hvdplus.adapters.torch.memory import alone_in_memory
 from hvdplus.adapters.torch.ops import make_ops
-from hvdplus.adapters.torch.stream import OnItsWay, stream_meter
+from hvdplus.adapters.torch.stream import choose_each, found_on, stream_meter
 from hvdplus.control.meter import StepMeter
-from hvdplus.exchange.backend import Found
+from hvdplus.exchange.backend import Found, look
 from hvdplus.exchange.bucket import DENSE_ONLY, Bucket
 from hvdplus.exchange.sketch import CELLS, Part, signs
 
 UNNAMED = nullcontext()
 ADOPTED = 1 << 16
 """Bytes from which on a mean's memory becomes the gradient's: what is smaller is copied sooner, many in one call."""
-ALIGNED = 128
-"""Elements between two places where memory may begin: 512 bytes, as CUDA's allocator has it."""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the integer type that shows its bits."""
 
@@ -233,29 +230,9 @@ class TorchBackend:
         measured: Sequence[torch.Tensor],
     ) -> Callable[[], Found]:
         if self.on_host or not (finite or overflow or contexts or measured or isinstance(loss, torch.Tensor)):
-            told = [number for array in measured for number in array.tolist()]
-            checksum = sum(int(self.ops.checksum(array)) for array in contexts)
-            found = Found(all(map(bool, finite)), any(map(bool, overflow)), checksum, float(loss), told)
+            found = look(self.ops, finite, overflow, contexts, loss, measured)
             return lambda: found
-        bits = [torch.cat([array.reshape(-1).view(torch.int32) for array in contexts])] if contexts else []
-        whole = torch.stack([self._total(finite), self._total(overflow), self._total(bits)])
-        if not isinstance(loss, torch.Tensor):
-            loss = torch.full((), loss, dtype=torch.float64, device=self.device)
-        numbers = torch.cat([loss.to(self.device).double().reshape(1), *(array.double() for array in measured)])
-        coming, looked_at = OnItsWay(torch.cat([whole, numbers.view(torch.int64)])), len(finite)  # one copy, as bits
-
-        def read() -> Found:
-            sound, over, checksum, *bits = coming.read()
-            loss, *told = struct.unpack(f"{len(bits)}d", struct.pack(f"{len(bits)}q", *bits))
-            return Found(sound == looked_at, bool(over), checksum, loss, told)
-
-        return read
-
-    def _total(self, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Sum of integers or booleans, arrays of one length, as 0-d int64."""
-        if not numbers:
-            return torch.zeros((), dtype=torch.int64, device=self.device)
-        return torch.stack(list(numbers)).sum(dtype=torch.int64)
+        return found_on(self.device, finite, overflow, contexts, loss, measured)
 
     def within(self, array: torch.Tensor, limit: float) -> torch.Tensor:
         return array.clamp(-limit, limit)
@@ -263,15 +240,7 @@ class TorchBackend:
     def choose_each(
         self, condition: torch.Tensor, ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        chosen = list(ones)
-        for dtype in {one.dtype for one in ones}:  # all of a type in one go
-            places = [i for i, one in enumerate(ones) if one.dtype == dtype]
-            picked = self.choose(condition, *(_joined([each[i] for i in places]) for each in (ones, others)))
-            start = 0
-            for i in places:
-                end = start + ones[i].numel()
-                chosen[i], start = picked[start:end].view(ones[i].shape), _aligned(end)
-        return chosen
+        return choose_each(condition, ones, others)
 
     def choose(self, condition: torch.Tensor, one: torch.Tensor, other: torch.Tensor | float) -> torch.Tensor:
         return torch.where(condition, one, other)
@@ -324,17 +293,6 @@ def like(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 def type_name(tensor: torch.Tensor) -> str:
     """``float32`` and the like."""
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _joined(arrays: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Arrays of a type end to end, each where memory of its own could begin: products' last bits depend on that."""
-    spare = arrays[0].new_zeros(ALIGNED)
-    pieces = ((array.reshape(-1), spare[: _aligned(array.numel()) - array.numel()]) for array in arrays)
-    return torch.cat([each for pair in pieces for each in pair])
-
-
-def _aligned(count: int) -> int:
-    return -(-count // ALIGNED) * ALIGNED
 
 
 def loss_of(loss: float | torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""The device's own time line: when it does what, and values that come from it without anybody waiting.
+"""The device's own time line: when it does what, and what it decides and tells without anybody waiting.
 
 A host that runs ahead of a device knows no times: it hands over in microseconds what takes the device milliseconds. So
 events are put between the device's work, and read when the step is long over.
@@ -7,14 +7,19 @@ events are put between the device's work, and read when the step is long over.
 from __future__ import annotations
 
 import functools
+import struct
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from hvdplus.control.meter import StepMeter, StepTimes, union_seconds
+from hvdplus.exchange.backend import Found
+
+ALIGNED = 128
+"""Elements between two places where memory may begin: 512 bytes, as CUDA's allocator has it."""
 
 
 class OnItsWay:
@@ -35,6 +40,64 @@ class OnItsWay:
             self._there.synchronize()
         values: list[Any] = self._values.tolist()
         return values
+
+
+def found_on(
+    device: torch.device,
+    finite: Sequence[torch.Tensor],
+    overflow: Sequence[torch.Tensor],
+    contexts: Sequence[torch.Tensor],
+    loss: Any,
+    measured: Sequence[torch.Tensor],
+) -> Callable[[], Found]:
+    """``Backend.found`` of a device: everything is added up there, and comes in one copy."""
+
+    def total(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Sum of integers or booleans, arrays of one length, as 0-d int64."""
+        if not numbers:
+            return torch.zeros((), dtype=torch.int64, device=device)
+        return torch.stack(list(numbers)).sum(dtype=torch.int64)
+
+    bits = [torch.cat([array.reshape(-1).view(torch.int32) for array in contexts])] if contexts else []
+    if not isinstance(loss, torch.Tensor):
+        loss = torch.full((), loss, dtype=torch.float64, device=device)
+    numbers = torch.cat([loss.to(device).double().reshape(1), *(array.double() for array in measured)])
+    whole = torch.stack([total(finite), total(overflow), total(bits)])
+    coming, looked_at = OnItsWay(torch.cat([whole, numbers.view(torch.int64)])), len(finite)  # as bits
+
+    def read() -> Found:
+        sound, over, checksum, *bits = coming.read()
+        loss, *told = struct.unpack(f"{len(bits)}d", struct.pack(f"{len(bits)}q", *bits))
+        return Found(sound == looked_at, bool(over), checksum, loss, told)
+
+    return read
+
+
+def choose_each(
+    condition: torch.Tensor, ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """See ``Backend.choose_each``: all of a type in one go."""
+    chosen = list(ones)
+    for dtype in {one.dtype for one in ones}:
+        places = [i for i, one in enumerate(ones) if one.dtype == dtype]
+        flat, before = (_joined([each[i] for i in places]) for each in (ones, others))
+        picked = torch.where(condition, flat, before)
+        start = 0
+        for i in places:
+            end = start + ones[i].numel()
+            chosen[i], start = picked[start:end].view(ones[i].shape), _aligned(end)
+    return chosen
+
+
+def _joined(arrays: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Arrays of a type end to end, each where memory of its own could begin: products' last bits depend on that."""
+    spare = arrays[0].new_zeros(ALIGNED)
+    pieces = ((array.reshape(-1), spare[: _aligned(array.numel()) - array.numel()]) for array in arrays)
+    return torch.cat([each for pair in pieces for each in pair])
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNED) * ALIGNED
 
 
 def stream_meter(device: torch.device) -> StreamMeter:

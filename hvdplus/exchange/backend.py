@@ -48,6 +48,20 @@ class Found(NamedTuple):
     measured: Sequence[float] = ()
 
 
+def look(
+    ops: Ops[EagerArray],
+    finite: Sequence[EagerArray],
+    overflow: Sequence[EagerArray],
+    contexts: Sequence[EagerArray],
+    loss: float,
+    measured: Sequence[EagerArray],
+) -> Found:
+    """What ``Backend.found`` finds where arrays are on the host. Arguments as there."""
+    checksum = sum(int(ops.checksum(array)) for array in contexts)
+    numbers = [number for array in measured for number in ops.to_numpy(array).ravel().tolist()]
+    return Found(all(map(bool, finite)), any(map(bool, overflow)), checksum, float(loss), numbers)
+
+
 class Backend(Protocol[EagerArray]):
     """A gradient has its parameter's number. Complex gradients count as pairs of real numbers, of type float64."""
 
