@@ -13,12 +13,14 @@ from hvdplus.compression.integer import IntB, fewest_bits
 from hvdplus.compression.lowrank import LowRank
 from hvdplus.compression.none import NoCompression
 from hvdplus.compression.ops import Array, Halves, Ops, Packed, Packing, Product, Rows
+from hvdplus.compression.powersgd import PowerSGD
 from hvdplus.compression.qsgd import QSGD
 from hvdplus.compression.randomk import RandomK
 from hvdplus.compression.registry import TABLE, Row, builder, known, parse, register
 from hvdplus.compression.signsgd import SignSGD
 from hvdplus.compression.terngrad import TernGrad
 from hvdplus.compression.topk import TopK
+from hvdplus.compression.topk2 import TopK2
 
 __all__ = [
     "TABLE",
@@ -37,6 +39,7 @@ __all__ = [
     "Packed",
     "Packing",
     "Piecewise",
+    "PowerSGD",
     "Product",
     "Projection",
     "QSGD",
@@ -47,6 +50,7 @@ __all__ = [
     "Spec",
     "TernGrad",
     "TopK",
+    "TopK2",
     "builder",
     "fewest_bits",
     "known",

@@ -1,4 +1,4 @@
-"""The base of ``randomk`` and ``topk``: a step sends some blocks of a bucket, the rest stays in the residual.
+"""The base of ``randomk``, ``topk`` and ``topk2``: a step sends some blocks of a bucket, the residual keeps the rest.
 
 A bucket's body is cut into blocks of equal length. The chosen blocks travel dense, and so do the tail and the elements
 that do not fill a block. All ranks choose the same blocks, so payloads add up and no index crosses the network.
@@ -53,13 +53,17 @@ class BlockSelection(Projection):
 
     @property
     def name(self) -> str:
-        """``randomk:share`` or ``topk:share``, and ``:block`` where it is not the usual one."""
+        """``randomk:share``, ``topk:share`` or ``topk2:share``, and ``:block`` where it is not the usual one."""
         block = "" if self.block == BLOCK else f":{self.block}"
         return f"{type(self).__name__.lower()}:{self.share!r}{block}"
 
     @abstractmethod
     def measured(self, blocks: int) -> int:
         """Number of measurements (float32) at the payload's end, for a bucket of that many blocks."""
+
+    def beside(self, blocks: int) -> int:
+        """Number of floats that a step sends of that many blocks, beside the chosen ones."""
+        return self.measured(blocks)
 
     @abstractmethod
     def chosen(self, ops: Ops[Array], ctx: Context[Array]) -> Array:
@@ -69,7 +73,7 @@ class BlockSelection(Projection):
         """How ``spec``'s bucket is cut."""
         count = spec.body // self.block
         chosen = max(1, round(self.share * count))
-        if chosen * self.block + self.measured(count) >= count * self.block:
+        if chosen * self.block + self.beside(count) >= count * self.block:
             return Cut(0, 0, self.block)
         return Cut(count, chosen, self.block)
 

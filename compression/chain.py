@@ -1,8 +1,8 @@
 """Chains such as ``topk:0.05+int8`` or ``lowrank:4+fp16``: the second part rounds the payload of the first.
 
-The first part (``randomk``, ``topk``, ``lowrank``, ``powersgd``) makes a float32 payload. The second (``fp16``,
-``intB``, ``signsgd``) encodes this payload like a bucket: its values are the body, its precise elements (dense tensors,
-block energies) the tail. Both decode linearly, so the chain does. One context holds both.
+The first part (``randomk``, ``topk``, ``topk2``, ``lowrank``, ``powersgd``) makes a float32 payload. The second
+(``fp16``, ``intB``, ``signsgd``) encodes this payload like a bucket: its values are the body, its precise elements
+(dense tensors, block energies) the tail. Both decode linearly, so the chain does. One context holds both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Chain(Piecewise):
 
     def __post_init__(self) -> None:
         if not isinstance(self.first, Projection):
-            raise ValueError(f"{self.first.name} cannot begin a chain; randomk, topk, lowrank and powersgd can")
+            raise ValueError(f"{self.first.name} cannot begin a chain; randomk, topk, topk2, lowrank and powersgd can")
         if not isinstance(self.second, Half | Integer) or not (
             self.second.keeps_residual or self.second.name == "fp16"
         ):

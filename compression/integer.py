@@ -3,27 +3,30 @@
 Every rank rounds to integers of magnitude L = floor((2^(B-1) - 1) / N) at most, so a sum over N ranks cannot overflow
 a lane of B bits. Lanes are packed into int32 or int64 words (Horovod's PyTorch binding reduces no 8- or 16-bit
 integers) and stay signed, so a ring adds them exactly. The step size, the distance of two levels, is a power of two,
-equal on all ranks. It follows from the root mean squares (RMS) of the last step, whose logarithms travel in the payload
-as integers. Only the louder ranks' count, so that a rank with hardly any gradient does not have the others clipped.
-Rounding to a level is the only rounding error: zero is exact, and contexts are integers alone. Values beyond the levels
-are clipped and counted. A clipped value overflows if it is also above 64 times the largest value of the last steps (the
-geometric mean over the louder ranks).
+equal on all ranks. Every run of the body (a tensor, small ones joined) has a step size of its own. It follows from the
+root mean squares (RMS) of the last step, whose logarithms travel in the payload as integers. Only the louder ranks'
+count, so that a rank with hardly any gradient does not have the others clipped. Rounding to a level is the only
+rounding error: zero is exact, and contexts are integers alone. Values beyond the levels are clipped and counted. A
+clipped value overflows if the body's largest value is also above 64 times that of the last steps (the geometric mean
+over the louder ranks); the tail's by itself.
 
 Nearest rounding is off by at most half a step size where it does not clip, and the residual keeps the difference (error
 feedback). Stochastic rounding is right on average, and its residual stays below one step size.
 
 Sent: d B / 8 bytes (more where B does not divide the word: see ``_word``). The tail (vectors, tiny tensors) travels in
-lanes of 32 bits with a step size of about N millionths of its RMS. The shared scale and the levels per rank follow
-integer all-reduces in the literature (e.g. IntSGD, arXiv 2102.08374). While the step size is unknown (no warm-up, and
-neither body nor tail measured), a step sends nothing; the residual, if the level keeps one, keeps the gradient.
+lanes of 32 bits with a step size of about N millionths of its RMS. Shared scales, one for each tensor, and levels per
+rank are as in integer all-reduces of the literature (e.g. IntSGD, arXiv 2102.08374). While the step size is unknown (no
+warm-up, and nothing measured), a step sends nothing; the residual, if the level keeps one, keeps the gradient.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -41,6 +44,8 @@ LOUDEST = 125
 PER_OCTAVE = 256
 """Logarithms are integers, with this many units per factor of two."""
 MOST_BITS = 16
+RUN = 4096
+"""Fewest elements of a run, if there are several."""
 LOW = 2 * PER_OCTAVE
 """A rank is low if its log RMS is this far below the one that the step size is made for. Low ranks do not count while
 there are louder ones."""
@@ -62,44 +67,67 @@ Entry = TypeVar("Entry")
 
 
 class State(NamedTuple, Generic[Entry]):
-    """Elements of the context's one int32 array."""
+    """Parts of the context's one int32 array; those with a star have an element for every run."""
 
     exponent: Entry
-    """log2 of the body's step size"""
+    """* log2 of the step size"""
     tail_exponent: Entry
     clipped: Entry
     """Values clipped in the last step, on all ranks together"""
     step: Entry
     """Number of training steps so far"""
     largest: Entry
-    """PER_OCTAVE * log2(largest magnitude in the last steps), the louder ranks' mean"""
+    """PER_OCTAVE * log2(largest magnitude of the body in the last steps), the louder ranks' mean"""
     tail_largest: Entry
 
 
 class Measured(NamedTuple, Generic[Entry]):
-    """Integers behind the payload's lanes; they add over ranks."""
+    """Integers behind the payload's lanes; they add over ranks. Those with a star have an element for every run."""
 
     low_rms: Entry
-    """PER_OCTAVE * log2(RMS of the body) on a low rank, else 0"""
+    """* PER_OCTAVE * log2(RMS) on a low rank, else 0"""
     tail_low_rms: Entry
     log_rms: Entry
-    """the same on a rank that is neither low nor silent"""
+    """* the same on a rank that is neither low nor silent"""
     tail_log_rms: Entry
     contributors: Entry
-    """1 on a rank that is neither low nor silent, ``LOW_ONE`` on a low rank"""
+    """* 1 on a rank that is neither low nor silent, ``LOW_ONE`` on a low rank"""
     tail_contributors: Entry
     clipped: Entry
+    loud: Entry
+    """1 on a rank that is neither low nor silent in some run"""
+    tail_loud: Entry
+    largest: Entry
+    """PER_OCTAVE * log2(largest magnitude of the body) on such a rank"""
+    tail_largest: Entry
     infinite: Entry
     """1 on a rank whose values are not finite"""
-    largest: Entry
-    """PER_OCTAVE * log2(largest magnitude of the body) on a rank that is neither low nor silent"""
-    tail_largest: Entry
     overflow: Entry
     """Above 0 on a rank whose values lie far beyond the levels"""
 
 
 INFINITE, OVERFLOW = (Measured._fields.index(name) - len(Measured._fields) for name in ("infinite", "overflow"))
 """Their indices in a payload, from its end."""
+
+
+@functools.lru_cache(maxsize=1024)  # asked several times a step
+def runs_of(spec: Spec) -> tuple[int, ...]:
+    """Lengths of the body's runs, at least one: tensors; those of fewer than ``RUN`` elements join what follows, and
+    the last one what is before."""
+    runs: list[int] = []
+    for size in spec.sizes:
+        if runs and runs[-1] < RUN:
+            runs[-1] += size
+        else:
+            runs.append(size)
+    if len(runs) > 1 and runs[-1] < RUN:
+        runs[-2:] = [sum(runs[-2:])]
+    return tuple(runs) or (0,)
+
+
+def measured_in(spec: Spec) -> int:
+    """Number of integers behind the lanes."""
+    return len(Measured._fields) + 3 * (len(runs_of(spec)) - 1)
 
 
 class Integer(Piecewise):
@@ -139,15 +167,17 @@ class Integer(Piecewise):
     def clip_multiple(self, levels: int) -> float:
         """Largest value sent, as a multiple of the RMS.
 
-        Larger than the best for a single round trip: one step size serves layers of different magnitude, and clipping
-        in step after step costs more than coarser rounding, which the residual corrects.
+        Larger than the best for a single round trip: rows of a tensor differ in magnitude, and clipping in step after
+        step costs more than coarser rounding, which the residual corrects. Tried on digits and text (``NOTES.md``): 2.2
+        at one level, 4 at three; where there are many, a larger one would only round more.
         """
-        return float(1.5 * levels ** (2 / 3))
+        return float(max(2.2 * levels**0.575, 1.5 * levels ** (2 / 3)))
 
     def init(self, ops: Ops[Array], spec: Spec) -> Context[Array]:
         """A context without known step sizes."""
         self.levels(spec.ranks)
-        return Context(spec, 0, (ops.from_numpy(np.array(State(UNKNOWN, UNKNOWN, 0, 0, UNSEEN, UNSEEN), np.int32)),))
+        exponents = [UNKNOWN] * (len(runs_of(spec)) + 1)
+        return Context(spec, 0, (ops.from_numpy(np.array([*exponents, 0, 0, UNSEEN, UNSEEN], np.int32)),))
 
     def encode(self, ops: Ops[Array], ctx: Context[Array], grad: Array, residual: Array | None = None) -> Array:
         """Lanes of the body, lanes of the tail, measurements."""
@@ -170,7 +200,7 @@ class Integer(Piecewise):
         left_exponent, tail_left_exponent = (state.exponent, state.tail_exponent) if leave else (None, None)
         body, tail = grad[: spec.body], grad[spec.body :]
         return (
-            ops.pack(body, self.rounding(ops, state), levels, bits, word, noise, left_exponent),
+            ops.pack(body, self.rounding(ops, state), levels, bits, word, noise, left_exponent, _several(spec)),
             ops.pack(tail, state.tail_exponent, TAIL_LEVELS // spec.ranks, TAIL_BITS, word, None, tail_left_exponent),
         )
 
@@ -185,73 +215,82 @@ class Integer(Piecewise):
         spec, state = ctx.spec, self._state(ctx)
         split = _words(spec.body, self.bits(spec.ranks), self._word(spec.ranks))
         return [
-            Packed(total[:split], state.exponent, self.bits(spec.ranks), spec.body),
-            Packed(total[split : -len(Measured._fields)], state.tail_exponent, TAIL_BITS, spec.tail),
+            Packed(total[:split], state.exponent, self.bits(spec.ranks), spec.body, _several(spec)),
+            Packed(total[split : -measured_in(spec)], state.tail_exponent, TAIL_BITS, spec.tail),
         ]
 
     def advance(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
         """The next step sizes, from the geometric mean of the louder ranks' RMS."""
         if not ctx.spec.size:
             return ctx
-        numbers, state = ops.integers(total[-len(Measured._fields) :]), ctx.state[0]
-        largest = self._follow_largest(ops, ctx, numbers)
-        low_rms, log_rms, contributors = numbers[:2], numbers[2:4], numbers[4:6]
+        numbers, parts = ops.integers(total[-measured_in(ctx.spec) :]), len(runs_of(ctx.spec)) + 1
+        low_rms, log_rms, contributors = (numbers[i * parts : (i + 1) * parts] for i in range(3))
+        clipped, loud, told = (numbers[3 * parts + a : 3 * parts + b] for a, b in ((0, 1), (1, 3), (3, 5)))
+        largest = self._follow_largest(ops, ctx.state[0][-2:], told, loud)
         louder = ops.integers(contributors % LOW_ONE > 0)
         log_rms = log_rms * louder + low_rms * (1 - louder)
         count = contributors % LOW_ONE * louder + contributors // LOW_ONE * (1 - louder)
-        offsets = self._offsets(ops, ctx.spec.ranks)
-        exponents = _follow(ops, log_rms, count, offsets, state[:2])
-        # A body or tail that was silent so far takes the other's step size, until a rank measures its own.
+        offsets = self._offsets(ops, ctx.spec)
+        exponents = _follow(ops, log_rms, count, offsets, ctx.state[0][:parts])
+        # What was silent so far takes the step size of the loudest, until a rank measures its own.
         known = ops.integers(exponents > UNKNOWN)
-        apart = (offsets - ops.concat([offsets[1:], offsets[:1]])) // PER_OCTAVE
-        other = ops.concat([exponents[1:], exponents[:1]]) + apart
-        exponents = exponents * known + other * (1 - known)
-        return ctx._replace(state=(ops.concat([exponents, numbers[6:7], state[3:4] + 1, largest]),))
+        loudest = _most(ops, (exponents * PER_OCTAVE - offsets) * known - NOBODY * (1 - known))
+        others = _larger(_smaller((loudest + offsets) // PER_OCTAVE, LOUDEST), UNKNOWN)
+        exponents = exponents * known + others * (1 - known)
+        step = ctx.state[0][parts + 1 : parts + 2] + 1
+        return ctx._replace(state=(ops.concat([exponents, clipped, step, largest]),))
 
     def warm_up(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
         """Step sizes for gradients whose sum is ``total``, on the assumption that ranks' gradients are independent."""
         if not ctx.spec.size:
             return ctx
-        parts, share = (total[: ctx.spec.body], total[ctx.spec.body :]), ctx.spec.ranks**-0.5
-        clipped = ctx.state[0][2:3], ops.integers(ops.rms(total[:0]))
-        body, tail = (
-            Packing(part, clips, ops.rms(part) * share, None, largest_of(ops, part))
-            for part, clips in zip(parts, clipped, strict=True)
+        share, nothing = ctx.spec.ranks**-0.5, ops.integers(ops.rms(total[:0]))
+        body, tail = total[: ctx.spec.body], total[ctx.spec.body :]
+        runs = [total[a:b] for a, b in pairwise(accumulate(runs_of(ctx.spec), initial=0))]
+        rms = ops.concat([ops.reshape(ops.rms(run) * share, (1,)) for run in runs])
+        measured = self._measure(
+            ops,
+            ctx,
+            Packing(body, self._state(ctx).clipped, rms, None, largest_of(ops, body)),
+            Packing(tail, nothing, ops.rms(tail) * share, None, largest_of(ops, tail)),
         )
-        return self.advance(ops, ctx, self._measure(ops, ctx, body, tail))
+        return self.advance(ops, ctx, measured)
 
-    def _offsets(self, ops: Ops[Array], ranks: int) -> Array:
-        """PER_OCTAVE * log2(step size / RMS) for body and tail (int32)."""
+    def _offsets(self, ops: Ops[Array], spec: Spec) -> Array:
+        """PER_OCTAVE * log2(step size / RMS) for every run and the tail (int32)."""
+        runs = len(runs_of(spec))
 
         def make() -> np.ndarray:
-            levels = self.levels(ranks)
-            steps = self.clip_multiple(levels) / levels, TAIL_RANGE / (TAIL_LEVELS // ranks)
+            levels = self.levels(spec.ranks)
+            steps = [self.clip_multiple(levels) / levels] * runs + [TAIL_RANGE / (TAIL_LEVELS // spec.ranks)]
             return np.array([round(PER_OCTAVE * math.log2(step)) for step in steps], np.int32)
 
-        return ops.constant(("offsets", self.name, ranks), make)
+        return ops.constant(("offsets", self.name, spec.ranks, runs), make)
 
     def _measure(self, ops: Ops[Array], ctx: Context[Array], body: Packing[Array], tail: Packing[Array]) -> Array:
         """``Measured`` of one rank, end to end (int32)."""
-        measures = [body.rms, tail.rms, body.largest, tail.largest, body.clipped, tail.clipped]
-        body_rms, tail_rms, body_largest, tail_largest, *clipped = [ops.reshape(number, (1,)) for number in measures]
-        sizes = ops.concat([body_rms, tail_rms, body_largest, tail_largest])
-        logarithms = ops.integers(ops.log2(sizes + SMALLEST_RMS) * PER_OCTAVE)
-        log_rms, largest = logarithms[:2], logarithms[2:]
-        contributors = ops.integers(sizes[:2] > SMALLEST_RMS)
-        made_for = ctx.state[0][:2] * PER_OCTAVE - self._offsets(ops, ctx.spec.ranks)
+        runs = len(runs_of(ctx.spec))
+        rms = ops.concat([ops.reshape(body.rms, (runs,)), ops.reshape(tail.rms, (1,))])
+        largest = ops.concat([ops.reshape(part.largest, (1,)) for part in (body, tail)])
+        clips = ops.concat([ops.reshape(part.clipped, (1,)) for part in (body, tail)])
+        logarithms = ops.integers(ops.log2(ops.concat([rms, largest]) + SMALLEST_RMS) * PER_OCTAVE)
+        log_rms, log_largest = logarithms[:-2], logarithms[-2:]
+        contributors = ops.integers(rms > SMALLEST_RMS)
+        made_for = ctx.state[0][: runs + 1] * PER_OCTAVE - self._offsets(ops, ctx.spec)
         loud = contributors * ops.integers(log_rms + LOW > made_for)
         low_rms = contributors - loud
-        infinite = 1 - ops.reshape(ops.integers(ops.all_finite(sizes)), (1,))
-        far = ops.integers(largest > ctx.state[0][4:] + FAR) * ops.integers(ops.concat(clipped) > 0)
-        count = loud + low_rms * LOW_ONE
-        clips, overflow = clipped[0] + clipped[1], far[:1] + far[1:]
-        return ops.concat([log_rms * low_rms, log_rms * loud, count, clips, infinite, largest * loud, overflow])
+        some = ops.concat([_most(ops, loud[:-1]), loud[-1:]])
+        infinite = 1 - ops.reshape(ops.integers(ops.all_finite(ops.concat([rms, largest]))), (1,))
+        far = ops.integers(log_largest > ctx.state[0][-2:] + FAR) * ops.integers(clips > 0)
+        count, clipped, overflow = loud + low_rms * LOW_ONE, clips[:1] + clips[1:], far[:1] + far[1:]
+        return ops.concat(
+            [log_rms * low_rms, log_rms * loud, count, clipped, some, log_largest * some, infinite, overflow]
+        )
 
-    def _follow_largest(self, ops: Ops[Array], ctx: Context[Array], numbers: Array) -> Array:
+    def _follow_largest(self, ops: Ops[Array], before: Array, told: Array, count: Array) -> Array:
         """The next ``largest`` of body and tail: the louder ranks' mean, or the decayed last one if that is larger."""
-        before, count = ctx.state[0][4:], numbers[4:6] % LOW_ONE
         known = ops.integers(count > 0)
-        now = numbers[8:10] // (count + 1 - known)
+        now = told // (count + 1 - known)
         # A first measurement replaces UNSEEN.
         faded = before - FORGET - 2 * UNSEEN * ops.integers(before >= UNSEEN)
         largest = _larger(now, faded) * known + before * (1 - known)
@@ -274,14 +313,15 @@ class Integer(Piecewise):
             return 0
         word = self._word(spec.ranks)
         words = _words(spec.body, self.bits(spec.ranks), word) + _words(spec.tail, TAIL_BITS, word)
-        return word // 8 * (words + len(Measured._fields))
+        return word // 8 * (words + measured_in(spec))
 
     def rounding(self, ops: Ops[Array], state: State[Array]) -> Array:
-        """Exponent of the step size that the body is rounded with."""
+        """Exponents of the step sizes that the body's runs are rounded with."""
         return state.exponent
 
     def _state(self, ctx: Context[Array]) -> State[Array]:
-        return State(*(ctx.state[0][i : i + 1] for i in range(len(State._fields))))
+        ends = accumulate([len(runs_of(ctx.spec)), 1, 1, 1, 1, 1], initial=0)
+        return State(*(ctx.state[0][a:b] for a, b in pairwise(ends)))
 
     def _word(self, ranks: int) -> int:
         """Bits of a word: 32, or 64 where that wastes fewer: 21 lanes of 3 bits fit into 64 bits, but 10 into 32."""
@@ -324,16 +364,37 @@ def _words(count: int, bits: int, word: int) -> int:
     return -(-count // lanes)
 
 
-def _larger(one: Array, other: Array) -> Array:
+def _several(spec: Spec) -> tuple[int, ...]:
+    """The runs, if there are several."""
+    runs = runs_of(spec)
+    return runs if len(runs) > 1 else ()
+
+
+SHIFT = 1 << 18
+"""Above the magnitude of all numbers that are compared, and exact in float32."""
+NOBODY = 1 << 17
+"""Below every logarithm, taken negative."""
+
+
+def _most(ops: Ops[Array], numbers: Array) -> Array:
+    """The largest of some integers (int32, one element)."""
+    if numbers.shape[0] == 1:
+        return numbers
+    return ops.integers(largest_of(ops, ops.floats(numbers + SHIFT))) - SHIFT
+
+
+def _larger(one: Array, other: Array | int) -> Array:
     """The larger of two integers, in operations that all frameworks share."""
     return (one + other + magnitude(one - other)) // 2
+
+
+def _smaller(one: Array, other: Array | int) -> Array:
+    return (one + other - magnitude(one - other)) // 2
 
 
 def _follow(ops: Ops[Array], log_rms: Array, count: Array, offsets: Array, before: Array) -> Array:
     """Exponents of the step sizes for the mean log RMS, to the nearest power of two, in integers alone."""
     known = ops.integers(count > 0)
     following = (log_rms + count * (offsets + PER_OCTAVE // 2)) // (PER_OCTAVE * (count + 1 - known))
-    # A step size and its reciprocal have to be normal float32. (following + LOUDEST - |following - LOUDEST|) / 2 is the
-    # lesser of two integers, in operations that all frameworks share.
-    following = (following + LOUDEST - magnitude(following - LOUDEST)) // 2
-    return following * known + before * (1 - known)
+    # A step size and its reciprocal have to be normal float32.
+    return _smaller(following, LOUDEST) * known + before * (1 - known)

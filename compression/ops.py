@@ -78,10 +78,12 @@ class Packed(NamedTuple, Generic[Array]):
     bytes in order). With other widths, each lane holds a stretch: element i is in word i % W, lane i // W.
     """
     exponent: Array
-    """int32, one element; see ``Ops.power_of_two``"""
+    """int32, one element or one a run; see ``Ops.power_of_two``"""
     bits: int
     length: int
     """number of elements; lanes behind them are zero"""
+    runs: tuple[int, ...] = ()
+    """lengths of the runs of elements that have an exponent each; empty: one for all"""
 
 
 def sign_bits(bits: int, word: int) -> int:
@@ -101,7 +103,7 @@ class Packing(NamedTuple, Generic[Array]):
     clipped: Array
     """int32, 0-d: number of values beyond the levels"""
     rms: Array
-    """``Ops.rms`` of the values"""
+    """``Ops.rms`` of the values; with runs, 1-D: of each"""
     left: Array | None
     """``values - q 2^left_exponent``; None without ``left_exponent``"""
     largest: Array
@@ -184,7 +186,8 @@ class Ops(Protocol[Array]):
         way, and finite where the row is."""
 
     def top(self, values: Array, count: int) -> Array:
-        """Indices (int32, ascending) of the ``count`` largest of a 1-D array; of equal elements, the first."""
+        """Indices (int32, ascending) of the ``count`` largest of a 1-D array; of equal elements, the first.
+        NaN counts as infinity: it is never passed over."""
 
     def take_rows(self, matrix: Array, rows: Array) -> Array:
         """``matrix[rows]``; ``rows`` is int32."""
@@ -201,8 +204,8 @@ class Ops(Protocol[Array]):
     def integers(self, values: Array, bits: int = 32) -> Array:
         """Nearest int32 (or int64) of floats, booleans or integers; undefined for NaN and infinity."""
 
-    def floats(self, true: Array) -> Array:
-        """float32: 1 where a boolean is true, else 0."""
+    def floats(self, values: Array) -> Array:
+        """float32 of integers that it holds exactly, or of booleans: 1 where true, else 0."""
 
     def scramble(self, values: Array) -> Array:
         """Hash int32 values one by one; see ``hashing.scramble``."""
@@ -216,17 +219,18 @@ class Ops(Protocol[Array]):
         word: int,
         noise: Array | None = None,
         left_exponent: Array | None = None,
+        runs: tuple[int, ...] = (),
     ) -> Packing[Array]:
         """Round ``values / 2^exponent`` to integers in ``[-levels, levels]`` and pack them (see ``Packed``).
 
         Args:
-            exponent: int32, one element; -127 rounds everything to 0.
+            exponent: int32, one element or one a run; -127 rounds everything to 0.
             word: 32 or 64, bits of a word.
             noise: None rounds to nearest, ties to even; an int32 (one element) rounds stochastically:
                 ``floor(x + u)`` with ``u`` in [0, 1) from a hash of that key, the element's place, and its own bits,
                 so that ranks with different values draw independently with the same key.
-            left_exponent: int32, one element: return ``Packing.left``, too, and perhaps overwrite ``values``.
-
+            left_exponent: int32, like ``exponent``: return ``Packing.left``, too, and perhaps overwrite ``values``.
+            runs: lengths of the runs of values that have an exponent each, at least two; empty: one for all.
         """
 
     def all_finite(self, values: Array) -> Array:

@@ -27,6 +27,7 @@ from hvdplus.compression.randomk import RandomK
 from hvdplus.compression.signsgd import SignSGD
 from hvdplus.compression.terngrad import TernGrad
 from hvdplus.compression.topk import TopK
+from hvdplus.compression.topk2 import TopK2
 
 ENTRY_POINTS = "hvdplus.compressors"
 """Group of entry points of other packages: name -> a callable that takes the parameters (strings)."""
@@ -78,6 +79,7 @@ TABLE: dict[str, Row] = {
     "fp16": Row(builder(Half), "fp16"),
     "randomk": Row(builder(RandomK, _SHARE, _BLOCK), "randomk:0.01"),
     "topk": Row(builder(TopK, _SHARE, _BLOCK), "topk:0.01"),
+    "topk2": Row(builder(TopK2, _SHARE, _BLOCK), "topk2:0.01"),
     "lowrank": Row(builder(LowRank, (int, "a rank, a whole number such as lowrank:4")), "lowrank:4"),
     "powersgd": Row(builder(PowerSGD, (int, "a rank, a whole number such as powersgd:4")), "powersgd:4"),
     "int": Row(builder(IntB, _BITS, (_stochastic, "nearest or stochastic")), "int8"),

@@ -3,7 +3,7 @@
 TernGrad (Wen et al., arXiv 1705.07878): an element becomes its sign with probability |x| / scale. As in the paper,
 ranks share the scale (its section on scaler sharing), and gradients are clipped at 2.5 standard deviations. Different
 from the paper: the clip is also the scale, while the paper takes the largest magnitude after clipping; the scale is one
-step late and covers a bucket, not a layer; a lane has as many bits as a sum of N signs needs, 3 bits on 2 or 3 ranks.
+step late; a lane has as many bits as a sum of N signs needs, 3 bits on 2 or 3 ranks.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class TopK(BlockSelection):
         cut = self.cut(ctx.spec)
         if not cut.blocks:
             return super().overflows(ops, ctx, grad, payload)
-        return beyond(ops, ctx.state[1], payload[-cut.blocks :])
+        return beyond(ops, ctx.state[1], payload[-self.measured(cut.blocks) :])
 
     def _choose(self, ops: Ops[Array], ctx: Context[Array], energies: Array, values: Array) -> Context[Array]:
         chosen = ops.top(energies, self.cut(ctx.spec).chosen)

@@ -25,6 +25,7 @@ from hvdplus.compression import Array, Chain, Compressor, Context, LowRank, Ops,
 from hvdplus.compression.blocks import BlockSelection
 from hvdplus.compression.integer import UNKNOWN, Integer, Measured
 from hvdplus.compression.lowrank import most_square
+from hvdplus.compression.topk2 import TopK2
 
 EPSILON = 2.0**-23
 """float32's."""
@@ -253,7 +254,7 @@ def nearest_bound(compressor: Compressor, ctx: Context, values: np.ndarray) -> n
 
 def wanted_step(levels: int) -> float:
     """Step that ``intB`` asks for, as a multiple of the root mean square; a power of two within sqrt(2) serves."""
-    return 1.5 * levels ** (2 / 3) / levels
+    return max(2.2 * levels**0.575, 1.5 * levels ** (2 / 3)) / levels
 
 
 def rounding_backlog(levels: int, stochastic: bool = False, octaves: float = 0.5) -> float:
@@ -318,7 +319,7 @@ ROWS = {
         Row("signsgd", signs, 0, 1.4, 2.8),
         Row("topk:0.1:16+int8", chained, BLOCKS, 2.5, 2.4),
         Row("topk:0.1:16+fp16", chained, 2.0**-10, 2.5, 2.4),
-        Row("randomk:0.1:16+int4", chained, BLOCKS, 3.4, 4.6),
+        Row("randomk:0.1:16+int4", chained, BLOCKS, 4.2, 5.6),
         Row("topk:0.1:16+signsgd", chained, BLOCKS, 4.5, 6),
         Row("lowrank:4+fp16", chained, 2.0**-9, 2.8, 3),
         Row("lowrank:4+int8", chained, 1e-5, 2.8, 3),
@@ -484,7 +485,7 @@ class Heard(NamedTuple):
     body: np.ndarray
     tail: np.ndarray
     measured: np.ndarray
-    """As in ``integer.Measured``: loudness, the tail's, ranks heard, the tail's, clipped, infinite, ..."""
+    """As in ``integer.Measured``, of one run: loudness, the tail's, ranks heard, the tail's, clipped, ..."""
 
 
 def heard_in(compressor: Integer, spec: Spec, payload: np.ndarray) -> Heard:
@@ -507,7 +508,7 @@ def blocks_of(compressor: BlockSelection, spec: Spec) -> tuple[int, int]:
     """(blocks of a bucket, how many of them a step sends); (0, 0) where sending some would save nothing."""
     count = spec.body // compressor.block
     chosen = max(1, round(compressor.share * count))
-    rides_along = count if isinstance(compressor, TopK) else 1
+    rides_along = {TopK: count, TopK2: count + 1}.get(type(compressor), 1)
     return (count, chosen) if chosen * compressor.block + rides_along < count * compressor.block else (0, 0)
 
 

@@ -26,7 +26,7 @@ from compressing import (
 
 from hvdplus.adapters.numpy import NumpyOps
 from hvdplus.compression import QSGD, Array, Context, IntB, Ops, SignSGD, Spec, TernGrad, parse
-from hvdplus.compression.integer import LOUDEST, LOW_ONE, UNKNOWN, UNSEEN, Integer, Measured, State
+from hvdplus.compression.integer import LOUDEST, LOW_ONE, RUN, UNKNOWN, UNSEEN, Integer, Measured, State, runs_of
 
 INTEGERS = [level for level in ROWS if isinstance(parse(level), Integer)]
 STOCHASTIC = ["int4:stochastic", "int8:stochastic", "qsgd:8", "terngrad"]
@@ -72,7 +72,8 @@ def test_no_sum_overflows_a_lane(bits: int) -> None:
         assert np.array_equal(contributors.body, ranks * levels * signs)
         # Levels are float32 on the way, so a few more than 2^30 may arrive: far from 2^31.
         assert np.abs(contributors.tail).max() <= 2**30 + 2**10 and (np.sign(contributors.tail) == signs[:7]).all()
-        assert contributors.measured.tolist()[6:8] == [57 * ranks, 0], "all are counted as clipped, the tail's too"
+        told = Measured(*contributors.measured.tolist())
+        assert (told.clipped, told.infinite) == (57 * ranks, 0), "all are counted as clipped, the tail's too"
         arrived = compressor.decode(ops, ctx, total)
         assert np.array_equal(arrived[:50], ranks * levels * signs)
         assert compressor.advance(ops, ctx, total).state[0][2] == 57 * ranks
@@ -362,8 +363,9 @@ def test_what_is_measured_while_sending_is_what_is_measured_while_encoding(level
 def test_reach_is_what_is_stated() -> None:
     """Largest value sent, in root mean squares."""
     for levels in (1, 3, 31, 127, 8191, 32767):
-        assert math.isclose(IntB(8).clip_multiple(levels), 1.5 * levels ** (2 / 3))
-        assert math.isclose(wanted_step(levels), 1.5 / levels ** (1 / 3))
+        reach = 2.2 * levels**0.575 if levels < 65 else 1.5 * levels ** (2 / 3)
+        assert math.isclose(IntB(8).clip_multiple(levels), reach)
+        assert math.isclose(wanted_step(levels), reach / levels)
 
 
 @every_framework
@@ -376,6 +378,123 @@ def test_silence_does_not_unlearn_the_step_nor_does_warming_with_it(framework: s
         warmed = compressor.warm_up(ops, ctx, ops.from_numpy(nothing))
         for new in (after, warmed):
             assert ops.to_numpy(new.state[0]).tolist()[:2] == [-7, -30]
+
+
+SIZES = (1.0, 1e-3, 30.0, 1.0)
+"""Of the gradients of three tensors of more than ``RUN`` elements, and of the tail."""
+APART = Spec(((80, 64), (5000,), (50, 90)), ranks=8, tail=6)
+
+
+def apart(step: int, rank: int) -> np.ndarray:
+    """A gradient whose tensors are of very different size."""
+    rng = np.random.default_rng((step, rank))
+    values = [size * rng.standard_normal(count) for size, count in zip(SIZES, (*APART.sizes, APART.tail), strict=True)]
+    return np.concatenate(values).astype(np.float32)
+
+
+def test_runs_are_tensors_and_small_ones_join_others() -> None:
+    def lengths(*sizes: int) -> tuple[int, ...]:
+        return runs_of(Spec(tuple((size,) for size in sizes)))
+
+    assert runs_of(APART) == (5120, 5000, 4500)
+    assert lengths() == (0,) and lengths(5) == (5,) and lengths(5, 6) == (11,)
+    assert lengths(RUN, RUN) == (RUN, RUN) and lengths(RUN - 1, 3, RUN) == (RUN + 2, RUN)
+    assert lengths(RUN, 7) == (RUN + 7,) and lengths(5, RUN, 9, 9) == (RUN + 23,)
+
+
+@every_framework
+@pytest.mark.parametrize("level", ["int8", "int5", "signsgd", "qsgd:8"])
+def test_every_tensor_has_a_step_of_its_own(level: str, framework: str) -> None:
+    """Whatever the others' sizes, it loses what it would by itself."""
+    ops, compressor = ops_of(framework), parse(level)
+    ctx = compressor.init(ops, APART)
+    assert ctx.state[0].shape == (len(State._fields) + 2,)
+    total = sum(apart(0, rank) for rank in range(APART.ranks))
+    ctx = compressor.warm_up(ops, ctx, ops.from_numpy(total))
+    places = [slice(0, 5120), slice(5120, 10120), slice(10120, 14620)]
+    for step in (1, 2, 3):
+        grads = [apart(step, rank) for rank in range(APART.ranks)]
+        payloads = [compressor.encode(ops, ctx, ops.from_numpy(grad)) for grad in grads]
+        word = ops.to_numpy(payloads[0]).itemsize
+        assert all(ops.to_numpy(payload).size * word == compressor.payload_bytes(APART) for payload in payloads)
+        exponents = ops.to_numpy(ctx.state[0])[:3]
+        assert exponents[0] - exponents[1] in (9, 10, 11) and exponents[2] - exponents[0] in (4, 5, 6)
+        arrived = ops.to_numpy(compressor.decode(ops, ctx, add(payloads)))
+        for number, place in enumerate(places):
+            alone = Spec(APART.shapes[number : number + 1], ranks=APART.ranks)
+            own = with_step(ops, alone, int(exponents[number]))
+            sent = [compressor.encode(ops, own, ops.from_numpy(grad[place])) for grad in grads]
+            expected = ops.to_numpy(compressor.decode(ops, own, add(sent)))
+            if compressor.stochastic:
+                lost = [norm(one - sum(grad[place] for grad in grads)) for one in (arrived[place], expected)]
+                assert 0.9 * lost[1] < lost[0] < 1.1 * lost[1]
+            else:
+                assert np.array_equal(arrived[place], expected)
+        ctx = compressor.advance(ops, ctx, add(payloads))
+
+
+@every_framework
+def test_a_tensor_that_was_silent_begins_with_the_loudest_ones_step(framework: str) -> None:
+    ops, compressor = ops_of(framework), parse("int8")
+    ctx = compressor.init(ops, APART)
+    for step in range(3):
+        grads = [apart(step, rank) for rank in range(APART.ranks)]
+        for grad in grads:
+            grad[:5120] = 0
+        ctx = compressor.advance(ops, ctx, add([compressor.encode(ops, ctx, ops.from_numpy(grad)) for grad in grads]))
+    exponents = ops.to_numpy(ctx.state[0])[:3]
+    assert exponents[0] == exponents[2] > exponents[1] > UNKNOWN
+
+
+@every_framework
+def test_after_silence_everywhere_the_first_tensor_that_speaks_gives_the_step(framework: str) -> None:
+    """Layers behind one that begins at zero: nothing is known until there is something to know."""
+    ops, compressor = ops_of(framework), parse("qsgd:8")
+    ctx = compressor.warm_up(ops, compressor.init(ops, APART), ops.from_numpy(np.zeros(APART.size, np.float32)))
+    assert ops.to_numpy(ctx.state[0])[:4].tolist() == [UNKNOWN] * 4
+    for silent in (APART.size, 5120):
+        grads = [apart(silent, rank) for rank in range(APART.ranks)]
+        for grad in grads:
+            grad[:silent] = 0
+            grad[10120:] = 0
+        ctx = compressor.advance(ops, ctx, add([compressor.encode(ops, ctx, ops.from_numpy(grad)) for grad in grads]))
+    exponents = ops.to_numpy(ctx.state[0])[:3]
+    assert exponents[0] == exponents[1] == exponents[2] > UNKNOWN
+
+
+@every_framework
+def test_a_tensor_that_is_silent_for_good_does_not_hide_a_spike(framework: str) -> None:
+    ops, compressor = ops_of(framework), parse("int8")
+    ctx = compressor.init(ops, APART)
+    for step in range(60):
+        grads = [apart(step, rank) * np.float32(0.7**step) for rank in range(APART.ranks)]
+        for grad in grads if step else ():
+            grad[10120:] = 0  # the largest tensor is frozen
+        ctx = compressor.advance(ops, ctx, add([compressor.encode(ops, ctx, ops.from_numpy(grad)) for grad in grads]))
+    grad = apart(99, 0) * np.float32(0.7**60)
+    grad[10120:] = 0
+    grad[7] = 200.0  # 64 times the largest before is more; that has faded by an eighth of an octave a step
+    assert bool(ops.to_numpy(compressor.send(ops, ctx, ops.from_numpy(grad), None).overflow))
+
+
+@every_framework
+@pytest.mark.parametrize("level", ["int8", "int4"])
+def test_only_what_is_far_beyond_all_tensors_overflows(level: str, framework: str) -> None:
+    """Gradients of an embedding come and go: what is usual for others in the bucket is no spike."""
+    ops, compressor = ops_of(framework), parse(level)
+    spec = APART._replace(ranks=4)
+    ctx = compressor.init(ops, spec)
+    for step in range(4):
+        payloads = [compressor.encode(ops, ctx, ops.from_numpy(apart(step, rank))) for rank in range(4)]
+        ctx = compressor.advance(ops, ctx, add(payloads))
+    for factor, far in ((1e3, False), (1e7, True)):
+        grad = apart(9, 0)
+        grad[5120:10120] *= factor
+        sent = compressor.send(ops, ctx, ops.from_numpy(grad), None)
+        assert bool(ops.to_numpy(sent.overflow)) is far and bool(ops.to_numpy(sent.finite))
+    grad = apart(9, 0)
+    grad[-8] = np.nan
+    assert not bool(ops.to_numpy(compressor.send(ops, ctx, ops.from_numpy(grad), None).finite))
 
 
 # -- quality -----------------------------------------------------------------------------------------------------------
@@ -427,9 +546,9 @@ def of_theory(kind: str, arrives: Callable[[np.ndarray], np.ndarray]) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("level", ["int2", "int3", "int4", "int5", "int8", "int11", "int12", "int16"])
 def test_errors_are_those_of_the_step_that_is_asked_for(level: str, kind: str, ranks: int) -> None:
-    """The power of two next to 1.5 L^(2/3) root mean squares over L; what it loses and clips is then in closed form.
+    """The power of two next to ``wanted_step``, in root mean squares; what it loses and clips is then in closed form.
 
-    Wider than the best for a single round trip: one step serves layers of different log_rms.
+    Wider than the best for a single round trip: one step serves rows of different size. 2 % below includes clipping.
     """
     if ranks > 2 ** (int(level[3:]) - 1) - 1:
         pytest.skip("no level is left")
@@ -441,7 +560,7 @@ def test_errors_are_those_of_the_step_that_is_asked_for(level: str, kind: str, r
     expected = of_theory(kind, lambda x: np.clip(np.rint(x / step), -levels, levels) * step)
     assert abs(error / expected - 1) <= (0.3 if kind == "sparse" else 0.04)
     if kind != "sparse" and levels >= 31:  # all but nothing is clipped
-        assert abs(expected / (step / math.sqrt(12) / SPREAD[kind]) - 1) <= 0.01
+        assert abs(expected / (step / math.sqrt(12) / SPREAD[kind]) - 1) <= (0.02 if levels == 31 else 0.01)
     x = np.linspace(-40, 40, 800_001)
     weight = DENSITIES[kind](x) * (0.01 if kind == "sparse" else 1)
     share = weight[np.abs(np.rint(x / step)) > levels].sum() * (x[1] - x[0])

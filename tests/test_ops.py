@@ -20,7 +20,7 @@ from hvdplus.compression.hashing import scramble
 from hvdplus.compression.ops import HALF_LIMIT, Halves, Packed, Piece, Product, Rows
 
 other_frameworks = pytest.mark.parametrize("framework", [name for name in OPS if name != "numpy"])
-LARGE = 150_001
+LARGE = 300_001
 """More elements than any implementation works on at a time."""
 
 
@@ -118,7 +118,7 @@ def test_reshape_is_row_major(framework: str) -> None:
 
 @every_framework
 @pytest.mark.parametrize("dtype", [np.float32, np.int32, np.int64])
-@pytest.mark.parametrize("sizes", [(), (0,), (3,), (0, 0), (0, 4, 0), (2, 3), (200_000, 1, 100_000)], ids=str)
+@pytest.mark.parametrize("sizes", [(), (0,), (3,), (0, 0), (0, 4, 0), (2, 3), (400_000, 1, 200_000)], ids=str)
 def test_concat(framework: str, dtype: type, sizes: tuple[int, ...]) -> None:
     ops = ops_of(framework)
     parts = [np.arange(size).astype(dtype) + i for i, size in enumerate(sizes)]
@@ -575,13 +575,15 @@ def test_the_largest_and_of_equal_ones_those_in_front(framework: str) -> None:
 
 
 @every_framework
-def test_the_number_of_the_largest_does_not_depend_on_what_is_not_finite(framework: str) -> None:
-    """A compiled step computes the next choice before it knows that it is to be dropped."""
+def test_what_is_not_finite_is_among_the_largest(framework: str) -> None:
+    """Their number never differs: a compiled step computes the next choice before it knows that it is dropped."""
     ops = ops_of(framework)
     for bad in (math.nan, math.inf, -math.inf):
         values = np.array([1, bad, 3, bad, 2], np.float32)
         for count in (1, 2, 4, 5):
-            assert ops.to_numpy(ops.top(ops.from_numpy(values), count)).shape == (count,)
+            top = ops.to_numpy(ops.top(ops.from_numpy(values), count)).tolist()
+            order = [2, 4, 0, 1, 3] if bad == -math.inf else [1, 3, 2, 4, 0]
+            assert top == sorted(order[:count])
 
 
 @every_framework
@@ -728,6 +730,60 @@ def test_what_packing_leaves_in_closed_form(
             assert math.isclose(float(rms), norm(values) / math.sqrt(max(1, size)), rel_tol=1e-5)
 
 
+RUNS = (700, 1, 600_000, 40)
+"""Of which one is longer than the chunks in which large vectors are worked on, and the others within one."""
+
+
+@every_framework
+@pytest.mark.parametrize(("bits", "word"), [(3, 64), (4, 32), (8, 32), (16, 32)])
+@pytest.mark.parametrize("noise", [False, True], ids=["to nearest", "by chance"])
+def test_runs_are_packed_as_each_by_itself(framework: str, bits: int, word: int, noise: bool) -> None:
+    """Each with its own exponents, one of them unknown; measured each by itself, clipped values all together."""
+    ops, levels = ops_of(framework), 2 ** (bits - 1) - 1
+    sizes = np.repeat([1.0, 0.01, 30.0, 5.0], RUNS)
+    values = (random_values(sum(RUNS), bits) * sizes * levels).astype(np.float32)
+    exponents, left_exponents = (np.array(each, np.int32) for each in ([0, -6, 4, -127], [0, -6, 3, -127]))
+    key = one(ops, 17) if noise else None
+    together = ops.pack(
+        ops.from_numpy(values),
+        ops.from_numpy(exponents),
+        levels,
+        bits,
+        word,
+        key,
+        ops.from_numpy(left_exponents),
+        RUNS,
+    )
+    piece = Packed(together.words, ops.from_numpy(exponents), bits, sum(RUNS), RUNS)
+    back, left = ops.to_numpy(ops.assemble([piece], 0.5)), ops.to_numpy(together.left)
+    taken = ops.to_numpy(ops.subtract(ops.from_numpy(values), [piece]))
+    clipped, start, largest = 0, 0, list[float]()
+    for number, length in enumerate(RUNS):
+        part, own = slice(start, start + length), one(ops, int(exponents[number]))
+        start += length
+        if noise:  # what is drawn depends on the place
+            off = np.abs(2.0 * back[part].astype(np.float64) - values[part])
+            known = 2.0 ** exponents[number] if exponents[number] > -127 else 0.0
+            beyond = np.maximum(np.abs(values[part]) - known * levels, 0)
+            assert (off <= (known + beyond) * (1 + 1e-5)).all()
+            expected = values[part] - 2.0 * back[part] * 2.0 ** (left_exponents[number] - exponents[number])
+            np.testing.assert_allclose(left[part], expected, rtol=1e-5, atol=1e-5 * np.abs(values[part]).max())
+        else:
+            alone = ops.pack(
+                ops.from_numpy(values[part]), own, levels, bits, word, None, one(ops, int(left_exponents[number]))
+            )
+            clipped += int(alone.clipped)
+            assert np.array_equal(back[part], ops.to_numpy(ops.assemble([Packed(alone.words, own, bits, length)], 0.5)))
+            assert np.array_equal(left[part], ops.to_numpy(alone.left))
+            largest.append(float(alone.largest))
+        np.testing.assert_allclose(taken[part], values[part] - 2.0 * back[part], rtol=1e-6, atol=1e-30)
+        rms = norm(values[part]) / math.sqrt(length)
+        assert math.isclose(float(together.rms[number]), rms, rel_tol=1e-5)
+    assert ops.to_numpy(together.rms).shape == (len(RUNS),) and ops.to_numpy(together.largest).shape == ()
+    assert noise or float(together.largest) == max(largest)
+    assert noise or int(together.clipped) == clipped > 0
+
+
 @every_framework
 @pytest.mark.parametrize("size", [0, 5])
 def test_what_is_left_is_told_if_asked_for(framework: str, size: int) -> None:
@@ -743,7 +799,7 @@ def test_what_is_left_is_told_if_asked_for(framework: str, size: int) -> None:
 @other_frameworks
 @pytest.mark.parametrize("beyond", [-1, 0, 1])
 @pytest.mark.parametrize(
-    ("bits", "word", "size"), [(8, 32, 2**17), (16, 32, 2**18), (32, 32, 2**17), (12, 64, 5 * 2**17), (5, 32, 2**17)]
+    ("bits", "word", "size"), [(8, 32, 2**18), (16, 32, 2**19), (32, 32, 2**18), (12, 64, 5 * 2**18), (5, 32, 2**18)]
 )
 def test_packing_at_the_bounds_of_chunks(framework: str, bits: int, word: int, size: int, beyond: int) -> None:
     """In every bit as NumPy does it, whatever is worked on at a time; also drawn, and clipped in the last chunk."""

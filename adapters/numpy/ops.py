@@ -68,6 +68,7 @@ class NumpyOps:
         return np.sqrt(np.square(whole.astype(np.float64)).sum(axis=1) / max(1, whole.shape[1])).astype(np.float32)
 
     def top(self, values: np.ndarray, count: int) -> np.ndarray:
+        values = np.where(np.isnan(values), np.inf, values)
         return np.sort(np.argsort(-values, kind="stable")[:count]).astype(np.int32)
 
     def take_rows(self, matrix: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -88,8 +89,8 @@ class NumpyOps:
         with np.errstate(invalid="ignore"):
             return np.rint(values).astype(np.int32 if bits == 32 else np.int64)
 
-    def floats(self, true: np.ndarray) -> np.ndarray:
-        return np.asarray(true, np.float32)
+    def floats(self, values: np.ndarray) -> np.ndarray:
+        return np.asarray(values, np.float32)
 
     def scramble(self, values: np.ndarray) -> np.ndarray:
         return scramble(values)
@@ -103,9 +104,10 @@ class NumpyOps:
         word: int,
         noise: np.ndarray | None = None,
         left_exponent: np.ndarray | None = None,
+        runs: tuple[int, ...] = (),
     ) -> Packing[np.ndarray]:
         with np.errstate(over="ignore", invalid="ignore"):
-            scaled = values * _inverse(exponent, self)
+            scaled = values * _each(_inverse(exponent, self), runs)
             if noise is not None:
                 places = np.arange(values.size, dtype=np.int32)
                 drawn = scramble((places * np.int32(WEYL) + noise) ^ np.ascontiguousarray(values).view(np.int32))
@@ -118,13 +120,14 @@ class NumpyOps:
             lanes = word // bits
             dtype = np.int32 if word == 32 else np.int64
             scaled = np.clip(scaled, -np.float32(levels), np.float32(levels))
-            left = None if left_exponent is None else values - scaled * self.power_of_two(left_exponent)
+            left = None if left_exponent is None else values - scaled * _each(self.power_of_two(left_exponent), runs)
             rounded: np.ndarray = np.zeros(-(-values.size // lanes) * lanes, dtype)
             rounded[: values.size] = scaled
         table = rounded.reshape(-1, lanes) if bits in (8, 16) else rounded.reshape(lanes, -1).T
         words = (table << (bits * np.arange(lanes, dtype=dtype))).sum(axis=1, dtype=dtype)
         largest = np.max(np.abs(values), initial=0).astype(np.float32)
-        return Packing(words, np.int32(clipped), self.rms(values), left, largest)
+        rms = np.array([self.rms(run) for run in np.split(values, np.cumsum(runs)[:-1])]) if runs else self.rms(values)
+        return Packing(words, np.int32(clipped), rms, left, largest)
 
     def all_finite(self, values: np.ndarray) -> np.ndarray:
         return np.isfinite(values).all()
@@ -141,7 +144,7 @@ class NumpyOps:
             matrix[piece.rows] = piece.values
             return matrix.reshape(-1)
         if isinstance(piece, Packed):
-            return self._unpacked(piece) * self.power_of_two(piece.exponent)
+            return self._unpacked(piece) * _each(self.power_of_two(piece.exponent), piece.runs)
         if isinstance(piece, Halves):
             return piece.values.astype(np.float32) * np.float32(piece.factor)
         return piece
@@ -159,3 +162,8 @@ class NumpyOps:
 
 def _inverse(exponent: np.ndarray, ops: NumpyOps) -> np.ndarray:
     return np.where(exponent > -127, ops.power_of_two(-exponent), np.float32(0))
+
+
+def _each(factors: np.ndarray, runs: tuple[int, ...]) -> np.ndarray:
+    """A factor a run as one an element; without runs, as it is."""
+    return np.repeat(factors, runs) if runs else factors

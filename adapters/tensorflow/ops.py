@@ -92,6 +92,7 @@ class TensorFlowOps:
         return tf.sqrt(tf.reduce_mean(tf.square(whole / unit), axis=1)) * unit[:, 0]
 
     def top(self, values: tf.Tensor, count: int) -> tf.Tensor:
+        values = tf.where(tf.math.is_nan(values), tf.constant(np.inf, values.dtype), values)
         return tf.sort(tf.math.top_k(values, count, sorted=False).indices)
 
     def take_rows(self, matrix: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
@@ -110,8 +111,8 @@ class TensorFlowOps:
         values = tf.round(values) if values.dtype.is_floating else values
         return tf.cast(values, tf.int32 if bits == 32 else tf.int64)
 
-    def floats(self, true: tf.Tensor) -> tf.Tensor:
-        return tf.cast(true, tf.float32)
+    def floats(self, values: tf.Tensor) -> tf.Tensor:
+        return tf.cast(values, tf.float32)
 
     def scramble(self, values: tf.Tensor) -> tf.Tensor:
         values = tf.bitcast(values, tf.uint32)
@@ -129,11 +130,14 @@ class TensorFlowOps:
         word: int,
         noise: tf.Tensor | None = None,
         left_exponent: tf.Tensor | None = None,
+        runs: tuple[int, ...] = (),
     ) -> Packing[tf.Tensor]:
         dtype, lanes, count = tf.int32 if word == 32 else tf.int64, word // bits, int(values.shape[0])
-        largest = self._largest(values)
-        rms = self._rms(values, largest)
-        scaled = values * tf.where(exponent > -127, self.power_of_two(-exponent), 0.0)
+        parts = tf.split(values, runs) if runs else [values]
+        highest = [self._largest(part) for part in parts]
+        norms = [self._rms(part, most) for part, most in zip(parts, highest, strict=True)]
+        rms, largest = (tf.stack(norms), tf.reduce_max(tf.stack(highest))) if runs else (norms[0], highest[0])
+        scaled = _times(values, tf.where(exponent > -127, self.power_of_two(-exponent), 0.0), runs)
         if noise is not None:
             drawn = self.scramble((tf.range(count) * WEYL + noise) ^ tf.bitcast(values, tf.int32))
             unsigned = tf.bitwise.right_shift(tf.bitcast(drawn, tf.uint32), tf.constant(8, tf.uint32))
@@ -142,7 +146,7 @@ class TensorFlowOps:
             scaled = tf.round(scaled)
         clipped = tf.math.count_nonzero(tf.abs(scaled) > levels, dtype=tf.int32)
         scaled = tf.clip_by_value(scaled, -float(levels), float(levels))
-        left = None if left_exponent is None else values - scaled * self.power_of_two(left_exponent)
+        left = None if left_exponent is None else values - _times(scaled, self.power_of_two(left_exponent), runs)
         scaled = tf.pad(scaled, [[0, -count % lanes]])
         if bits in BYTES:
             signs = tf.constant(sign_bits(bits, word), dtype)
@@ -166,7 +170,7 @@ class TensorFlowOps:
             shape = (piece.height, int(piece.values.shape[1]))
             return tf.reshape(tf.scatter_nd(piece.rows[:, None], piece.values, shape), [-1])
         if isinstance(piece, Packed):
-            return self._unpacked(piece) * self.power_of_two(piece.exponent)
+            return _times(self._unpacked(piece), self.power_of_two(piece.exponent), piece.runs)
         if isinstance(piece, Halves):
             return tf.cast(piece.values, tf.float32) * piece.factor
         return piece
@@ -185,3 +189,11 @@ class TensorFlowOps:
             numbers.append(tf.cast(lowest, tf.float32))
             rest = tf.bitwise.right_shift(rest - lowest, tf.constant(min(bits, word - 1), dtype))
         return tf.concat(numbers, axis=0)[: piece.length]
+
+
+def _times(values: tf.Tensor, factors: tf.Tensor, runs: tuple[int, ...]) -> tf.Tensor:
+    """Every run times its factor; without runs, all times the one there is. (``tf.repeat`` would fill a table of as
+    many rows as there are runs, each as long as the longest.)"""
+    if not runs:
+        return values * factors
+    return tf.concat([part * factors[number] for number, part in enumerate(tf.split(values, runs))], axis=0)

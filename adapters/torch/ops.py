@@ -111,8 +111,7 @@ class TorchOps(PackingOps):
                 for a, b in self._chunks(len(part)):
                     part[a:b].copy_(piece.values[a:b]).mul_(factor)
             elif isinstance(piece, Packed):
-                step = scale * self._number(self.power_of_two(piece.exponent))
-                for _, _, numbers in self._unpacked(piece, part):
+                for _, _, numbers, step in self._by_runs(piece, scale, part):
                     numbers.mul_(step)
             else:
                 torch.mul(piece, scale, out=part)
@@ -136,8 +135,7 @@ class TorchOps(PackingOps):
                 for a, b in self._chunks(len(part)):
                     part[a:b].sub_(scratch[: b - a].copy_(piece.values[a:b]), alpha=piece.factor)
             elif isinstance(piece, Packed):
-                step = self._number(self.power_of_two(piece.exponent))
-                for a, b, numbers in self._unpacked(piece):
+                for a, b, numbers, step in self._by_runs(piece):
                     self._deduct(part[a:b], numbers, step)
             else:
                 part.sub_(piece)
@@ -220,8 +218,8 @@ class TorchOps(PackingOps):
         values = values.round() if values.is_floating_point() else values
         return values.to(torch.int32 if bits == 32 else torch.int64)
 
-    def floats(self, true: torch.Tensor) -> torch.Tensor:
-        return true.float()
+    def floats(self, values: torch.Tensor) -> torch.Tensor:
+        return values.float()
 
     def all_finite(self, values: torch.Tensor) -> torch.Tensor:
         if not values.is_floating_point():
@@ -294,8 +292,8 @@ class DeviceOps(TorchOps):
         largest: torch.Tensor = torch.linalg.vector_norm(batch, torch.inf, dim=(1, 2), keepdim=True)
         return largest
 
-    def _number(self, value: torch.Tensor) -> Any:
-        return value
+    def _numbers(self, values: torch.Tensor) -> Sequence[Any]:
+        return values.unbind()
 
     def _deduct(self, values: torch.Tensor, numbers: torch.Tensor, factor: Any) -> None:
         values.addcmul_(numbers, factor, value=-1)

@@ -6,21 +6,39 @@ Everything works through chunks that stay in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 
 from hvdplus.adapters.torch.memory import Pool
 from hvdplus.compression.hashing import SCRAMBLE, WEYL
 from hvdplus.compression.ops import Packed, Packing, sign_bits
 
-CHUNK = 1 << 17
-"""Elements that are worked on at a time on the CPU; 512 kB fit into a core's second-level cache."""
+CHUNK = 1 << 18
+"""Elements that are worked on at a time on the CPU: 1 MB. Less is nearer in the cache, and costs more in calls."""
 SAFE = 1e-30
 """A sum of squares between this and its reciprocal has stayed within float32."""
 BYTES = {8: torch.int8, 16: torch.int16}
 """Bits of a lane -> its type, where it is a type of its own."""
+
+
+class Runs:
+    """Where a vector's runs are; without any, it is one run."""
+
+    def __init__(self, lengths: tuple[int, ...], count: int) -> None:
+        self.lengths, self._ends = lengths or (count,), list(accumulate(lengths)) or [count]
+
+    def within(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """(start, stop, number) of the parts of runs between two elements."""
+        number = bisect_right(self._ends, start)
+        while start < stop:
+            end = min(self._ends[number], stop)
+            yield start, end, number
+            start, number = end, number + 1
 
 
 class Rounding:
@@ -29,60 +47,61 @@ class Rounding:
     def __init__(
         self,
         ops: PackingOps,
-        count: int,
+        runs: Runs,
         exponent: torch.Tensor,
         levels: int,
         noise: torch.Tensor | None,
         left_exponent: torch.Tensor | None,
     ) -> None:
-        self._ops, self._count, self._levels, self._noise = ops, count, levels, noise
+        self._ops, self._runs, self._levels, self._noise = ops, runs, levels, noise
         self._leaves = left_exponent is not None
-        self._scratch = ops._scratch(count)
+        self._scratch = ops._scratch(sum(runs.lengths))
         self._prepare(exponent, exponent if left_exponent is None else left_exponent)
 
     def _prepare(self, exponent: torch.Tensor, left_exponent: torch.Tensor) -> None:
-        known, stands = int(exponent), int(left_exponent)
-        self._inverse: Any = 2.0**-known if known > -127 else 0.0
-        self._level: Any = 2.0**stands if stands > -127 else 0.0
+        self._inverse: Sequence[Any] = [2.0**-known if known > -127 else 0.0 for known in exponent.tolist()]
+        self._level: Sequence[Any] = [2.0**stands if stands > -127 else 0.0 for stands in left_exponent.tolist()]
         # A scaled value up to this is never rounded beyond the levels: noise adds nearly 1, and is itself rounded.
         self._within = self._levels if self._noise is None else 0.99 * self._levels
-        self._square: Any = 0.0
+        self._squares = [0.0] * len(self._inverse)
         self._largest: Any = 0.0
-        self._clipped: Any = 0.0
+        self._clipped = 0.0
 
     def __call__(self, part: torch.Tensor, start: int) -> torch.Tensor:
         """The chunk ``part``, which begins at element ``start``, rounded to whole floats; valid until the next call."""
-        largest = self._measure(part)
-        scaled = torch.mul(part, self._inverse, out=self._scratch[: len(part)])
+        whole = self._scratch[: len(part)]
+        for a, b, run in self._runs.within(start, start + len(part)):
+            own = slice(a - start, b - start)
+            self._round(part[own], whole[own], a, run)
+        return whole
+
+    def _round(self, part: torch.Tensor, whole: torch.Tensor, start: int, run: int) -> None:
+        """A part of one run, to whole floats in ``whole``."""
+        square = torch.dot(part, part).item()
+        if not SAFE < square < 1 / SAFE:  # squares may have left float32
+            square = torch.linalg.vector_norm(part, dtype=torch.float64).item() ** 2
+        self._squares[run] += square
+        largest = max(part.amax().item(), -part.amin().item())
+        self._largest = max(self._largest, largest)
+        self._to_levels(torch.mul(part, self._inverse[run], out=whole), part, start)
+        if not largest * self._inverse[run] <= self._within:  # NaN compares with nothing
+            room = self._ops._scratch(len(whole))[: len(whole)]
+            beyond = torch.abs(whole, out=room).sub_(self._levels).clamp_(0, 1)
+            self._clipped += beyond.sum().item()  # comparing and counting takes longer
+            whole.clamp_(-float(self._levels), float(self._levels))
+        if self._leaves:
+            part.sub_(whole, alpha=self._level[run])
+
+    def _to_levels(self, scaled: torch.Tensor, part: torch.Tensor, start: int) -> None:
         if self._noise is not None:
             scaled.add_(self._ops._noise(part, start, self._noise)).floor_()
         else:
             scaled.round_()
-        self._clip(scaled, largest)
-        if self._leaves:
-            self._ops._deduct(part, scaled, self._level)
-        return scaled
-
-    def _measure(self, part: torch.Tensor) -> Any:
-        """Count the chunk in ``rms`` and ``largest``; returns its largest magnitude."""
-        square = torch.dot(part, part).item()
-        if not SAFE < square < 1 / SAFE:  # squares may have left float32
-            square = torch.linalg.vector_norm(part, dtype=torch.float64).item() ** 2
-        self._square += square
-        largest = max(part.amax().item(), -part.amin().item())
-        self._largest = max(self._largest, largest)
-        return largest
-
-    def _clip(self, scaled: torch.Tensor, largest: Any) -> None:
-        levels = self._levels
-        if not largest * self._inverse <= self._within:  # NaN compares with nothing
-            room = self._ops._scratch(len(scaled))[: len(scaled)]
-            beyond = torch.abs(scaled, out=room).sub_(levels).clamp_(0, 1)
-            self._clipped += beyond.sum().item()  # comparing and counting takes longer
-            scaled.clamp_(-float(levels), float(levels))
 
     def rms(self) -> torch.Tensor:
-        return torch.tensor((self._square / self._count) ** 0.5, dtype=torch.float32, device=self._ops._device)
+        squares = zip(self._squares, self._runs.lengths, strict=True)
+        rms = [(square / count) ** 0.5 for square, count in squares]
+        return torch.tensor(rms if len(rms) > 1 else rms[0], dtype=torch.float32, device=self._ops._device)
 
     def largest(self) -> torch.Tensor:
         return torch.tensor(self._largest, dtype=torch.float32, device=self._ops._device)
@@ -97,24 +116,33 @@ class DeviceRounding(Rounding):
 
     def _prepare(self, exponent: torch.Tensor, left_exponent: torch.Tensor) -> None:
         step = self._ops.power_of_two(exponent)
-        self._inverse = step.reciprocal().nan_to_num_(posinf=0.0)  # exact, and 0 for an unknown step
-        self._level = step if left_exponent is exponent else self._ops.power_of_two(left_exponent)
-        self._norms: list[torch.Tensor] = []
+        inverse = step.reciprocal().nan_to_num_(posinf=0.0)  # exact, and 0 for an unknown step
+        level = step if left_exponent is exponent else self._ops.power_of_two(left_exponent)
+        self._inverse, self._level = inverse.unbind(), level.unbind()
+        self._norms: list[list[torch.Tensor]] = [[] for _ in self._runs.lengths]
         self._highest: list[torch.Tensor] = []
         self._beyond: list[torch.Tensor] = []
 
-    def _measure(self, part: torch.Tensor) -> Any:
-        self._norms.append(torch.linalg.vector_norm(part, dtype=torch.float64))
+    def __call__(self, part: torch.Tensor, start: int) -> torch.Tensor:
+        levels, scaled = float(self._levels), self._scratch[: len(part)]
+        own = [(slice(a - start, b - start), run) for a, b, run in self._runs.within(start, start + len(part))]
+        for place, run in own:
+            self._norms[run].append(torch.linalg.vector_norm(part[place], dtype=torch.float64))
+            torch.mul(part[place], self._inverse[run], out=scaled[place])
         self._highest.append(torch.linalg.vector_norm(part, torch.inf))
-
-    def _clip(self, scaled: torch.Tensor, largest: Any) -> None:
-        levels = float(self._levels)
+        self._to_levels(scaled, part, start)
         self._beyond.append((scaled.abs() > levels).sum(dtype=torch.int32))
         scaled.clamp_(-levels, levels)
+        for place, run in own if self._leaves else ():
+            self._ops._deduct(part[place], scaled[place], self._level[run])
+        return scaled
 
     def rms(self) -> torch.Tensor:
-        norm = self._norms[0] if len(self._norms) == 1 else torch.stack(self._norms).square().sum().sqrt()
-        return norm.mul(self._count**-0.5).float()
+        norms = [one[0] if len(one) == 1 else torch.stack(one).square().sum().sqrt() for one in self._norms]
+        lengths = self._runs.lengths
+        if len(lengths) == 1:
+            return norms[0].mul(lengths[0] ** -0.5).float()
+        return torch.stack(norms).mul_(self._ops.constant(("runs", lengths), lambda: np.array(lengths) ** -0.5)).float()
 
     def largest(self) -> torch.Tensor:
         return self._highest[0] if len(self._highest) == 1 else torch.stack(self._highest).amax()
@@ -130,6 +158,7 @@ class PackingOps:
     _rounding = Rounding
     _device: torch.device
     _pool: Pool
+    constant: Callable[[Hashable, Callable[[], np.ndarray]], torch.Tensor]
 
     def scramble(self, values: torch.Tensor) -> torch.Tensor:
         return self._scrambled(values.clone())
@@ -143,6 +172,7 @@ class PackingOps:
         word: int,
         noise: torch.Tensor | None = None,
         left_exponent: torch.Tensor | None = None,
+        runs: tuple[int, ...] = (),
     ) -> Packing[torch.Tensor]:
         dtype, lanes = torch.int32 if word == 32 else torch.int64, word // bits
         zero = torch.zeros((), dtype=torch.float32, device=self._device)
@@ -150,7 +180,7 @@ class PackingOps:
             empty = torch.zeros(0, dtype=dtype, device=self._device)
             return Packing(empty, zero.int(), zero, None if left_exponent is None else values, zero)
         words = self._empty(-(-len(values) // lanes), dtype)
-        rounded = self._rounding(self, len(values), exponent, levels, noise, left_exponent)
+        rounded = self._rounding(self, Runs(runs, len(values)), exponent, levels, noise, left_exponent)
         if bits in BYTES:
             signs, lanes_out, step = sign_bits(bits, word), words.view(BYTES[bits]), self._chunk(lanes)
             lanes_out[len(values) :].zero_()
@@ -197,9 +227,9 @@ class PackingOps:
         """(start, stop) of each chunk of ``count`` elements."""
         return ((start, min(start + self._chunk(), count)) for start in range(0, count, self._chunk()))
 
-    def _number(self, value: torch.Tensor) -> Any:
-        """A tensor of one element as a factor."""
-        return float(value)
+    def _numbers(self, values: torch.Tensor) -> Sequence[Any]:
+        """The elements of a vector, as factors."""
+        return values.tolist()
 
     def _deduct(self, values: torch.Tensor, numbers: torch.Tensor, factor: Any) -> None:
         """``values -= numbers * factor`` in place."""
@@ -218,6 +248,16 @@ class PackingOps:
             if factor != 1:
                 values.mul_(factor - 2**32)
         return values
+
+    def _by_runs(
+        self, piece: Packed[torch.Tensor], scale: float = 1.0, out: torch.Tensor | None = None
+    ) -> Iterator[tuple[int, int, torch.Tensor, Any]]:
+        """As ``_unpacked``, in parts of one run, each with its step size times ``scale``: a number, on a device 0-d."""
+        sizes, runs = self.power_of_two(piece.exponent), Runs(piece.runs, piece.length)
+        steps = self._numbers(sizes if scale == 1 else sizes * scale)
+        for start, stop, numbers in self._unpacked(piece, out):
+            for a, b, run in runs.within(start, stop):
+                yield a, b, numbers[a - start : b - start], steps[run]
 
     def _unpacked(
         self, piece: Packed[torch.Tensor], out: torch.Tensor | None = None

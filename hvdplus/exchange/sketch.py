@@ -1,9 +1,9 @@
 """How much ranks' gradients, and their residuals, are alike, from a sketch of a few numbers that add up over ranks.
 
-Of every gradient a part is added up with random signs, the same on all ranks, into ``CELLS`` numbers. Scalar products
-of sketches are those of the gradients, on average (Alon, Matias and Szegedy, STOC 1996). So the sum of all ranks'
-sketches shows how long the mean gradient is beside the ranks' own, without that anybody has it: at levels that keep a
-residual, the mean that arrives is that of other steps, too.
+Of every gradient that levels compress a part is added up with random signs, the same on all ranks, into ``CELLS``
+numbers. Scalar products of sketches are those of the gradients, on average (Alon, Matias and Szegedy, STOC 1996). So
+the sum of all ranks' sketches shows how long the mean gradient is beside the ranks' own, without that anybody has it:
+at levels that keep a residual, the mean that arrives is that of other steps, too.
 
     cosine = mean over pairs of ranks of <g_i, g_j>, over the mean of <g_i, g_i>
 
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdplus.compression.hashing import uniform
+from hvdplus.exchange.bucket import compressible
 
 CELLS = 32
 WIDTH = 4096
@@ -43,11 +44,11 @@ class Part(NamedTuple):
     """Factor that makes up for what does not count."""
 
 
-def part_of(length: int, parameter: int, measurement: Any) -> Part | None:
-    """The part of a parameter's gradient of ``length`` elements; None: it has too few."""
-    rows = length // CELLS
-    if not rows:
+def part_of(shape: Sequence[int], parameter: int, measurement: Any) -> Part | None:
+    """The part of a parameter's gradient of this shape; None: it always travels whole, and is not worth the time."""
+    if not compressible(tuple(shape)):
         return None
+    rows = math.prod(shape) // CELLS
     width, turn = min(rows, WIDTH), measurement + _PARAMETER * parameter
     column, sign = turn * _COLUMN % (rows - width + 1), turn * _SIGN % WIDTH
     return Part(rows, width, column, sign, math.sqrt(rows / width))
