@@ -134,6 +134,13 @@ def fast_links(count: int, seed: int = 0) -> list[Job]:
     return jobs
 
 
+def misled(count: int, seed: int = 0) -> list[Job]:
+    """Sums before training take a third less or twice as long as within it, and computation hides much."""
+    dice = random.Random(4 + seed)
+    jobs = some_jobs(count, NOISES["jitter"], seed=13 + seed)
+    return [replace(job, before=dice.choice((0.6, 0.7, 2.0)), overlap=dice.uniform(0.4, 0.9)) for job in jobs]
+
+
 def steady(job: Job | Trace) -> At:
     """Nothing changes."""
     job = job.rewound() if isinstance(job, Trace) else job
@@ -162,6 +169,7 @@ def scenarios(count: int, seed: int = 0) -> dict[str, Scenario]:
         **{name: (some_jobs(count, noise, seed=5 + seed), 500, steady) for name, noise in NOISES.items()},
         "much noise": (some_jobs(count, NOISY, seed=11 + seed), 1000, steady),
         "fast links": (fast_links(count, seed), 700, steady),
+        "misled at first": (misled(count, seed), 600, steady),
         "link 4 x faster": (calm, 600, link_times(4)),
         "link 4 x slower": (calm, 600, link_times(0.25)),
         **({"traces": ((found * count)[: max(count, len(found))], 500, steady)} if (found := traces()) else {}),

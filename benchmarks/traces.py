@@ -30,7 +30,8 @@ from hvdplus.settings import Settings
 
 FOLDER = Path(__file__).parent / "traces"
 RECORDED = (("mlp", "100mbit"), ("mlp", "1gbit"), ("mlp", "unshaped"), ("text", "100mbit"), ("text", "1gbit"),
-            ("text", "unshaped"), ("cnn", "100mbit"), ("cnn", "1gbit"), ("cnn", "unshaped"))  # fmt: skip
+            ("text", "unshaped"), ("cnn", "100mbit"), ("cnn", "1gbit"), ("cnn", "unshaped"),
+            ("bytes", "100mbit"), ("bytes", "1gbit"))  # fmt: skip
 TURN_STEPS, TURN_SECONDS, TURNS = 20, 2.0, 8
 """A level's turn has so many steps, or as many as fit into so many seconds, and two at least; turns of each level."""
 

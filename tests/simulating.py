@@ -75,6 +75,8 @@ class Job:
     """Bytes of a sounding that the link carries at any speed."""
     wait: float = 0.0
     """Seconds until a sounding begins."""
+    before: float = 1.0
+    """Seconds of sums before training, as a multiple of what they take within."""
     ranks: int = 2
     names: tuple[str, ...] = NAMES
     errors: tuple[float, ...] = ERRORS
@@ -99,7 +101,7 @@ class Job:
     @property
     def probes(self) -> tuple[tuple[int, float], ...]:
         """(bytes, seconds) of sums before training, without noise."""
-        return tuple((size, self.probe(size)) for size in sizes(self.costs[0].payload_bytes))
+        return tuple((size, self.before * self.probe(size)) for size in sizes(self.costs[0].payload_bytes))
 
     def wire(self, level: int) -> float:
         """All communication of a step, hidden or not."""

@@ -201,6 +201,79 @@ def test_a_machine_that_slows_down_slows_every_level_and_a_link_each_by_its_byte
         assert knowledge.seconds(0) == pytest.approx(0.05 * busy + 0.08 * beta, rel=0.1)
 
 
+def test_what_one_level_hides_says_nothing_of_another_that_was_measured() -> None:
+    """Sums that run behind the computation at one level show what it hides of levels that never ran."""
+    knowledge, untried = known(0, 2), known(2)
+    before, guessed = knowledge.seconds(0), untried.seconds(0)
+    for each in (knowledge, untried):
+        each.steps += 8
+        comm = COSTS[2].payload_bytes * 1e-8
+        took = StepTimes(0.054 + comm, 4e-3, comm, 0.0, 0.03)
+        each.learn(2, block_of([took] * 8), held=True)
+        assert each.hidden == pytest.approx(0.6)
+    assert untried.seconds(0) < 0.95 * guessed
+    # Longer sums are news of the link. Were less of them to wait for, too, it would be a third less.
+    assert knowledge.seconds(0) >= before
+    first = known(0)
+    before, comm = first.seconds(0), COSTS[2].payload_bytes * 1e-8
+    first.learn(2, block_of([StepTimes(0.054 + comm, 4e-3, comm, 0.0, 0.03)] * 8), held=False)
+    assert first.hidden == pytest.approx(0.6) and first.seconds(0) == pytest.approx(before)
+
+
+def with_probes(ms_per_megabyte: float) -> Knowledge:
+    """Sums before training have shown the link."""
+    knowledge = Knowledge(COSTS, 0.05)
+    knowledge.begin([(size, 1e-4 + size * ms_per_megabyte * 1e-9) for size in (4_000, 800_000)])
+    return knowledge
+
+
+def ran(knowledge: Knowledge, level: int, ms_per_megabyte: float) -> Knowledge:
+    """The same after a block of a level, over a link of that speed."""
+    knowledge.steps += 8
+    comm = COSTS[level].payload_bytes * ms_per_megabyte * 1e-9
+    took = StepTimes(0.05 + COSTS[level].codec + comm, COSTS[level].codec, comm)
+    knowledge.learn(level, block_of([took] * 8), held=True)
+    return knowledge
+
+
+@pytest.mark.parametrize("before, within", [(7.0, 11.0), (12.0, 8.0)])
+def test_what_sums_before_training_show_yields_to_what_steps_take(before: float, within: float) -> None:
+    """A processor that computes has less time for sums; or it was something else that slowed the first ones down."""
+    knowledge = ran(ran(with_probes(before), 2, before), 1, within)
+    assert knowledge.seconds(0) == pytest.approx(0.05 + 8e-3 * within, rel=0.1)
+
+
+@pytest.mark.parametrize("times", [0.7, 1.0, 1.8])
+def test_a_step_that_waits_for_its_last_bucket_alone_says_nothing_of_what_computation_may_hide(times: float) -> None:
+    """Whatever sums take, as against those before training."""
+    for waits, bound in ((1.2, False), (2.0, True)):
+        knowledge = with_probes(20.0)
+        link, cost = knowledge.link.link, COSTS[1]
+        comm, last = times * link.seconds(cost), times * link.exposed(cost, math.inf)
+        took = StepTimes(0.05 + cost.codec + waits * last, cost.codec, waits * last, 0.0, comm - waits * last)
+        knowledge.learn(1, block_of([took] * 8), held=True)
+        assert knowledge.bound == bound
+
+
+@pytest.mark.parametrize("bent", [0.4, 2.5])
+def test_a_level_off_the_line_says_as_much_of_the_link_as_one_on_it(bent: float) -> None:
+    """Its seconds and their scatter, both as far off, are the same news."""
+    dice, straight, off = random.Random(0), known(0, 2), known(0, 2)
+    scatter = [8e-2 * math.exp(dice.gauss(0, 0.2)) for _ in range(8)]
+    off.levels[0] = off.levels[0]._replace(bent=bent * off.levels[0].bent)
+    for knowledge, factor in ((straight, 1.0), (off, bent)):
+        knowledge.steps += 8
+        took = [StepTimes(0.05 + factor * comm, 0.0, factor * comm) for comm in scatter]
+        knowledge.learn(0, block_of(took), held=True)
+    for mine, theirs in zip(off.link, straight.link, strict=True):
+        assert math.isclose(mine, theirs, rel_tol=1e-6), (off.link, straight.link)
+
+
+def test_few_bytes_that_a_link_carries_at_once_say_little_of_many() -> None:
+    """Half a megabyte after a rest takes no time on links that let bursts through."""
+    assert ran(with_probes(80.0), 2, 8.0).seconds(0) > 0.05 + 8e-3 * 40
+
+
 def test_a_ratio_that_was_measured_stands_until_the_level_runs_again() -> None:
     knowledge = known(0, 1)
     knowledge.learn_ratio(1, 0, Guess(math.log(0.8), 1e-4))

@@ -361,6 +361,21 @@ def test_two_levels_are_worked_out_by_hand(log: str, capsys: pytest.CaptureFixtu
     assert "Two levels" not in printed(capsys, log, "--ranks", "16", "--gbit", "1")
 
 
+def test_two_levels_are_those_of_the_all_reduce_that_is_asked_for(log: str, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = [printed(capsys, log, "--ranks", "8x4", "--gbit", "1", "--all-reduce", kind) for kind in ALL_REDUCES]
+    ring, tree = (text[text.index("Two levels") :].split("Compression stops")[0] for text in texts)
+    assert ring != tree
+    shown = what_the_run_showed(read_log(log))
+    cost, wire, inside = costs_on(shown, 8)[0]["none"], Wire(20e-6, 8e-9), Wire(2e-6, 8e-9 / 40)
+    one_kind = [predict_two_level(shown, cost, 8, 4, wire, inside, {kind: ALL_REDUCES[kind]}) for kind in ALL_REDUCES]
+    assert one_kind[0].seconds != one_kind[1].seconds
+
+
+def test_a_run_with_local_steps_is_no_ground_for_a_plan(log: str) -> None:
+    with pytest.raises(ValueError, match="took local steps.* let one run in lock-step"):
+        what_the_run_showed([*read_log(log), {"kind": "local", "every": 16}])
+
+
 def test_where_compression_stops_paying(log: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, log, "--ranks", "8,64")
     limit = pays_up_to(what_the_run_showed(records()), 8, 20e-6)

@@ -171,7 +171,7 @@ def test_decisions_come_out_as_in_the_run(
 
 def test_a_run_with_everything_in_it_is_replayed(tmp_path: Path) -> None:
     """Which kinds of records and decisions a replay was seen to get right."""
-    run = Run(SLOW, tmp_path / "run.jsonl", dense_steps=2, error_budget=1.15).go(1000)
+    run = Run(SLOW, tmp_path / "run.jsonl", dense_steps=2, error_budget=0.7).go(1000)
     run.go(100, rate=0.01)
     run.cut_anew((1.5, 1.5, 1.5, 1.5, 1.4)).go(60, rate=0.01)
     run.job = replace(run.job, rate=2e6)
@@ -179,7 +179,7 @@ def test_a_run_with_everything_in_it_is_replayed(tmp_path: Path) -> None:
     records = run.end()
     assert {"run", "trace", "decision", "resize", "forbid", "window", "end"} == {record["kind"] for record in records}
     reasons = [reason for _, _, reason, _ in logged(records)]
-    for words in ("the start is over", "is expected to cost", "costs", "is best", "(budget 1.15); back to"):
+    for words in ("the start is over", "is expected to cost", "costs", "is best", "(budget 0.7); back to"):
         assert any(words in reason for reason in reasons), words
     assert replayed(records) == logged(records)
     assert any(record["kind"] == "trace" and None in record["steps"][0] for record in records), (

@@ -274,7 +274,7 @@ def _from_run_log(args: argparse.Namespace, path: str) -> str:
             _what_it_showed(shown),
             _forecasts(shown, ranks, rates, latency, kinds),
             _local_steps(shown, ranks, rates, latency, kinds),
-            *_two_levels(shown, [(h, r) for h, *rest in grids for r in rest if r > 1], rates, latency, inside),
+            *_two_levels(shown, [(h, r) for h, *rest in grids for r in rest if r > 1], rates, latency, inside, kinds),
             _limits(shown, ranks, latency, kinds),
             _assumed(shown, latency, kinds),
         )
@@ -360,7 +360,12 @@ def _local_steps(
 
 
 def _two_levels(
-    shown: Shown, grids: Sequence[tuple[int, int]], rates: Sequence[float], latency: float, inside: float
+    shown: Shown,
+    grids: Sequence[tuple[int, int]],
+    rates: Sequence[float],
+    latency: float,
+    inside: float,
+    kinds: Mapping[str, Collective],
 ) -> list[str]:
     """Hosts of several ranks: the best level over one level of ranks, and over two."""
     rows = [["hosts x", "Gbit/s", "one level", "ms", "two levels", "ms", "sooner"], ["ranks", "", "", "", "", "", ""]]
@@ -368,8 +373,10 @@ def _two_levels(
         for gbit in rates:
             wire, within = _wire(gbit, latency), _wire(inside, latency / 10)
             costs, between = costs_on(shown, hosts * each)[0], costs_on(shown, hosts)[0]
-            one = {name: predict(shown, cost, hosts * each, wire) for name, cost in costs.items()}
-            two = {name: predict_two_level(shown, cost, hosts, each, wire, within) for name, cost in between.items()}
+            one = {name: predict(shown, cost, hosts * each, wire, kinds) for name, cost in costs.items()}
+            two = {
+                name: predict_two_level(shown, cost, hosts, each, wire, within, kinds) for name, cost in between.items()
+            }
             best, other = best_level(one, shown.prices), best_level(two, shown.prices)
             gain = one[best].seconds * shown.prices.get(best, 1.0) / two[other].seconds / shown.prices.get(other, 1.0)
             rows.append([

@@ -105,6 +105,8 @@ NOT_LEARNED = ("costs", "delay_price")
 """Fields of its ``Knowledge`` that are given anew."""
 PROBE_STEPS = 40
 """Least steps between two bandwidth probes."""
+QUIET = 1e-8
+"""Least noise."""
 LONGEST = 3
 """Largest factor by which noise makes a trial's blocks longer."""
 START_SETTLES, START_STEPS = 2, 4
@@ -200,9 +202,12 @@ class Controller:
         self._elapsed += seen.times.step
         self._spent += seen.times.probe
         if self.mode is Mode.TRIAL and level == self.challenger:
-            self._spent = max(0.0, self._spent + times.step - self._turns[-1][1].step)
+            held = self._turns[-1][1]
+            # What its sums and codecs take more: an evaluation between two steps is nobody's.
+            longer = min(times.step - held.step, times.codec + times.exposed_comm - held.rest)
+            self._spent = max(0.0, self._spent + longer)
         self._note_training(level, seen)
-        if level and seen.error > config.error_budget:
+        if level and min(seen.error, self._known.least_error(level)) > config.error_budget:
             budget = f"the residual at {self.names[level]} is {seen.error:.2f} times the gradient (budget "
             return self._refuse(f"{budget}{config.error_budget:g})")
         starts, asked = self.mode is Mode.START, config.dense_steps
@@ -265,8 +270,9 @@ class Controller:
             self._lost = {}
         self._known.learn(self.level, block, held=self.level == self.held)
         if self.level == self.held:
-            noise = noise_of(block, self.config.pairs)
-            self._noise = 0.8 * self._noise + 0.2 * noise if self._noise else noise
+            noise = max(noise_of(block, self.config.pairs), QUIET)
+            # The geometric mean of late: a step that stalled makes its block hundreds of times as noisy as others.
+            self._noise = self._noise**0.8 * noise**0.2 if self._noise else noise
         if self.mode is Mode.TRIAL:
             self._turns.append((self.level, block))
             return self._judge()
@@ -375,7 +381,7 @@ class Controller:
             known = [level for level in self._known.levels if level not in self.refused]
             self.held = min(known, key=lambda level: self._known.cost(level, level).mean, default=0)
         self._turns, self._lost = [], {}
-        mode = Mode.HOLD if self._known.levels else Mode.START
+        mode = Mode.HOLD if self.held in self._known.levels else Mode.START
         return self._enter(mode, self.held, f"{why}; back to {self.names[self.held]}")
 
     def _enter(self, mode: Mode, level: int, why: str = "") -> Decision:

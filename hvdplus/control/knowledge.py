@@ -28,16 +28,19 @@ EXPOSED_ERROR = 0.25
 OVERLAP_ERROR = 0.5
 """The same of what runs behind the computation."""
 WAIT_ERROR = 0.5
-"""Standard deviation of what an all-reduce takes before training from what it takes within, as a share of it: Horovod
-begins one every millisecond, and a sum by itself just misses one of these turns or does not."""
-BENT, MOST_BENT = 0.15, 2.5
-"""Standard deviation of a level's communication from the link's straight line, as a share of it, and the largest factor
-between them: links carry little at any speed after a rest, and ranks that wait for each other are slower."""
+"""Standard deviation of what an all-reduce takes before training from what it takes within, however small it is and a
+byte, as shares of it: Horovod begins one every millisecond, and a sum by itself just misses one of these turns or does
+not; and a processor that computes has less time for bytes (0.7 to 2 times what sums before training show)."""
+BENT, FIRST_BENT, MOST_BENT = 0.15, 0.5, 100.0
+"""Standard deviation of a level's communication from the link's straight line, as a share of it; the same of the first
+level that runs, from what sums before training show; and the largest factor between them. Links carry little at any
+speed after a rest, and ranks that wait for each other are slower, five times where sums are small."""
 PACKING, CODEC_ERROR, ALIKE_ERROR = 0.5, 0.3, 0.1
 """Seconds that a level with a residual takes to pack gradients and write means back, as a share of its codec's alone;
 standard deviations of a codec's time, as shares of it: of any, and where a level that packs likewise was measured.
 (0.5 to 0.8 on two cores, 2.3 for many small tensors; from ``lowrank`` to ``int8`` it hardly differs.)"""
-ERRORS_KEPT = 10
+ERRORS_KEPT, SURE = 10, 3
+"""Readings of an error that are kept, and so many in a row that are no accident."""
 COMPUTATIONS = (1e-3, 1e-2, 1e-1, 1.0)
 """Seconds that the computation of a step may take, before one was seen; half of them may hide communication."""
 HIDES = 0.7
@@ -95,27 +98,24 @@ class Knowledge:
         """Take in a block. ``held``: the level ran before it, too, so a change of its computation is the machine's."""
         aged = DRIFT**2 * max(1, self.steps - max((known.steps for known in self.levels.values()), default=0))
         known = self.levels.get(level)
-        before = {} if known else {other: (self._model(other), self._comm(other)) for other in self.levels}
         self.pace = Guess(self.pace.mean, self.pace.variance + aged)
         if known and held:
             noise = block.busy_variance / block.busy**2 + NOISE_FLOOR**2
             self.pace = self.pace.updated(math.log(block.busy / known.busy), noise)
-        self.hidden = max(self.hidden, block.overlapped / block.busy)
-        self.bound |= block.exposed > BOUND * self.link.link.exposed(self.costs[level], math.inf) > 0.0
+        self._see_hiding(level, block)
+        before = {} if known else {other: (self._model(other), self._comm(other)) for other in self.levels}
         # What runs behind the computation may wait for other ranks: so much of it says little of the link.
         doubt = block.comm_variance + (OVERLAP_ERROR * block.overlapped) ** 2
         if known:  # only what a level takes beside what it took says that the link has changed
-            self.link = self.link.older(aged).updated(self.costs[level], block.comm / known.bent, doubt)
             bent = known.bent
+            self.link = self.link.older(aged).updated(self.costs[level], block.comm / bent, doubt / bent**2)
         else:
-            doubt += (BENT * self._comm(level)) ** 2 if self.levels else 0.0
+            doubt += ((BENT if self.levels else FIRST_BENT) * self._comm(level)) ** 2
             self.link = self.link.older(aged).updated(self.costs[level], block.comm, doubt, same=bool(self.levels))
             bent = self._bent(self.costs[level], block.comm)
         for other, (model, comm) in before.items():  # the link is no other: what was measured still holds
             self.levels[other] = self.levels[other]._replace(bent=self._bent(self.costs[other], comm))
-            mean, variance = self.levels[other].own
-            own = Guess(mean + model - self._model(other), variance)
-            self.levels[other] = self.levels[other]._replace(own=own)
+            self._keep(other, model)
         pace = math.exp(self.pace.mean)
         own = self.known_own(level) if known else Guess()
         known = known or Level(block.busy / pace, block.codec / pace, 0.0, 0.0, 0.0, bent, own, self.steps)
@@ -124,6 +124,22 @@ class Knowledge:
             codec=codec, step=block.step, exposed=block.exposed, overlapped=block.overlapped, steps=self.steps
         )
         own = own.updated(math.log(block.step) - self._model(level), block.step_variance)
+        self.levels[level] = self.levels[level]._replace(own=own)
+
+    def _see_hiding(self, level: int, block: Block) -> None:
+        """Take in how much communication a block hid: it tells of levels that never ran, and of no other."""
+        models = {other: self._model(other) for other in self.levels}
+        self.hidden = max(self.hidden, block.overlapped / block.busy)
+        link, cost = self.link.link, self.costs[level]
+        if straight := link.seconds(cost):  # the last bucket's share of this block's own sums, however long they take
+            self.bound |= block.exposed > BOUND * block.comm * link.exposed(cost, math.inf) / straight > 0.0
+        for other, model in models.items():
+            self._keep(other, model)
+
+    def _keep(self, level: int, model: float) -> None:
+        """What a level was measured to take still holds, though the model, which said ``model``, has become better."""
+        mean, variance = self.levels[level].own
+        own = Guess(mean + model - self._model(level), variance)
         self.levels[level] = self.levels[level]._replace(own=own)
 
     def is_news(self, level: int, block: Block) -> bool:
@@ -160,7 +176,8 @@ class Knowledge:
         for size, seconds in sums:
             self.see_sum(size, seconds, first=True)
         link = self.link
-        self.link = link._replace(aa=link.aa + (WAIT_ERROR * link.alpha) ** 2)
+        aa, bb = ((WAIT_ERROR * each) ** 2 for each in (link.alpha, link.beta))
+        self.link = link._replace(aa=link.aa + aa, bb=link.bb + bb)
 
     def best_start(self, usable: Sequence[int]) -> int:
         """The level to begin with, before any step was seen: that of least regret, which is what a step is expected to
@@ -208,6 +225,11 @@ class Knowledge:
         """Take in a reading of e, ``age`` steps after the level began; the level before it had come to ``carried``."""
         self.errors[level] = [*self.errors.get(level, [])[1 - ERRORS_KEPT :], settled(error, age, carried)]
 
+    def least_error(self, level: int) -> float:
+        """The least of the last readings of e; 0: there are few. A single one may be of an odd batch."""
+        readings = self.errors.get(level, [])[-SURE:]
+        return min(readings) if len(readings) == SURE else 0.0
+
     def known_own(self, level: int) -> Guess:
         """``Level.own``, as much as it is worth today."""
         mean, variance = self.levels[level].own
@@ -225,11 +247,6 @@ class Knowledge:
     def price(self, level: int) -> float:
         """By what factor a training at this level needs more steps."""
         return price_of_delay(self.delay_price, self.error(level).mean)
-
-    def beyond(self, level: int) -> float:
-        """Logarithm of the bytes that a level sends over those of any level that was measured; 0: no more."""
-        most = max(self.costs[other].payload_bytes for other in self.levels)
-        return max(0.0, math.log(max(1, self.costs[level].payload_bytes) / max(1, most)))
 
     def cost(self, level: int, held: int) -> Guess:
         """Logarithm of seconds times price. ``held``: the level that runs, whose link needs no guess."""

@@ -39,6 +39,7 @@ from hvdplus.log.facts import (
     levels_refused,
     number_of,
     probes_of,
+    rhythm_of,
     run_of,
     weighted_median,
     windows_of,
@@ -121,6 +122,11 @@ def what_the_run_showed(records: Sequence[Record]) -> Shown:
     check_not_empty(records)
     about = run_of(records)
     costs, ranks = _costs_as_tried(records), int(about.get("ranks") or 1)
+    if rhythm_of(records):
+        raise ValueError(
+            "the job took local steps, and its log has what an exchange takes with the steps before it: let one run in "
+            "lock-step, without `every` and `staleness`"
+        )
     if ranks < 2:
         raise ValueError("the job ran on one rank, which shows nothing of a network: run it on two hosts or more")
     seen = _levels_as_seen(records, costs)
@@ -294,13 +300,22 @@ def predict(
     return min(map(by, collectives), key=lambda step: round(step.seconds, 9))  # equal to a nanosecond is equal
 
 
-def predict_two_level(shown: Shown, cost: LevelCost, hosts: int, ranks_a_host: int, wire: Wire, inside: Wire) -> Step:
+def predict_two_level(
+    shown: Shown,
+    cost: LevelCost,
+    hosts: int,
+    ranks_a_host: int,
+    wire: Wire,
+    inside: Wire,
+    collectives: Mapping[str, Collective] = ALL_REDUCES,
+) -> Step:
     """A step on hosts whose ranks sum densely among themselves (``hvdplus.exchange.two_level``).
 
     Args:
         wire, inside: links between hosts, and within one. What is summed inside of hosts is not hidden.
+        collectives: between hosts, see ``predict``.
     """
-    between = predict(shown, cost, hosts, wire)
+    between = predict(shown, cost, hosts, wire, collectives)
     dense = ring_all_reduce(4.0 * shown.elements, ranks_a_host, inside)
     shared = cost.messages * ring_all_reduce(cost.payload_bytes / cost.messages, ranks_a_host, inside)
     return Step(between.seconds + dense + shared, between.exposed + dense + shared, between.collective)
