@@ -55,7 +55,7 @@ def choose_ladder(compression: Any, settings: Settings, world: World, ops: Ops[A
         ValueError: unknown compression; a ladder that does not begin with ``none``; or a fixed level that needs equal
             CPUs and libraries, while ranks differ.
     """
-    wanted, from_settings = _asked(compression, settings)
+    wanted, from_settings = asked_for(compression, settings)
     if _is_local(wanted):
         raise ValueError(
             f"{wanted}: local steps are an optimizer's, and this is none. Wrap one in DistributedOptimizer."
@@ -89,7 +89,7 @@ def choose_ladder(compression: Any, settings: Settings, world: World, ops: Ops[A
     return Ladder(["none", compressor] if compressor.needs_warmup else [compressor]), False
 
 
-def _asked(compression: Any, settings: Settings) -> tuple[Any, bool]:
+def asked_for(compression: Any, settings: Settings) -> tuple[Any, bool]:
     """(the compression that a script or else the settings ask for, whether it is the settings)."""
     stock = isinstance(compression, type) and compression.__module__.partition(".")[0] in ("horovod", "hvdplus")
     if stock and compression.__name__ in HOROVODS_NAMES:
@@ -129,7 +129,7 @@ def choose_rhythm(compression: Any, every: int | str | None, settings: Settings)
     asked = settings.every if every is None else every
     if asked != AUTO and (isinstance(asked, bool) or not isinstance(asked, int) or asked < 1):
         raise ValueError(f"every wants auto, or a number of local steps, at least 1. Received: every={asked!r}")
-    level, from_settings = _asked(compression, settings)
+    level, from_settings = asked_for(compression, settings)
     local = _is_local(level) or asked != 1 or settings.staleness != 0
     if local and settings.secure_aggregation and (settings.average_state or settings.dense_steps):
         raise ValueError(
@@ -293,10 +293,11 @@ def check_same_settings(settings: Settings, ladder: Ladder, world: World, **argu
     mine = {"levels": ladder.names, **arguments, **values}
     everyone = world.transport.gather_objects(mine, "an optimizer's settings")
     for rank, theirs in enumerate(everyone):
-        for name, value in theirs.items():
-            if value != everyone[0][name]:
+        for name in {**everyone[0], **theirs}:
+            first, value = (each.get(name, "nothing") for each in (everyone[0], theirs))
+            if value != first:
                 raise ValueError(
-                    f"Ranks 0 and {rank} differ in {name}: {everyone[0][name]!r} against {value!r}. Give all ranks the "
+                    f"Ranks 0 and {rank} differ in {name}: {first!r} against {value!r}. Give all ranks the "
                     "same arguments, HVDPLUS_* variables (mpirun passes one on to other hosts with -x NAME) and file."
                 )
 
@@ -322,6 +323,15 @@ def same_bytes(mine: Sequence[tuple[str, str]], world: World) -> bool:
             flush=True,
         )
     return not unlike
+
+
+def check_may_rejoin(world: World) -> None:
+    """Raise ValueError if an optimizer of ``world`` cannot go on among other ranks than it has now."""
+    if world.transport.part:
+        raise ValueError(
+            "Ranks have come or gone, and an optimizer of a process set or group cannot follow them: which ranks would "
+            f"belong to it is unknown. Received: one of ranks {', '.join(map(str, world.transport.part))}"
+        )
 
 
 def next_instance() -> int:

@@ -106,12 +106,19 @@ def identical(values: Sequence[Any], world: World) -> bool:
 
 
 def saved_state(path: Any) -> dict[str, Any] | None:
-    """hvdplus's state in a saved ``.keras`` model; None: it has none, or the file has another format."""
+    """hvdplus's state in a saved ``.keras`` model; None: it has none, or the file has another format.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
     if not zipfile.is_zipfile(path):
         return None
-    with zipfile.ZipFile(path) as archive:
-        names = [name for name in archive.namelist() if name.rsplit("/", 1)[-1] == checkpoint.FILE]
-        return checkpoint.read(io.BytesIO(archive.read(names[0]))) if names else None
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if name.rsplit("/", 1)[-1] == checkpoint.FILE]
+            return checkpoint.read(io.BytesIO(archive.read(names[0]))) if names else None
+    except checkpoint.UNREADABLE as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 class Essentials:

@@ -59,9 +59,13 @@ def wrap(
         raise ValueError(
             f"staleness works in PyTorch only, so far. Received: staleness={own.staleness}; leave it at 0."
         )
-    if scaler and (own.dense_steps or optimizer.gradient_accumulation_steps):
-        what = "dense_steps" if own.dense_steps else "accumulated gradients"
-        raise ValueError(f"Local steps with loss scaling do not work with {what}. Leave one of the two out.")
+    if scaler:
+        check_scaled(optimizer, own)
+    if optimizer.use_ema and world.transport.size > 1:
+        raise ValueError(
+            "use_ema=True makes the means of a rank's own weights the weights in the end, and ranks would end apart. "
+            "Leave it out with local steps."
+        )
     announce_local(every, average, world)
     setup = _Local(world, own, dict(settings or {}), every, compression, state)
     wrapped = lockstep.subclassed(optimizer, LocalSteps, setup)
@@ -71,6 +75,16 @@ def wrap(
         scaler.inner_optimizer = wrapped
         return scaler
     return wrapped
+
+
+def check_scaled(optimizer: Any, settings: Settings) -> None:
+    """Raise ValueError unless it can take local steps in a ``LossScaleOptimizer``."""
+    if settings.dense_steps or optimizer.gradient_accumulation_steps:
+        what = f"dense_steps={settings.dense_steps}" if settings.dense_steps else "accumulated gradients"
+        raise ValueError(
+            "Local steps with loss scaling (LossScaleOptimizer, which Keras adds under mixed_float16) do not work with "
+            f"{what}. Leave one of the two out."
+        )
 
 
 class Fragment:
@@ -111,7 +125,7 @@ class _Local:
         compression: Any,
         state: Mapping[str, Any] | None,
     ) -> None:
-        self.world, self.settings, self.compression = world, settings, compression
+        self._world, self.settings, self.compression = world, settings, compression
         self.own = settings_of_exchanges(given, settings)
         """Settings of the outer optimizers."""
         self.rhythm = Rhythm(
@@ -121,12 +135,17 @@ class _Local:
         )
         self.fragments: list[Fragment] = []
         self.state = state if state and "local" in state else None
-        self.begun = self.state is not None
+        self.begun = bool((self.state or {}).get("fragments"))
         """Whether anchors are the variables of the last exchange, or of the beginning."""
         self.locked: Any = None
         """The same optimizer in lock-step, for the first steps."""
         self.holds = False
         """Whether ``LossScaleOptimizer`` counts steps itself, those that it skips too."""
+
+    @property
+    def world(self) -> World:
+        """The job, as it is now."""
+        return self.fragments[0].outer._hvdplus.world if self.fragments else self._world
 
     def connect(self, optimizer: Any) -> None:
         """Make fragments for the variables of an optimizer that is built."""
@@ -148,7 +167,7 @@ class _Local:
                 ]
                 outer: Any = lockstep.wrap(
                     keras.optimizers.SGD(**OUTER[self.settings.outer]),
-                    self.world,
+                    self._world,
                     compression=self.compression,
                     settings=self.own,
                     passes=1,
@@ -156,13 +175,14 @@ class _Local:
                     in_condition=True,
                     state=of_state["outer"] if of_state else None,
                 )
+                outer._hvdplus.rate = lambda: optimizer.learning_rate
                 outer.build(anchors)
                 if of_state:
                     for variable, value in zip(outer.variables, of_state["variables"], strict=True):
                         variable.assign(value)
                 self.fragments.append(Fragment(mine, anchors, outer))
             self.rhythm.follow(self.fragments[0].outer.hvdplus)
-            if self.rhythm.locked:
+            if self.rhythm.lock_steps:  # whatever step it is, as other ranks may be at their first one
                 self._lock(optimizer)
 
     def _lock(self, optimizer: Any) -> None:
@@ -175,12 +195,20 @@ class _Local:
         self.locked = lockstep.wrap(
             bare, self.world, compression="none", settings=quiet, passes=1, average=True, in_condition=True
         )
+        # Not before: accumulated gradients take several calls to a step.
+        self.locked._hvdplus.after_update = lambda: backend.ask(self.count_locked, 1)
+        self.follow_rhythm()
+
+    def follow_rhythm(self) -> None:
+        """Let the optimizer in lock-step rest, once its steps are over."""
+        if self.locked is not None:
+            self.locked._hvdplus.rest(not self.rhythm.locked)
 
     def count_locked(self) -> list[bool]:
         """On the host, once a step in lock-step."""
         self.rhythm.step()
-        if not self.rhythm.locked and not backend.TRACES:
-            self.locked._hvdplus.exchange.close()
+        if not self.rhythm.locked:
+            self.follow_rhythm()
         return [True]
 
     def before_step(self) -> Sequence[Any]:
@@ -225,7 +253,9 @@ class _Local:
                     "variables": [np.array(variable) for variable in fragment.outer.variables],
                 }
                 for fragment in self.fragments
-            ],
+            ]
+            if self.begun
+            else None,
         }
 
 
@@ -246,6 +276,8 @@ class LocalSteps:
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """A step of this rank's own, and the exchange, if one is due. Every rank calls it in every step."""
         local = self._hvdplus
+        if not local.holds:
+            backend.check(local.world.transport)
         variables = list(private.trainable_variables(self) if trainable_variables is None else trainable_variables)
         if local.rhythm.lock_steps and not self.built and variables:
             with keras.name_scope(self.name, caller=self):
@@ -255,15 +287,19 @@ class LocalSteps:
             own(grads, trainable_variables)
             return
         locked = backend.ask(lambda: [local.rhythm.locked], 1)[0]
-        backend.either(locked, lambda: self._in_lock_step(grads, variables), lambda: own(grads, variables))
+        backend.either(locked, lambda: local.locked.apply(grads, variables), lambda: own(grads, variables))
 
     def apply_scaled(self, scaler: Any, apply: Callable[..., None], grads: Sequence[Any], variables: Any) -> None:
         """``LossScaleOptimizer.apply`` around this one: ranks skip steps by themselves, and count those, too."""
         local, variables = self._hvdplus, list(private.trainable_variables(self) if variables is None else variables)
+        check_scaled(self, local.settings)
+        backend.check(local.world.transport)
         if not scaler.built:
             with keras.name_scope(scaler.name, caller=scaler):
                 scaler.build(variables)
             scaler.built = True
+        for fragment in local.fragments:  # a rank's schedule may fall behind those of others
+            fragment.outer.hvdplus.rates_may_differ = True
         due = local.before_step()
         local.holds = True
         try:
@@ -277,10 +313,10 @@ class LocalSteps:
         the end. Every rank calls it, outside of a compiled step."""
         local = self._hvdplus
         if local.begun and not local.rhythm.locked:
-            local.rhythm.begin(all_of_them=True)
+            due = local.rhythm.begin_all()
             local.rhythm.complete(all_of_them=True)
-            for fragment in local.fragments:
-                fragment.exchange()
+            for number in due:
+                local.fragments[number].exchange()
 
     def consolidate_state_dict(self) -> None:
         """Make what any one rank saves valid for all ranks, until the next step: they exchange at once, and residuals
@@ -303,11 +339,12 @@ class LocalSteps:
         local.begun = False
         local.rhythm.restart()
         local.rhythm.load(shared(local.rhythm.state()))
-        local.rhythm.complete(all_of_them=True)
+        local.rhythm.forget()
+        local.follow_rhythm()
 
     def save_assets(self, folder: str | os.PathLike[str]) -> None:
         """Write anchors and what their exchange needs; Keras calls it when it saves a ``.keras`` model."""
-        if self._hvdplus.begun:
+        if self._hvdplus.fragments:
             checkpoint.write(self._hvdplus.saved(), folder)
 
     @property
@@ -316,10 +353,6 @@ class LocalSteps:
         if not self._hvdplus.fragments:
             raise RuntimeError("The optimizer has not been built yet: train first, or call optimizer.build(variables).")
         return self._hvdplus.fragments[0].outer.hvdplus
-
-    def _in_lock_step(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
-        self._hvdplus.locked.apply(grads, variables)
-        backend.ask(self._hvdplus.count_locked, 1)
 
     def _backend_update_step(self, grads: list[Any], trainable_variables: list[Any], learning_rate: Any) -> None:
         local = self._hvdplus

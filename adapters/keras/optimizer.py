@@ -19,7 +19,7 @@ from typing import Any
 import keras
 
 from hvdplus.adapters.keras import private
-from hvdplus.agree import TWICE, check_types, choose_ladder, join, next_instance
+from hvdplus.agree import TWICE, check_may_rejoin, check_types, choose_ladder, join, next_instance
 from hvdplus.exchange import checkpoint
 from hvdplus.settings import Settings
 from hvdplus.transport import World
@@ -141,6 +141,12 @@ class _Setup:
         self.in_condition = False
         """Whether the optimizer is applied inside a condition that all ranks decide alike."""
         self.exchange: Any = None
+        self.rate: Callable[[], Any] | None = None
+        """Returns the learning rate that ranks tell each other; None: the optimizer's own."""
+        self.after_update: Callable[[], Any] = lambda: None
+        """Called whenever variables were updated."""
+        self.rests = False
+        """Whether it takes no steps any more, and only joins where others do."""
         self.updated = False
         """Whether Keras has called ``_backend_update_step`` in the current step."""
         self.places: dict[int, int] = {}
@@ -154,6 +160,7 @@ class _Setup:
 
     def rejoin(self, optimizer: Any, world: World) -> None:
         """Go on in ``world``, which has other ranks, with this rank's residuals."""
+        check_may_rejoin(self.world)
         before = self.exchange
         self._brought = None if before is None else checkpoint.brought(before)
         self._enter(world)
@@ -164,7 +171,15 @@ class _Setup:
             before.close()
             self.times_joined += 1
             self.connect(optimizer)
-            self.exchange.coordinator.listener = before.coordinator.listener
+            self.exchange.coordinator.succeed(before.coordinator)
+
+    def rest(self, rests: bool) -> None:
+        """Take no steps any more, as gradients are another's, or take them again. Compiled steps choose themselves."""
+        self.rests = rests
+        if self.exchange is not None and not backend.TRACES:
+            self.exchange.close()
+            if not rests:
+                self.exchange.open()
 
     def connect(self, optimizer: Any) -> None:
         """Make the exchange for the variables of an optimizer that is built.
@@ -205,6 +220,8 @@ class _Setup:
                 accumulates=optimizer.gradient_accumulation_steps or 1,
             )
             self._resume()
+            if self.rests:
+                self.rest(True)
 
     def _resume(self) -> None:
         """Resume from each rank's checkpoint; a rank that has loaded none takes that of the first rank that has one."""
@@ -312,6 +329,8 @@ class Distributed:
             with keras.name_scope(self.name, caller=self):
                 self.build(variables)
             self.built = True
+        if self._hvdplus.exchange is None:  # a build before this one has failed
+            self._hvdplus.connect(self)
         self._check_variables_are_known(variables)
         return variables
 
@@ -329,7 +348,8 @@ class Distributed:
                 mine[setup.places[i]] = grad
         updated = set(indices)
         applied = [i in updated for i in setup.places]
-        means = setup.exchange.reduce(mine, self.learning_rate, loss_scale, applied)
+        rate = self.learning_rate if setup.rate is None else setup.rate()
+        means = setup.exchange.reduce(mine, rate, loss_scale, applied)
         divisor = setup.local_divisor if loss_scale is None else setup.local_divisor * loss_scale
         return [
             means[setup.places[i]] if i in setup.places else (None if grad is None else keras.ops.divide(grad, divisor))
@@ -352,6 +372,7 @@ class Distributed:
         super()._backend_update_step(grads, trainable_variables, learning_rate)  # type: ignore[misc]
         self._hvdplus.updated = True
         self._hvdplus.exchange.end_step(trainable_variables)
+        self._hvdplus.after_update()
 
 
 def _complete(grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -394,6 +415,8 @@ def _apply(scaler: Any, grads: Sequence[Any], trainable_variables: Any = None) -
     else:
         grads = inner._reduced(grads, variables, scale)
         finite = scaler.check_finite(grads)
+        if inner._hvdplus.local_layers or inner._hvdplus.local_variables:  # whose gradients are this rank's own
+            finite = exchange.agree(finite)
 
     def taken() -> None:
         inner._take_step(grads, variables)

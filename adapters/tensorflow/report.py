@@ -114,7 +114,7 @@ def sketch(x: GraphExchange, coming: Coming, dense: Sequence[tf.Tensor]) -> tupl
     all_signs, total, square = tf.constant(signs()), tf.zeros(CELLS), tf.constant(0.0)
     measurement = tf.cast(coming.measurement, tf.int64)
     for parameter, (gradient, shape) in enumerate(zip(dense, x.shapes, strict=True)):
-        if part := part_of(math.prod(shape), parameter, measurement):
+        if part := part_of(shape, parameter, measurement):
             rows = tf.reshape(tf.reshape(gradient, [-1])[: CELLS * part.rows], [CELLS, part.rows])
             cells = tf.cast(rows[:, part.column : part.column + part.width], tf.float32)
             total += tf.linalg.matvec(cells, all_signs[part.sign : part.sign + part.width]) * part.scale

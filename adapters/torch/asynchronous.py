@@ -18,14 +18,17 @@ import torch
 
 from hvdplus.adapters.torch.fragment import Fragment
 from hvdplus.adapters.transports.window import GONE, SharedVector
+from hvdplus.agree import AUTO, asked_for
 from hvdplus.compression import Compressor, NoCompression, parse
 from hvdplus.compression.blocks import BlockSelection
+from hvdplus.settings import Settings
 from hvdplus.transport import World
 
 
 class Asynchronous(Fragment):
     """All parameters, exchanged through a memory that all ranks share."""
 
+    waits = False
     memory: SharedVector
 
     def __init__(
@@ -72,7 +75,7 @@ class Asynchronous(Fragment):
                 "hvd.broadcast_parameters(model.state_dict(), root_rank=0), also after loading checkpoints that ranks "
                 "have saved each for itself; or save after optimizer.average_now()."
             )
-        self.memory, self._open = SharedVector(values), True
+        self.memory, self._open = SharedVector(values, self.outer._exchange.settings.timeout_seconds), True
         self._read_at = 0
 
     def begin(self, early: bool, sent: Sequence[torch.Tensor] | None = None) -> None:
@@ -191,30 +194,31 @@ def step_share(age: int, ranks: int) -> float:
     return min(1.0, usual / max(1, age)) / ranks
 
 
-def chosen_level(compression: Any) -> Compressor:
-    """The level of what is added.
+def chosen_level(compression: Any, settings: Settings) -> Compressor:
+    """The level of what is added; ``auto`` adds everything.
 
     Raises:
         ValueError: it can only be added up by all ranks together.
     """
-    level = parse(compression) if isinstance(compression, str) and compression != "auto" else compression
-    level = NoCompression() if isinstance(level, str) else level
+    wanted, from_settings = asked_for(compression, settings)
+    level = parse("none" if wanted == AUTO else wanted) if isinstance(wanted, str) else wanted
     if not isinstance(level, NoCompression | BlockSelection):
         raise ValueError(
             "Ranks that do not wait for each other add float32 values to each other's memory: all of them (none), or "
-            f"the blocks with most energy (topk:0.05). Received: compression={compression!r}"
+            "the blocks with most energy (topk:0.05). Received: "
+            + (f"{settings.whence('compression')}={wanted}" if from_settings else f"compression={wanted!r}")
         )
     return level
 
 
-def check(settings: Any, every: int, world: World) -> None:
-    """Raise ValueError where settings, or ``every``, ask for what such exchanges cannot do, or the ranks of ``world``
-    are not those of MPI."""
+def check(settings: Settings, every: int, types: Mapping[str, torch.dtype], world: World) -> None:
+    """Raise ValueError where settings, or ``every``, ask for what such exchanges cannot do, where they would not carry
+    all that parameters hold (``types`` of all names), or where the ranks of ``world`` are not those of MPI."""
     transport = world.transport
-    if not transport.name.startswith(("horovod", "mpi4py")) or transport.part:
+    if transport.name not in ("horovod-mpi", "mpi4py") or transport.part:
         raise ValueError(
             "With staleness, all ranks add to a memory that MPI shares between them: start the job with mpirun or srun "
-            "--mpi=pmix, and leave process sets and groups out. Received: "
+            "--mpi=pmix (horovodrun without --gloo), and leave process sets and groups out. Received: "
             + ("a process set or group" if transport.part else f"transport {transport.name}")
         )
     wrong: Mapping[str, bool] = {
@@ -231,3 +235,6 @@ def check(settings: Any, every: int, world: World) -> None:
             "With staleness, parameters are added up all at once as they are, after a fixed number of steps. "
             f"Received: {received}"
         )
+    for name, dtype in types.items():
+        if torch.promote_types(dtype, torch.float32) != torch.float32:
+            raise ValueError(f"With staleness, parameters are added up in float32. Received: {name} in {dtype}")

@@ -187,9 +187,11 @@ class TorchBackend:
     def sketch(self, array: torch.Tensor, part: Part) -> torch.Tensor:
         if self._signs is None:
             self._signs = torch.from_numpy(signs()).to(self.device)
-        rows = array.detach().reshape(-1)[: CELLS * part.rows].view(CELLS, part.rows)
-        cells = rows[:, part.column : part.column + part.width].float()
-        # No product of matrices, which autocast would compute in half precision.
+        flat = array.detach().reshape(-1)
+        start = flat.storage_offset() + part.column
+        cells = flat.as_strided((CELLS, part.width), (part.rows, 1), start).float()
+        # No product of matrices: autocast would compute it in half precision, and all the rest of a step takes longer
+        # beside it (by a third in models of small tensors).
         return (cells * self._signs[part.sign : part.sign + part.width]).sum(1) * part.scale
 
     def norm_of_all(self, norms: Sequence[torch.Tensor]) -> torch.Tensor:

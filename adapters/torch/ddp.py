@@ -81,6 +81,10 @@ class HookExchange(EagerExchange[torch.Tensor]):
         self._summing: list[tuple[int, Any]] = []
         """Of plain dense steps: the reducer's buckets that are being summed in place, by number."""
         self._to_commit = False
+        self.keeps_gradients = True
+        """Whether the reducer leaves gradients where autograd has put them, and not in its buckets."""
+        self._left: tuple[torch.Tensor, torch.Tensor] | None = None
+        """A parameter and its gradient as this forward pass began, if nobody had taken the step before."""
 
     def make_sets(self) -> None:
         super().make_sets()
@@ -88,16 +92,17 @@ class HookExchange(EagerExchange[torch.Tensor]):
 
     def _sum_in_place(self) -> None:
         """From now on, plain dense steps sum the reducer's buckets, and need none of the engine's."""
-        if self._plain is None and not self.two_level and not self.sparse and all(map(self.sums, self.dtypes)):
+        unusual = self.two_level or self.sparse or self.idle
+        if self._plain is None and not unusual and all(map(self.sums, self.dtypes)):
             self._plain = BucketSet([], f"{self.prefix}.plain", in_place=True)
             self.follow(self.plan)
 
     def hand_over(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """The reducer's bucket is full; returns what will hold its means."""
-        if not self._waiting and self._to_commit:  # another backward pass adds to the means of the last one
-            self.stepped()
+        if not self._waiting and self._to_commit:
+            self._add_or_skip()
         buffer, places = bucket.buffer(), [self._place_of(parameter) for parameter in bucket.parameters()]
-        gradients = [buffer] if buffer.is_sparse else bucket.gradients()
+        gradients = [buffer] if buffer.is_sparse else _gradients(bucket)
         devices: list[Any] = [buffer.device] if buffer.device.type != "cpu" else []
         future: Future[torch.Tensor] = Future(devices=devices)
         self._waiting.append((future, None if buffer.is_sparse else buffer, places[0]))
@@ -115,8 +120,21 @@ class HookExchange(EagerExchange[torch.Tensor]):
                 self._finish()
         return future
 
+    def _add_or_skip(self) -> None:
+        """Another backward pass adds to the means of the last one, or its step was skipped in the meantime."""
+        if self._left is None or self._left[0].grad is self._left[1]:
+            self.stepped()
+        self._to_commit = False
+
     def _finish(self) -> None:
         """Gradients of this step are here: exchange the rest, and give all means to the reducer."""
+        if len(self.backend.views) < len(self.backend.parameters):
+            late = [name for i, name in enumerate(self.backend.names) if i not in self.backend.views]
+            raise ValueError(
+                "Parameters were frozen when DistributedDataParallel was made, which leaves their gradients alone. "
+                f"Unfreeze them before the model is wrapped. Received: {', '.join(late[:3])}"
+                + (f" and {len(late) - 3} more" if len(late) > 3 else "")
+            )
         step.finish(self, self.get_learning_rate())
         for number, handle in self._summing:
             with self.meter.awaited(number), self.backend.named("hvdplus.wait"):
@@ -127,13 +145,15 @@ class HookExchange(EagerExchange[torch.Tensor]):
         for future, buffer, first in waiting:
             future.set_result(self.backend.views[first] if buffer is None else buffer)
         self.backend.views = {}
-        self._to_commit = True
+        self._to_commit, self._left = True, None
 
     def forward_begins(self) -> None:
         """The next step's computation begins. If the means of the last step are gone, that step was skipped."""
         if self._to_commit:
-            gradients = (p.grad for p in self.backend.parameters if p.grad is not None)
-            self._to_commit = any(bool(gradient.any()) for gradient in gradients)  # almost always the first one tells
+            there = [(p, p.grad) for p in self.backend.parameters if p.grad is not None]
+            self._to_commit = any(bool(gradient.any()) for _, gradient in there)  # almost always the first one tells
+            if self._to_commit and self.keeps_gradients:
+                self._left = min(there, key=lambda pair: pair[1].numel())
         self.meter.input_arrived()
 
     def _place_of(self, parameter: torch.Tensor) -> int:
@@ -160,10 +180,19 @@ class HookExchange(EagerExchange[torch.Tensor]):
 class Attached:
     """hvdplus in a ``DistributedDataParallel``: what ``attach`` returns."""
 
-    def __init__(self, exchange: HookExchange, world: World, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(
+        self,
+        exchange: HookExchange,
+        world: World,
+        optimizers: Sequence[torch.optim.Optimizer],
+        connect: Callable[[], None],
+    ) -> None:
+        """``connect``: has the model call the exchange from then on."""
         self._exchange, self._world = exchange, world
-        groups = optimizers[0].param_groups
-        exchange.get_learning_rate = lambda: float(groups[0].get("lr", 0.0))
+        self._connect: Callable[[], None] | None = connect
+        self._connect_if_needed()
+        first = weakref.ref(optimizers[0])  # whose hooks hold the exchange
+        exchange.get_learning_rate = lambda: _learning_rate(first())
         for optimizer in optimizers:
             optimizer.register_step_post_hook(lambda *_: exchange.stepped())
 
@@ -188,6 +217,13 @@ class Attached:
             ValueError: the state is of another model, or damaged.
         """
         self._exchange.resumed = self._exchange.load(state_dict)
+        self._connect_if_needed()
+
+    def _connect_if_needed(self) -> None:
+        """A rank by itself exchanges nothing, unless a state brings along what was held back among others."""
+        if self._connect is not None and not self._exchange.idle:
+            self._connect()
+            self._connect = None
 
     def consolidate_state_dict(self) -> None:
         """Make any one rank's ``state_dict`` valid for all ranks, until the next step; every rank has to call it."""
@@ -213,6 +249,12 @@ def attach(
     ignored = set(getattr(model, "parameters_to_ignore", ()))
     named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored]
     names, parameters = [name for name, _ in named], [parameter for _, parameter in named]
+    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    if stepped.isdisjoint(map(id, parameters)):
+        raise ValueError(
+            "attach() wants the optimizer that steps the model's parameters: only it tells when a step is taken. "
+            f"Received: {', '.join(type(each).__name__ for each in optimizers)} of other parameters"
+        )
     resolved = load_settings(settings, parameters)
     world = fitting(parameters, world)
     check_types(names, [type_name(p) for p in parameters], TYPES)
@@ -231,12 +273,17 @@ def attach(
     )
     if grad_scaler is not None:
         exchange.get_loss_scale = grad_scaler.get_scale
-    attached = Attached(exchange, world, optimizers)
-    if world.transport.size > 1:
-        model.register_comm_hook(_Hook(exchange, scales=grad_scaler is not None), _Hook.call)
-        this = weakref.ref(exchange)
-        model.register_forward_pre_hook(lambda *_: _input_arrived(this))
-    return attached
+    return Attached(exchange, world, optimizers, functools.partial(_connect, model, exchange, grad_scaler))
+
+
+def _connect(
+    model: nn.parallel.DistributedDataParallel, exchange: HookExchange, grad_scaler: torch.amp.GradScaler | None
+) -> None:
+    """From now on, a model's gradients go through an exchange."""
+    exchange.keeps_gradients = not model.gradient_as_bucket_view
+    model.register_comm_hook(_Hook(exchange, scales=grad_scaler is not None), _Hook.call)
+    this = weakref.ref(exchange)
+    model.register_forward_pre_hook(lambda *_: _input_arrived(this))
 
 
 class _Hook:
@@ -268,6 +315,22 @@ class _Hook:
 
 # PyTorch compares the annotations themselves, and here they are text.
 _Hook.call.__annotations__.update({"bucket": GradBucket, "return": Future[torch.Tensor]})
+
+
+def _gradients(bucket: GradBucket) -> list[torch.Tensor]:
+    """A bucket's gradients, complex ones as pairs of real numbers."""
+    parameters = bucket.parameters()
+    if not any(parameter.is_complex() for parameter in parameters):
+        return list(bucket.gradients())
+    # PyTorch's own views of them end half way: they count complex numbers in a buffer of real ones.
+    shapes = [real_view(parameter).shape for parameter in parameters]
+    parts = torch.split(bucket.buffer(), [shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _learning_rate(optimizer: torch.optim.Optimizer | None) -> float:
+    """Of its groups as they are now: `load_state_dict` makes new ones. 0: it is gone, or has none."""
+    return 0.0 if optimizer is None else float(optimizer.param_groups[0].get("lr", 0.0))
 
 
 def _input_arrived(exchange: weakref.ref[HookExchange]) -> None:

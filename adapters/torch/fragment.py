@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 
 class Fragment:
     """Parameters that are exchanged together."""
+
+    waits: ClassVar[bool] = True
+    """Whether ranks wait for each other, and so have taken the same steps."""
 
     def __init__(
         self, parameters: Sequence[torch.nn.Parameter], anchors: Sequence[torch.nn.Parameter], outer: Any
@@ -62,6 +65,13 @@ class Fragment:
                 parameter.add_(anchor - sent)
             anchor.grad = None
         self.sent = None
+
+    @torch.no_grad()
+    def arrive(self) -> None:
+        """No step was taken since the last exchange began: parameters are the anchors, which adding a difference may
+        miss by a last bit."""
+        for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
+            parameter.copy_(anchor)
 
     def meet(self) -> None:
         """Exchange at once, so that all ranks have the same parameters. All ranks call it."""

@@ -79,6 +79,7 @@ def wrap(
     wrapped: Any = lockstep.subclassed(optimizer, LocalSteps)
     wrapped._fragments, wrapped._rhythm, wrapped._begun = fragments, rhythm, False
     wrapped._averages_state = resolved.average_state
+    wrapped._averaged = frozenset(id(p) for fragment in fragments for p in fragment.parameters)
     wrapped._locked = None
     for fragment in fragments:  # ranks agree on it, and the price of delay follows it
         fragment.outer._learning_rate = functools.partial(_learning_rate, wrapped.param_groups)
@@ -102,10 +103,10 @@ def _fragments(
 ) -> list[Fragment]:
     """All parameters, in fragments with an outer optimizer each. ``own``: the outer optimizers' settings."""
     waits = not settings.staleness or world.transport.size == 1
-    level = None if waits else asynchronous.chosen_level(compression)
-    if not waits:
-        asynchronous.check(settings, every, world)
     chosen = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    level = None if waits else asynchronous.chosen_level(compression, settings)
+    if not waits:
+        asynchronous.check(settings, every, {names[id(p)]: p.dtype for p in chosen}, world)
     fragments = []
     for part in split([p.numel() for p in chosen], settings.fragments):
         parameters = [chosen[i] for i in part]
@@ -140,12 +141,19 @@ class LocalSteps(torch.optim.Optimizer):
     _begun: bool
     """Whether anchors are the parameters of the last exchange, or of the beginning."""
     _averages_state: bool
+    _averaged: frozenset[int]
+    """ids of the parameters in all fragments."""
     _step_supports_amp_scaling = True  # ranks may skip steps by themselves, and all count them
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """A step of this rank's own, and the exchange, if one is due."""
+        """A step of this rank's own, and the exchange, if one is due.
+
+        Raises:
+            ValueError: a parameter was unfrozen that is not among those which are averaged.
+        """
+        self._check_parameters()
         if self._locked is not None:
-            result = self._locked.step() if closure is None else self._locked.step(closure)
+            result = self._step_in_lock(closure)
             self._rhythm.step()
             self._end_lock_step()
             return result
@@ -172,10 +180,13 @@ class LocalSteps(torch.optim.Optimizer):
         at the end. Every rank calls it."""
         if self._locked is None and self._begun:
             self._complete(self._rhythm.complete(all_of_them=True))
-            self._rhythm.begin(all_of_them=True)
+            due = self._rhythm.begin_all()
             self._rhythm.complete(all_of_them=True)
-            for fragment in self._fragments:
-                fragment.meet()
+            for number, fragment in enumerate(self._fragments):
+                if number in due or not fragment.waits:
+                    fragment.meet()
+                else:
+                    fragment.arrive()
 
     def restart(self) -> None:
         """Forget exchanges under way: drifts count from the parameters that the next step finds, equal on all ranks."""
@@ -252,7 +263,7 @@ class LocalSteps(torch.optim.Optimizer):
             goes_on = [fragment.load(state, number in under_way) for number, (fragment, state) in pairs]
             self._begun = bool(goes_on) and all(goes_on)
             if not self._begun:
-                self._rhythm.complete(all_of_them=True)
+                self._rhythm.forget()
             if self._rhythm.locked and self._past is not None:
                 self._past, self._locked = None, self._past
                 self._locked.wake()
@@ -269,13 +280,13 @@ class LocalSteps(torch.optim.Optimizer):
         shapes = [[tuple(anchor.shape) for anchor in fragment.anchors] for fragment in self._fragments]
         self._rhythm.check(ours, shapes)
         copy.deepcopy(self._rhythm).load(ours["local"])
-        for number, (fragment, wanted) in enumerate(zip(ours["fragments"] or (), shapes, strict=False)):
+        for number, (fragment, mine) in enumerate(zip(ours["fragments"] or (), self._fragments, strict=False)):
             outer = fragment["outer"]
             require_fields(outer, ("state", "param_groups"), f"fragment {number}'s outer optimizer")
-            if not lockstep.same_groups(self._fragments[number].outer, outer):
+            if not lockstep.same_groups(mine.outer, outer):
                 raise ValueError(f"The state is of another model: fragment {number} has other groups of parameters.")
             if STATE_KEY in outer:
-                checkpoint.check(outer[STATE_KEY], wanted)
+                checkpoint.check(outer[STATE_KEY], mine.outer._exchange.shapes)
 
     def consolidate_state_dict(self) -> None:
         """Make any one rank's ``state_dict`` valid for all ranks, until the next step: they exchange at once, and
@@ -307,13 +318,39 @@ class LocalSteps(torch.optim.Optimizer):
             self._past, self._locked = self._locked, None
             self._past.rest()
 
+    def _check_parameters(self) -> None:
+        everything = (p for group in self.param_groups for p in group["params"])
+        late = sum(p.requires_grad and id(p) not in self._averaged for p in everything)
+        if late:
+            raise ValueError(
+                "Local steps average the parameters that had requires_grad=True when the optimizer was wrapped. "
+                f"Received: {late} that became so later. Unfreeze them before, or make and wrap the optimizer anew."
+            )
+
+    @contextmanager
+    def _what_scaler_says(self) -> Iterator[dict[str, Any]]:
+        """The attributes that a ``GradScaler`` has set, which this optimizer does not have meanwhile."""
+        names: tuple[str, ...] = ("grad_scale", "found_inf")
+        said = {name: self.__dict__.pop(name) for name in names if name in self.__dict__}
+        try:
+            yield said
+        finally:
+            self.__dict__.update(said)
+
+    def _step_in_lock(self, closure: Callable[[], Any] | None) -> Any:
+        with self._what_scaler_says() as said:
+            self._locked.__dict__.update(said)
+            try:
+                return self._locked.step() if closure is None else self._locked.step(closure)
+            finally:
+                for name in said:
+                    self._locked.__dict__.pop(name, None)
+
     def _own_step(self, closure: Callable[[], Any] | None) -> Any:
         """The user's optimizer's, unless a ``GradScaler`` has found infinities on this rank."""
-        # Taken away meanwhile, as the user's optimizer may not expect these attributes.
-        said: dict[str, Any] = {
-            name: self.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in self.__dict__
-        }
-        try:
+        with self._what_scaler_says() as said:  # the user's optimizer may not expect these attributes
+            if "found_inf" in said:
+                self._skips_by_itself()
             if said.get("grad_scale") is not None:
                 with torch.no_grad():
                     for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
@@ -321,8 +358,11 @@ class LocalSteps(torch.optim.Optimizer):
             if bool(said.get("found_inf", False)):
                 return None
             return super().step() if closure is None else super().step(closure)
-        finally:
-            self.__dict__.update(said)
+
+    def _skips_by_itself(self) -> None:
+        """A rank's schedule may fall behind those of others."""
+        for fragment in self._fragments:
+            fragment.outer.hvdplus.rates_may_differ = True
 
     def _complete(self, numbers: Iterable[int]) -> None:
         for number in numbers:

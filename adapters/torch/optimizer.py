@@ -17,10 +17,19 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from hvdplus.adapters.torch import amp, private
-from hvdplus.adapters.torch.backend import loss_of, type_name
+from hvdplus.adapters.torch.backend import loss_of, real_view, type_name
 from hvdplus.adapters.torch.hooks import HookedExchange
 from hvdplus.adapters.torch.ops import TorchOps
-from hvdplus.agree import FLOATS, TWICE, check_same_model, check_types, choose_ladder, join, next_instance
+from hvdplus.agree import (
+    FLOATS,
+    TWICE,
+    check_may_rejoin,
+    check_same_model,
+    check_types,
+    choose_ladder,
+    join,
+    next_instance,
+)
 from hvdplus.exchange import checkpoint
 from hvdplus.settings import Settings
 from hvdplus.transport import World
@@ -60,6 +69,10 @@ def wrap(
     if passes < 1:
         raise ValueError(f"backward_passes_per_step must be at least 1. Received: {passes}")
     names = names_of(optimizer, named_parameters)
+
+    def called(parameters: Sequence[torch.nn.Parameter]) -> list[str]:
+        return [names.get(id(p), "a parameter added later") for p in parameters]
+
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     check_types([names[id(p)] for p in parameters], list(map(type_name, parameters)), TYPES)
     world = fitting(parameters, world)
@@ -73,7 +86,7 @@ def wrap(
             functools.partial(
                 HookedExchange,
                 parameters,
-                names=[names.get(id(p), "a parameter added later") for p in parameters],
+                names=called(parameters),
                 get_loss_scale=grad_scaler.get_scale if grad_scaler is not None else None,
                 **agreed,
             ),
@@ -84,7 +97,7 @@ def wrap(
             instance=number,
             shapes=[tuple(p.shape) for p in parameters],
             dtypes=[type_name(p) for p in parameters],
-            names=[names.get(id(p), "added later") for p in parameters],
+            names=called(parameters),
             times=times,
             brought=brought,
             optimizer=kind_name,
@@ -94,7 +107,7 @@ def wrap(
         return exchange
 
     wrapped = subclassed(optimizer, Distributed)
-    wrapped._join, wrapped._times_joined = join_ranks, 0
+    wrapped._join, wrapped._times_joined, wrapped._called = join_ranks, 0, called
     wrapped._exchange = join_ranks(world, parameters, 0)
     wrapped._known = frozenset(id(p) for p in parameters)
     wrapped._added = []
@@ -169,6 +182,8 @@ class Distributed(torch.optim.Optimizer):
     _join: Callable[..., HookedExchange]
     """Makes the exchange, for a world, parameters, how often it was made before, and what this rank brings along."""
     _times_joined: int
+    _called: Callable[[Sequence[torch.nn.Parameter]], list[str]]
+    """Gives the names of parameters."""
     _known: frozenset[int]
     _added: list[torch.nn.Parameter]
     """Parameters that were unfrozen or added since the last step."""
@@ -305,6 +320,7 @@ class Distributed(torch.optim.Optimizer):
 
     def _rejoin(self, world: World) -> None:
         """Go on in ``world``, which has other ranks, with this rank's residuals. See ``rejoin``."""
+        check_may_rejoin(self._world)
         before = self._exchange
         before.close()
         before.coordinator.finish()
@@ -312,7 +328,7 @@ class Distributed(torch.optim.Optimizer):
         brought = checkpoint.brought(before)
         self._exchange, self._world = self._join(world, before.parameters, self._times_joined, brought), world
         self._exchange.passes = before.passes
-        self._exchange.coordinator.listener = before.coordinator.listener
+        self._exchange.coordinator.succeed(before.coordinator)
         self._abandon()
         if not before.idle:
             self._exchange.load(checkpoint.to_stay(before.state()))
@@ -365,7 +381,7 @@ class Distributed(torch.optim.Optimizer):
             members = self._known.union(map(id, self._added))
             parameters = [p for group in self.param_groups for p in group["params"] if id(p) in members]
             check_same_model([(tuple(p.shape), str(p.dtype)) for p in parameters], self._world)
-            self._exchange.add_parameters(parameters)
+            self._exchange.add_parameters(parameters, self._called(parameters))
             # Another parameter may get the id of one that is gone.
             self._known, self._added = frozenset(map(id, parameters)), []
 
@@ -374,9 +390,9 @@ class Distributed(torch.optim.Optimizer):
         whose parameters have these ``shapes``."""
         known, everything = self._known, [p for group in self.param_groups for p in group["params"]]
         for members in ([p for p in everything if p.requires_grad or id(p) in known], everything):
-            if len(members) > len(self._known) and [list(p.shape) for p in members] == shapes:
+            if len(members) > len(self._known) and [list(real_view(p).shape) for p in members] == shapes:
                 check_types([f"parameter {i}" for i in range(len(members))], list(map(type_name, members)), TYPES)
-                self._exchange.add_parameters(members)
+                self._exchange.add_parameters(members, self._called(members))
                 self._known = frozenset(map(id, members))
 
     def _learning_rate(self) -> float:

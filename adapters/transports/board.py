@@ -74,10 +74,12 @@ class Board:
         """
         self._write(f"call.{call}", words)
         deadline, told = time.monotonic() + TELL_SECONDS, [""] * self.size
+        told[self.rank] = words
         while not all(told) and time.monotonic() < deadline:
-            told = [self._read(f"call.{call}", rank) for rank in range(self.size)]
+            told = [known or self._read(f"call.{call}", rank) for rank, known in enumerate(told)]
             time.sleep(0.01)
         check_same_call([theirs or "a call that it did not tell of" for theirs in told], hint)
+        raise TransportError(f"Rank {self.rank} makes another call than a rank that has ended.{hint} Received: {words}")
 
     def fail(self, error: BaseException) -> None:
         """An exception ends this rank."""

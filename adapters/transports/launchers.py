@@ -78,6 +78,8 @@ LAUNCHERS = (
         "neither, if HVDPLUS_TRANSPORT is auto or torch.",
         silent=True,
     ),
+    # Such as Kubernetes' operators for PyTorch set.
+    Launcher("the environment", "WORLD_SIZE", "RANK", _TORCHRUN, ("RANK", "MASTER_ADDR", "MASTER_PORT"), silent=True),
     Launcher("the environment", "WORLD_SIZE", "RANK", _TORCHRUN, ("RANK", "LOCAL_RANK")),
 )
 """``SLURM_NTASKS`` is not here: it counts allocated tasks, also where a single plain process runs."""

@@ -13,6 +13,7 @@ import os
 import re
 import socket
 import struct
+import zlib
 from collections.abc import Mapping, Sequence
 
 from hvdplus.adapters.transports.launchers import announced
@@ -49,7 +50,8 @@ def meeting(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def _of_slurm(environ: Mapping[str, str]) -> dict[str, str]:
-    job = int(environ.get("SLURM_JOB_ID", "0")) + int(environ.get("SLURM_STEP_ID", "0"))
+    # By a hash: a job's second step shall not meet where the next job's first one does.
+    job = zlib.crc32(f"{environ.get('SLURM_JOB_ID', '0')}.{environ.get('SLURM_STEP_ID', '0')}".encode())
     found = {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1")),

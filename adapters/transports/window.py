@@ -13,6 +13,7 @@ millisecond. Open MPI over TCP has one-sided operations for programs of several 
 from __future__ import annotations
 
 import atexit
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdplus.adapters.transports.board import too_long
 from hvdplus.transport import TransportError
 
 HELP_SECONDS = 0.001
@@ -39,14 +41,18 @@ UCX = "--mca pml ucx --mca osc ucx --mca pml_ucx_tls any --mca pml_ucx_devices a
 class SharedVector:
     """A float32 vector in the memory of all ranks."""
 
-    def __init__(self, values: np.ndarray) -> None:
-        """``values``: 1-D float32, equal on all ranks, which all call this.
+    def __init__(self, values: np.ndarray, timeout_seconds: float = math.inf) -> None:
+        """
+        Args:
+            values: 1-D float32, equal on all ranks, which all call this.
+            timeout_seconds: for which this rank waits for others before it ends the job.
 
         Raises:
             TransportError: there is no MPI of several ranks and threads, or none with one-sided operations.
         """
         MPI = _mpi()
         self._mpi: Any = MPI
+        self._timeout_seconds = timeout_seconds
         self._comm = MPI.COMM_WORLD.Dup()
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
         length = -(-len(values) // self.size)
@@ -134,7 +140,7 @@ class SharedVector:
         return self._wait(lambda: self.counts().min() >= least, slowest)
 
     def _wait(self, over: Callable[[], bool], for_whom: Callable[[], str]) -> float:
-        """Wait, and say so if that takes long; returns the seconds."""
+        """Wait, and say so if that takes long; returns the seconds. Raises TransportError: it takes too long."""
         began, warned = time.monotonic(), 0
         while not over():
             time.sleep(LOOK_SECONDS)
@@ -142,11 +148,14 @@ class SharedVector:
             if seconds > WARN_SECONDS * (warned + 1):
                 warned += 1
                 print(f"hvdplus: rank {self.rank} has waited {seconds:.0f} seconds for {for_whom()}", flush=True)
+            if seconds > self._timeout_seconds:
+                raise too_long(self.rank, seconds, "an exchange", f"It waits for {for_whom()}.", self._timeout_seconds)
         return time.monotonic() - began
 
     def skip(self, exchanges: int) -> None:
         """Count so many exchanges at once."""
-        self._counts.Accumulate(np.array([exchanges], np.int64), 0, target=(self.rank, 1), op=self._mpi.SUM)
+        mine = np.array([exchanges], np.int64)  # MPI may read it until the flush
+        self._counts.Accumulate(mine, 0, target=(self.rank, 1), op=self._mpi.SUM)
         self._counts.Flush(0)
 
     def meet(self) -> None:

@@ -160,8 +160,8 @@ class BucketState(Generic[Array]):
     """The next residual, until the optimizer has taken the step."""
     handed_over: bool = False
     """Of two levels: whether another rank takes over this rank's residual, once the optimizer has taken the step."""
-    forms: dict[tuple[int, int], Array] = field(default_factory=dict)
-    """Of two levels: (level, side) -> a payload, whatever its values."""
+    forms: dict[tuple[int, int, str], Array] = field(default_factory=dict)
+    """Of two levels: (level, side, ``flat_type``) -> a payload, whatever its values."""
     flat: Array | None = None
     """The vector that is encoded: gradients plus a fraction of the residual. Kept, because fresh memory is slow."""
     flat_type: str = ""

@@ -1,6 +1,6 @@
 """Checkpoints of an exchange: their content, the part that a rank may take over, their form in a file.
 
-    format          3
+    format          4
     framework       whose arrays these are: numpy, torch, tensorflow
     ranks, rank     world size, and the rank whose residuals these are (null: all ranks', they were consolidated;
                     own, another's: of elastic jobs)
@@ -23,6 +23,7 @@ import itertools
 import json
 import math
 import os
+import struct
 import sys
 import zipfile
 import zlib
@@ -39,7 +40,7 @@ from hvdplus.transport import Transport
 if TYPE_CHECKING:
     from hvdplus.exchange.engine import Exchange
 
-FORMAT = 3
+FORMAT = 4
 """Format number of the states that exchanges return."""
 KEEP_LOCAL = "own"
 """Value of ``rank`` in a state that stays on its rank."""
@@ -53,8 +54,8 @@ FIELDS = (
 
 
 UNREADABLE = (
-    AttributeError, EOFError, KeyError, MemoryError, RecursionError, TypeError, ValueError, zipfile.BadZipFile,
-    zlib.error,
+    AttributeError, EOFError, KeyError, MemoryError, RuntimeError, TypeError, ValueError, struct.error,
+    zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
 """Errors of NumPy and JSON for files that ``write`` did not write."""
 
@@ -93,8 +94,17 @@ def save(x: Exchange[Array]) -> dict[str, Any]:
             }
             for state in x.states
         ],
-        "residuals": residuals(x),
+        "residuals": {**_of_others(x), **residuals(x)},
     }
+
+
+def _of_others(x: Exchange[Array]) -> dict[int, None]:
+    """Over two levels, parameters whose residual another rank of this host may have: every rank's state names the same
+    ones, as what is to be flushed follows from them."""
+    plan = x.coordinator.plan
+    outstanding = plan.flush_fraction or plan.warms_up
+    states = x.states if x.two_level and outstanding and not x.consolidated else []
+    return dict.fromkeys(i for state in states if state.bucket.compressible for i in state.bucket.parameters)
 
 
 def for_other_ranks(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,8 @@ NORM_STEPS = 5
 """Steps between two measurements of gradients and residuals, which cost passes over memory."""
 LOSS_SCALING = "loss scaling would mix the units of residual and gradient"
 ALONE = "one rank has nobody to send to"
+TAKEN = {"kind", "keep", "steps", "wall_seconds"}
+"""Names that a fact of the user's cannot have in the log's last line."""
 _open: weakref.WeakSet[Coordinator] = weakref.WeakSet()
 """Coordinators whose run logs are open."""
 
@@ -64,6 +66,8 @@ class Coordinator:
         """Called once a step, on all ranks alike, with the times and the learning rate of a step that is over."""
         self.note = ""
         """Ends messages that name ranks."""
+        self.rates_may_differ = False
+        """Whether ranks' learning rates may differ: of local steps some may be skipped on one rank alone."""
         self.row_bytes = 0
         """Bytes that the last step sent for tables, besides the buckets' payloads."""
         self.steps = 0
@@ -80,8 +84,14 @@ class Coordinator:
         self._gradient_bytes = 0
         self._running = False
         """Whether the log is open."""
-        self.plan = self._next_plan()
+        self.plan = Plan(self.schedule.level)
         """The coming step's plan."""
+        self.advance()
+
+    def succeed(self, before: Coordinator) -> None:
+        """Take over what was asked of the coordinator ``before``, whose ranks have changed."""
+        self.listener, self.rates_may_differ = before.listener, before.rates_may_differ
+        self._journal.callbacks = before._journal.callbacks
 
     @property
     def payload_bytes(self) -> tuple[int, ...]:
@@ -163,6 +173,8 @@ class Coordinator:
         Raises:
             RuntimeError: ranks differ in contexts, parameters or learning rates; on every rank.
         """
+        if self.rates_may_differ:
+            metadata.odd.pop("learning_rate", None)
         check_agreement(metadata, self.ladder.names[plan.level], self.note)
         if counts and not metadata.nonfinite:
             self.schedule.commit(plan)
@@ -270,7 +282,12 @@ class Coordinator:
         """Close the run log with the user's ``facts`` (accuracy, ...); return the run's figures.
 
         Times are medians over the windows at the last level, in milliseconds.
+
+        Raises:
+            ValueError: a fact has the name of another field.
         """
+        if taken := TAKEN & facts.keys():
+            raise ValueError(f"The report has {', '.join(sorted(TAKEN))} itself. Received: {', '.join(sorted(taken))}")
         self._running = False
         _open.discard(self)
         self._journal.write_trace(self.steps)
@@ -292,7 +309,7 @@ class Coordinator:
         due = self._measures_norms and self.steps % NORM_STEPS == 0
         measurement = 1 + self.steps // NORM_STEPS if due else 0
         # What the last step's probe took is not known yet.
-        may_probe = self._controller and not self.schedule.transitional and not self._known.probe_bytes
+        may_probe = not (self.schedule.transitional or self._known.probe_bytes or self.plan.probe_bytes)
         probe = self._controller.probe_bytes() if self._controller and may_probe else 0
         return self.schedule.next_plan()._replace(measurement=measurement, probe_bytes=probe)
 

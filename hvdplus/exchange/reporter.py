@@ -104,7 +104,7 @@ class Reporter(Generic[EagerArray]):
         """Keep norms and the sketch of the gradients of these parameters, in steps that measure them."""
         self.note_norms(x, arrays)
         for place, parameter in enumerate(parameters if x.plan.measurement else ()):
-            part = part_of(math.prod(x.shapes[parameter]), parameter, x.plan.measurement)
+            part = part_of(x.shapes[parameter], parameter, x.plan.measurement)
             if part and len(arrays[place]):
                 cells = x.backend.sketch(arrays[place], part)
                 self._sketch = cells if self._sketch is None else self._sketch + cells
@@ -271,7 +271,7 @@ def _sketch_of_residual(x: EagerExchange[EagerArray], states: Sequence[BucketSta
     total: EagerArray | None = None
     for state in states:
         for parameter, (place, shape) in state.places.items():
-            part = part_of(math.prod(shape), parameter, x.plan.measurement)
+            part = part_of(shape, parameter, x.plan.measurement)
             if part and state.pending is not None:
                 cells = x.backend.sketch(state.pending[place], part)
                 total = cells if total is None else total + cells

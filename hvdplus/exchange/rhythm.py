@@ -64,10 +64,10 @@ class Rhythm:
         """Chooses ``every`` and ``overlap``."""
         self._lengths: list[int]
         """Local steps before each of the first fragment's exchanges whose times are not known yet."""
-        self._last: int
-        """Step after which the first fragment's last exchange began."""
+        self._latest: list[int]
+        """Step after which each fragment's last exchange began, or all parameters were equal; -1: not known."""
         self._done: int
-        """Step after which it was complete."""
+        """Step after which the first fragment's last exchange was complete."""
         self._heard: bool
         """Whether times were heard of since then; the first ones are of before."""
         if self.interval and (fragments > 1 or overlap):
@@ -113,15 +113,28 @@ class Rhythm:
             self._done = self.steps
         return due
 
-    def begin(self, *, all_of_them: bool = False) -> list[int]:
-        """Fragments whose exchange begins now. ``all_of_them``: whatever step it is."""
-        due = [number for number, at in enumerate(self._begins) if all_of_them or self.steps >= at]
+    def begin(self) -> list[int]:
+        """Fragments whose exchange begins now."""
+        due = [number for number, at in enumerate(self._begins) if self.steps >= at]
         for number in due:
-            self._began[number] = self.steps
-            if not number:
-                self._last = self.steps
-            self._begins[number] = self.steps + self.every
+            self._begin(number, self.steps + self.every)
         return due
+
+    def begin_all(self) -> list[int]:
+        """All fragments whose exchange has to begin now, whatever step it is: not where the last one has just begun, as
+        no step was taken since. The next ones come in turns again."""
+        due = [number for number, at in enumerate(self._latest) if at != self.steps]
+        for number in due:
+            self._begin(number, self.steps + self._turn(number))
+        return due
+
+    def _begin(self, number: int, then: int) -> None:
+        self._began[number] = self._latest[number] = self.steps
+        self._begins[number] = then
+
+    def _turn(self, number: int) -> int:
+        """Steps from where all are equal to a fragment's exchange."""
+        return (number + 1) * self.every // self.fragments
 
     def follow(self, coordinator: Coordinator, staleness: int | str = 0) -> None:
         """Hear of the exchanges that ``coordinator`` plans, and say in its log how often they come."""
@@ -138,15 +151,19 @@ class Rhythm:
         """What the oldest exchange whose times were not known yet took, and the local steps before it."""
         if self.interval and self._heard and self._lengths:
             self.every, self.overlap = self.interval.observe(times, self._lengths.pop(0), learning_rate)
-            self._begins[0] = max(self.steps, self._last + self.every)
+            self._begins[0] = max(self.steps, self._latest[0] + self.every)
         self._heard = True
+
+    def forget(self) -> None:
+        """Nobody completes the exchanges under way."""
+        self._began = [None] * self.fragments
 
     def restart(self) -> None:
         """Forget exchanges under way, and begin the next ones as if lock-step had just ended."""
-        self._began = [None] * self.fragments
-        self._last = self._done = start = max(self.steps, self.lock_steps)
+        self.forget()
+        self._done = start = max(self.steps, self.lock_steps)
         self._lengths, self._heard = [], False
-        self._begins = [start + (number + 1) * self.every // self.fragments for number in range(self.fragments)]
+        self._begins, self._latest = [start + self._turn(n) for n in range(self.fragments)], [start] * self.fragments
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: plain values."""
@@ -208,7 +225,7 @@ class Rhythm:
         self.restart()
         # With other settings, exchanges may be due earlier.
         self._begins = [min(at, max(steps, self.lock_steps) + self.every) for at in begins]
-        self._began = list(began)
+        self._began, self._latest = list(began), [-1] * self.fragments
         for number, at in enumerate(began):
             if at is not None:  # and not before the one under way is complete
                 self._begins[number] = max(self._begins[number], at + self.overlap)

@@ -75,7 +75,8 @@ class Schedule:
 
     def repeat(self) -> None:
         """The last step was exchanged but not taken: its share of the flush is still outstanding."""
-        self._flush_left += 1
+        if not self.ladder.compressors[self.level].keeps_residual:  # else the level sends it anyway
+            self._flush_left += 1
 
     def commit(self, plan: Plan) -> None:
         """Count a step that ran ``plan``."""

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 def gradient_ready(x: EagerExchange[EagerArray], i: int) -> None:
     """The backward pass has delivered a gradient: send its bucket once that is full."""
     x.begin()
+    if x.idle:
+        return
     if not x.agreed:
         x.ready.append(i)
     elif i in x.now.place_of:  # a table waits for the end of the backward pass

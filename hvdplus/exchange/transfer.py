@@ -134,7 +134,7 @@ def _encode(
 ) -> EagerArray:
     """Payload of a vector. Of two levels, ranks that do not own the bucket only need to know its form."""
     owns = x.two_level is None or x.two_level.owns(state.bucket.number)
-    form = x.plan.level, ctx.side
+    form = x.plan.level, ctx.side, state.flat_type
     if not owns and form in state.forms:
         return state.forms[form]
     with x.backend.named("hvdplus.encode"):

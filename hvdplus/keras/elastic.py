@@ -105,6 +105,7 @@ class KerasState(ObjectState):
 
     def sync(self) -> None:
         """Take over rank 0's state, except residuals."""
+        self.model.train_function = None  # one compiled before would go on with the exchange's old variables
         collectives.broadcast_variables(self._variables(), 0)
         self._follow(self._from_rank_0)
         for exchange in self._exchanges:

@@ -84,6 +84,8 @@ class _LocalState(_states.OptimizerStateHandler):  # type: ignore[misc]
         local.load_state_dict({**shared, STATE_KEY: ours})
         for fragment in local._fragments:
             _take_over(fragment.outer)
+        if local._locked is not None:
+            _take_over(local._locked)
         self.save()
 
 

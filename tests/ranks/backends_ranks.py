@@ -376,6 +376,36 @@ def test_local_gradients_are_scaled_or_not():
         np.testing.assert_allclose(np.array(other[0]), -(SIZE + 1) / 2)
 
 
+@any_transport
+@several
+def test_ranks_skip_together_where_a_local_gradient_is_not_finite():
+    """Each rank sees its own ones alone."""
+    layer = keras.layers.Dense(2, kernel_initializer="zeros")
+    layer.build((3,))
+    other = zeros((2, 2))
+    scaler = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=8.0)
+    optimizer = hvd.PartialDistributedOptimizer(scaler, compression="none", local_layers=[layer])
+    variables = [*layer.trainable_variables, *other]
+    for step in range(3):
+        gradients = [np.full(v.shape, 8.0) for v in variables]
+        if RANK == 0 and step == 1:
+            gradients[0][0, 0] = np.inf
+        applied(optimizer, variables, gradients)
+    assert hvd.identical([np.array(other[0]), np.array(optimizer.dynamic_scale)])
+    assert float(np.array(optimizer.dynamic_scale)) == 4.0
+    assert np.isfinite(np.array(layer.kernel)).all()
+
+
+@any_transport
+@several
+def test_an_optimizer_whose_build_has_failed_says_why_again():
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), settings={"window_steps": 10 + RANK})
+    variables = zeros((3, 2))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"Ranks 0 and 1 differ in window_steps: 10 against 11"):
+            applied(optimizer, variables, [np.ones((3, 2))])
+
+
 def memory(net):
     """What hvdplus remembers of a model's training."""
     state = net.optimizer._hvdplus.exchange.state()

@@ -87,7 +87,10 @@ def test_dense_steps_are_those_of_plain_ddp(options, level):
 
 
 @pytest.mark.parametrize(
-    "level", few("int8", "lowrank:2", once=["fp16", "topk:0.2", "lowrank:4+fp16", "powersgd:2", "randomk:0.3+int8"])
+    "level",
+    few(
+        "int8", "lowrank:2", once=["fp16", "topk:0.2", "lowrank:4+fp16", "powersgd:2", "topk2:0.2", "randomk:0.3+int8"]
+    ),
 )
 def test_every_level_sends_what_the_reference_sends(level):
     model, _ = wrapped()
@@ -288,6 +291,27 @@ def test_one_ranks_checkpoint_is_everybodys_once_consolidated():
         np.testing.assert_allclose(mean, sum(of_all) / SIZE, atol=1e-5)
 
 
+def test_what_was_held_back_among_ranks_reaches_a_rank_that_goes_on_alone():
+    model, optimizer = wrapped()
+    attached = attach(model, optimizer, "lowrank:2")
+    train(model, optimizer, 4)
+    attached.consolidate_state_dict()
+    saved = attached.state_dict()
+    own = [dist.new_group([rank]) for rank in range(SIZE)][RANK]
+    alone = DistributedDataParallel(net(), process_group=own)
+    steps = torch.optim.SGD(alone.parameters(), lr=1.0)
+    going_on = attach(alone, steps, "lowrank:2")
+    going_on.load_state_dict(saved)
+    before = weights(alone)
+    for step in range(12):  # without gradients of its own
+        steps.zero_grad()
+        (cross_entropy(alone(batch(step)[0]), batch(step)[1]) * 0.0).backward()
+        steps.step()
+    held, left = (_flat(each["residuals"]) for each in (saved, going_on.state_dict()))
+    assert held.norm() > 0.1 and left.norm() < 0.25 * held.norm()
+    torch.testing.assert_close(before - weights(alone) + left, held, rtol=0, atol=1e-5)
+
+
 def test_several_models_in_one_program():
     (one, first), (two, second) = wrapped(1), wrapped(2)
     attach(one, first, "lowrank:2")
@@ -366,32 +390,71 @@ def test_steps_that_are_skipped_lose_nothing():
     assert identical(model)
 
 
+def _flat(residuals):
+    """Residuals end to end, in the order of the parameters."""
+    return torch.cat([torch.as_tensor(residual).flatten() for _, residual in sorted(residuals.items())])
+
+
 def _equal(one, other):
     pairs = zip(_arrays(one), _arrays(other), strict=True)
     return all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
 
 
-def test_backward_passes_that_add_up_without_no_sync_lose_nothing():
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
+def test_backward_passes_that_add_up_without_no_sync_lose_nothing(options):
     """As in plain DDP: each is exchanged, and the optimizer takes the sum of the means."""
-    model, _ = wrapped()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    attached = attach(model, optimizer, "lowrank:2" if SIZE == 2 else "topk:0.1")
-    start, brought = weights(model), torch.zeros(len(weights(model)))
+    book = Book(options)
     for step in range(6):
-        optimizer.zero_grad()
+        book.optimizer.zero_grad()
         for part in range(2):
+            book.bring(2 * step + part)
             x, y = batch(2 * step + part)
-            twin = copy.deepcopy(model.module)
-            twin.zero_grad()
-            cross_entropy(twin(x), y).backward()
-            mine = torch.cat([p.grad.flatten() for p in twin.parameters()])
-            dist.all_reduce(mine)
-            brought += mine / SIZE
-            cross_entropy(model(x), y).backward()
-        optimizer.step()
-    held = torch.cat([torch.as_tensor(r).flatten() for _, r in sorted(attached.state_dict()["residuals"].items())])
-    dist.all_reduce(held)
-    torch.testing.assert_close(start - weights(model) + held / SIZE, brought, rtol=0, atol=1e-4)
+            cross_entropy(book.model(x), y).backward()
+        book.optimizer.step()
+    book.balance()
+
+
+def test_a_step_that_is_skipped_before_gradients_are_zeroed_in_the_next_loses_nothing():
+    """As most loops are written: forward, zero_grad, backward, step."""
+    book = Book({})
+    for step in range(8):
+        x, y = batch(step)
+        loss = cross_entropy(book.model(x), y)
+        book.optimizer.zero_grad()
+        if skipped := step in (3, 4, 6):
+            loss = 10 * loss
+        else:
+            book.bring(step)
+        loss.backward()
+        if not skipped:
+            book.optimizer.step()
+    book.balance()
+
+
+class Book:
+    """Gradients brought = steps taken + what is held back, at a learning rate of 1."""
+
+    def __init__(self, options):
+        self.model, _ = wrapped(**options)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.attached = attach(self.model, self.optimizer, "lowrank:2" if SIZE == 2 else "topk:0.1")
+        self.start, self.brought = weights(self.model), torch.zeros(len(weights(self.model)))
+
+    def bring(self, step):
+        """All ranks' mean gradient of a batch, worked out on the side."""
+        x, y = batch(step)
+        twin = copy.deepcopy(self.model.module)
+        twin.zero_grad()
+        cross_entropy(twin(x), y).backward()
+        mine = torch.cat([p.grad.flatten() for p in twin.parameters()])
+        dist.all_reduce(mine)
+        self.brought += mine / SIZE
+
+    def balance(self):
+        held = _flat(self.attached.state_dict()["residuals"])
+        dist.all_reduce(held)
+        moved = self.start - weights(self.model)
+        torch.testing.assert_close(moved + held / SIZE, self.brought, rtol=0, atol=1e-4)
 
 
 def test_the_report_and_on_window(tmp_path):
@@ -426,6 +489,66 @@ def test_bad_arguments(arguments, words):
     model, optimizer = wrapped()
     with pytest.raises(ValueError, match=words):
         attach(*arguments(model, optimizer))
+
+
+def test_complex_parameters_at_auto():
+    class Product(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first = nn.Parameter(torch.randn(16, 20, dtype=torch.complex64))
+            self.second = nn.Parameter(torch.randn(20, 16, dtype=torch.complex64))
+
+        def forward(self, x):
+            return (x.to(torch.complex64) @ self.first @ self.second).abs()
+
+    bare, model = Product(), DistributedDataParallel(Product())
+    optimizer, attached = torch.optim.SGD(model.parameters(), lr=1e-4), None
+    attached = attach(model, optimizer)
+    plain = torch.optim.SGD(bare.parameters(), lr=1e-4)
+    for step in range(12):
+        for optimizer_ in (optimizer, plain):
+            optimizer_.zero_grad()
+        for rank in range(SIZE):
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(100 * step + rank))
+            (bare(x).square().mean() / SIZE).backward()
+            if rank == RANK:
+                model(x).square().mean().backward()
+        optimizer.step()
+        plain.step()
+    assert attached.hvdplus.steps >= 10
+    for mine, expected in zip(model.parameters(), bare.parameters(), strict=True):
+        torch.testing.assert_close(torch.view_as_real(mine), torch.view_as_real(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_the_learning_rate_is_that_of_the_groups_of_today():
+    """`load_state_dict` makes new ones."""
+    model, optimizer = wrapped()
+    attached = attach(model, optimizer, compression="fp16")
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    rates = []
+    attached.hvdplus.listener = lambda times, rate: rates.append(rate)
+    for step in range(4):
+        optimizer.param_groups[0]["lr"] = 0.1 / 2**step
+        train(model, optimizer, 1, step)
+    assert rates[-2:] == pytest.approx([0.05, 0.025])
+
+
+def test_parameters_that_the_reducer_leaves_alone_are_an_error():
+    bare = net()
+    bare[0].requires_grad_(False)
+    model = DistributedDataParallel(bare)
+    bare[0].requires_grad_(True)
+    optimizer = sgd(model)
+    attach(model, optimizer, compression="lowrank:2")
+    with pytest.raises(Exception, match=r"frozen when DistributedDataParallel was made.* Received: 0.weight, 0.bias"):
+        train(model, optimizer, 1)
+
+
+def test_an_optimizer_of_other_parameters_is_refused():
+    model, _ = wrapped()
+    with pytest.raises(ValueError, match="the optimizer that steps the model's parameters.* SGD of other parameters"):
+        attach(model, sgd(net()))
 
 
 def test_a_reducer_without_buckets_is_refused():

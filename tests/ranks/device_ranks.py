@@ -20,7 +20,17 @@ import hvdplus.torch as hvd  # noqa: E402
 hvd.init()
 RANK = hvd.rank()
 DEVICE = torch.device("cuda", 0)
-LEVELS = ["none", "fp16", "int8", "int4:stochastic", "lowrank:4", "lowrank:4+fp16", "powersgd:4", "topk:0.1:32"]
+LEVELS = [
+    "none",
+    "fp16",
+    "int8",
+    "int4:stochastic",
+    "lowrank:4",
+    "lowrank:4+fp16",
+    "powersgd:4",
+    "topk:0.1:32",
+    "topk2:0.1:32",
+]
 LEVELS += ["topk:0.1:32+int8", "randomk:0.2:32", "qsgd:8", "signsgd"]
 
 

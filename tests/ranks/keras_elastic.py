@@ -55,7 +55,7 @@ class Watch(keras.callbacks.Callback):
         local = getattr(optimizer._hvdplus, "fragments", ())  # whose ranks are alike after an exchange only
         exchanges = [fragment.outer._hvdplus.exchange for fragment in local] or [optimizer._hvdplus.exchange]
         residuals = {(k, i): r for k, x in enumerate(exchanges) for i, r in x.state()["residuals"].items()}
-        if local and optimizer._hvdplus.rhythm._last != optimizer._hvdplus.rhythm.steps:
+        if local and optimizer._hvdplus.rhythm._latest[0] != optimizer._hvdplus.rhythm.steps:
             coordinator = None
         seen.append(
             {

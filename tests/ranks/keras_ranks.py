@@ -157,7 +157,7 @@ def test_none_is_a_hand_written_horovod_step():
         *("lowrank:2", "qsgd:8"),
         pytest.param("none", marks=one_or_two),  # on four a step by hand, above, tells the same
         pytest.param("topk:0.2:32+int8", marks=[any_transport, one_or_two]),
-        once=["fp16", "topk:0.2:32", "int8", "lowrank:2+fp16", "powersgd:2"],
+        once=["fp16", "topk:0.2:32", "int8", "lowrank:2+fp16", "powersgd:2", "topk2:0.2:32"],
     ),
 )
 def test_agrees_with_numpy(level):

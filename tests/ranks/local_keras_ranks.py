@@ -169,6 +169,50 @@ def test_a_saved_model_goes_on_as_if_never_stopped(level, steps, tmp_path):
 
 
 @any_transport
+def test_a_model_saved_in_the_lock_step_before_goes_on_in_it(tmp_path):
+    settings = {"dense_steps": 4}
+    whole = train(wrapped(adam, every=3, settings=settings), 2)
+    path = tmp_path / f"model{RANK}.keras"
+    whole.save(path)
+    train(whole, 8, 2)
+    again = hvd.load_model(path, compression="none", settings={**settings, "every": 3})
+    again.compile(again.optimizer, again.loss, jit_compile=False)
+    assert same(train(again, 8, 2), whole)
+
+
+@any_transport
+def test_lock_step_before_counts_updates_and_not_what_accumulates():
+    net = wrapped(every=4, backward_passes_per_step=2, average_aggregated_gradients=True, settings={"dense_steps": 2})
+    train(net, 4)
+    assert hvd.identical(net) and net.optimizer._hvdplus.rhythm.steps == 2
+    train(net, 2, 4)
+    assert hvd.identical(net) == (SIZE == 1) and net.optimizer._hvdplus.rhythm.steps == 3
+    assert hvd.identical(train(net, 6, 6))
+
+
+@any_transport
+@pytest.mark.ranks(2, 4)
+def test_one_ranks_checkpoint_and_a_broadcast(tmp_path):
+    """As in Horovod's examples: rank 0 loads, all others begin, and take over where it is."""
+    settings = {"dense_steps": 2}
+    first = train(wrapped(every=4, settings=settings), 5)
+    path = tmp_path / "model.keras"
+    if RANK == 0:
+        first.save(path)
+        net = hvd.load_model(path, compression="none", settings={**settings, "every": 4})
+        net.compile(net.optimizer, net.loss, jit_compile=False)
+    else:
+        net = wrapped(every=4, settings=settings)
+        net.optimizer.build(net.trainable_variables)
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    x, y = batch(RANK, RANK)
+    net.fit(np.tile(x, (3, 1)), np.tile(y, 3), batch_size=8, shuffle=False, verbose=0, callbacks=[callback])
+    assert not hvd.identical(net), "rank 0 was past the lock-step before"
+    net.optimizer.average_now()
+    assert hvd.identical(net)
+
+
+@any_transport
 def test_a_broadcast_begins_anew():
     net = compiled(model(RANK), hvd.DistributedOptimizer(sgd(), every=4, compression="none"))
     x, y = batch(0, RANK)
@@ -207,6 +251,26 @@ def test_ranks_may_skip_steps_by_themselves():
 
 
 @any_transport
+@pytest.mark.ranks(2, 4)
+def test_a_schedule_may_fall_behind_on_a_rank_that_skips_steps():
+    rate = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.9)
+    scaler = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(rate), initial_scale=8.0)
+    net = compiled(model(), hvd.DistributedOptimizer(scaler, every=2, compression="none"))
+    for step in range(8):
+        x, y = batch(step, RANK)
+        net.train_on_batch(x * np.float32(np.inf if RANK == 1 and step == 2 else 1), y)
+    assert hvd.identical(net)
+
+
+@any_transport
+@pytest.mark.ranks(2, 4)
+def test_ranks_with_different_learning_rates_are_an_error():
+    net = wrapped(lambda: keras.optimizers.SGD(0.1 + 0.1 * (RANK == 1)), every=2)
+    with pytest.raises(Exception, match="learning rate differs between rank 0 and rank.*1"):
+        train(net, 8)
+
+
+@any_transport
 def test_accumulated_gradients_count_as_one_step():
     net = compiled(model(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), every=2))
     for step in range(1, 9):
@@ -221,6 +285,7 @@ def test_a_measured_number_of_steps():
     assert hvd.identical(net)
     interval = net.optimizer._hvdplus.rhythm.interval
     assert len(interval.compute) >= 3 or SIZE == 1
+    assert interval.highest_rate == pytest.approx(0.1) or SIZE == 1
 
 
 @any_transport
@@ -237,6 +302,22 @@ def test_what_cannot_be_is_an_error(keywords, message):
     keywords = {name: hvd.Sum if value == "Sum" else value for name, value in keywords.items()}
     with pytest.raises(ValueError, match=message):
         hvd.DistributedOptimizer(sgd(), every=8, **keywords)
+
+
+@any_transport
+def test_loss_scaling_that_comes_later_is_an_error_with_lock_step_before():
+    """``compile`` adds it under mixed_float16, after the optimizer was wrapped."""
+    inner = hvd.DistributedOptimizer(sgd(), every=4, settings={"dense_steps": 2})
+    net = compiled(model(), keras.optimizers.LossScaleOptimizer(inner))
+    with pytest.raises(ValueError, match="do not work with dense_steps=2"):
+        train(net, 1)
+
+
+@any_transport
+@pytest.mark.ranks(2, 4)
+def test_means_of_a_ranks_own_weights_are_an_error():
+    with pytest.raises(ValueError, match="use_ema=True"):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, use_ema=True), every=4)
 
 
 @any_transport

@@ -227,6 +227,14 @@ def test_what_measurements_choose_runs_beside_an_exchange():
     assert hvd.identical(net)
 
 
+def test_averaging_where_an_exchange_has_just_begun_leaves_ranks_equal_to_the_last_bit():
+    net = model()
+    optimizer = wrapped(net, adam, every=4, settings={"overlap_steps": 2})
+    train(net, optimizer, 8)
+    optimizer.average_now()
+    assert hvd.identical(net)
+
+
 def test_auto_goes_on_whatever_is_measured():
     net = model()
     optimizer = wrapped(net, adam, every="auto", compression="auto")
@@ -376,6 +384,17 @@ def test_a_value_that_is_not_finite_reaches_all_ranks():
     assert torch.isnan(next(net.parameters())).any()
 
 
+def take_scaled_step(net, optimizer, scaler, step, skips=False):
+    """``skips``: because of an infinity on this rank."""
+    x, y = batch(step, RANK)
+    optimizer.zero_grad()
+    scaler.scale(torch.nn.functional.cross_entropy(net(x), y)).backward()
+    if skips:
+        next(net.parameters()).grad.fill_(float("inf"))
+    scaler.step(optimizer)
+    scaler.update()
+
+
 @any_transport
 @pytest.mark.ranks(2, 4)
 def test_ranks_may_skip_steps_by_themselves():
@@ -383,15 +402,58 @@ def test_ranks_may_skip_steps_by_themselves():
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     optimizer = wrapped(net, every=4)
     for step in range(8):
+        take_scaled_step(net, optimizer, scaler, step, RANK == 1 and step == 2)
+    assert hvd.identical(net) and all(torch.isfinite(p).all() for p in net.parameters())
+
+
+@any_transport
+@pytest.mark.ranks(2, 4)
+def test_a_schedule_may_fall_behind_on_a_rank_that_skips_steps():
+    """As with Accelerate, which steps a scheduler only where the optimizer has stepped."""
+    net = model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = wrapped(net, every=2)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for step in range(8):
+        skips = RANK == 1 and step == 2
+        take_scaled_step(net, optimizer, scaler, step, skips)
+        if not skips:
+            schedule.step()
+    assert hvd.identical(net)
+
+
+@any_transport
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_scaler_in_the_lock_step_before(unscales):
+    """As in lock-step: it has to look at gradients after their exchange, and then ranks skip together."""
+    net, other = model(), model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = wrapped(net, every=4, settings={"dense_steps": 4})
+
+    def take(step):
         x, y = batch(step, RANK)
         optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(net(x), y)
-        scaler.scale(loss).backward()
-        if RANK == 1 and step == 2:
-            next(net.parameters()).grad.fill_(float("inf"))
-        scaler.step(optimizer)
+        scale = float("inf") if RANK == 0 and step == 1 else 1.0
+        scaler.scale(scale * torch.nn.functional.cross_entropy(net(x), y)).backward()
+        if unscales:
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+        else:
+            scaler.step(optimizer)
         scaler.update()
-    assert hvd.identical(net) and all(torch.isfinite(p).all() for p in net.parameters())
+
+    if not unscales and SIZE > 1:
+        with pytest.raises(RuntimeError, match="GradScaler has to look at gradients after their exchange"):
+            take(0)
+        return
+    reference = wrapped(other, every=4, settings={"dense_steps": 4})
+    for step in range(4):
+        take(step)
+        if step != 1:
+            take_step(other, reference, step)
+    assert hvd.identical(net) and equal(net, other)
 
 
 @any_transport
@@ -400,11 +462,7 @@ def test_unscaled_gradients_are_the_same():
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     optimizer = wrapped(net, every=4)
     for step in range(8):
-        x, y = batch(step, RANK)
-        optimizer.zero_grad()
-        scaler.scale(torch.nn.functional.cross_entropy(net(x), y)).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        take_scaled_step(net, optimizer, scaler, step)
     train(other, wrapped(other, every=4), 8)
     assert equal(net, other)
 
@@ -455,6 +513,64 @@ def test_what_cannot_be_is_an_error(keywords, message):
     net = model()
     with pytest.raises(ValueError, match=message):
         wrapped(net, every=8, **keywords)
+
+
+@any_transport
+@pytest.mark.parametrize("dense_steps", [0, 2])
+def test_parameters_that_are_unfrozen_later_are_an_error(dense_steps):
+    net = model()
+    net[0].requires_grad_(False)
+    optimizer = wrapped(net, every=2, settings={"dense_steps": dense_steps})
+    train(net, optimizer, 1)
+    net[0].requires_grad_(True)
+    with pytest.raises(ValueError, match="Received: 2 that became so later"):
+        train(net, optimizer, 1)
+
+
+@any_transport
+@pytest.mark.ranks(2, 4)
+def test_meeting_again_changes_nothing():
+    """An outer step with momentum is taken once, however often ranks meet, and fragments go on in turns."""
+    net = model()
+    optimizer = wrapped(net, every=8, settings={"outer": "nesterov", "fragments": 2})
+    train(net, optimizer, 10)
+    optimizer.average_now()
+    before = copy.deepcopy(net)
+    optimizer.average_now()
+    optimizer.consolidate_state_dict()
+    assert equal(net, before) and hvd.identical(net)
+    begun = [fragment.outer.hvdplus.steps for fragment in optimizer._fragments]
+    train(net, optimizer, 4, first=10)
+    assert [fragment.outer.hvdplus.steps for fragment in optimizer._fragments] != begun
+    assert not hvd.identical(net), "one fragment was exchanged, and no more"
+
+
+@any_transport
+def test_complex_parameters_go_on_from_a_checkpoint():
+    def make():
+        torch.manual_seed(0)
+        return torch.nn.Parameter(torch.randn(6, 5, dtype=torch.complex64))
+
+    def steps(parameter, optimizer, first, count):
+        for step in range(first, first + count):
+            optimizer.zero_grad()
+            x = torch.randn(5, generator=torch.Generator().manual_seed(100 * step + RANK)).to(torch.complex64)
+            (parameter @ x).abs().square().sum().backward()
+            optimizer.step()
+
+    def wrap(parameter):
+        return hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.01, momentum=0.9), compression="local:4")
+
+    whole, part = make(), make()
+    optimizer = wrap(whole)
+    steps(whole, optimizer, 0, 10)
+    first = wrap(part)
+    steps(part, first, 0, 6)
+    rest = torch.nn.Parameter(part.detach().clone())
+    again = wrap(rest)
+    again.load_state_dict(copy.deepcopy(first.state_dict()))
+    steps(rest, again, 6, 4)
+    assert torch.equal(torch.view_as_real(whole.detach()), torch.view_as_real(rest.detach()))
 
 
 @any_transport

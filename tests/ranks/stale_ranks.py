@@ -10,6 +10,7 @@ from picking import few
 import hvdplus.torch as hvd
 from hvdplus.adapters.torch.asynchronous import step_share
 from hvdplus.adapters.transports.window import SharedVector
+from hvdplus.transport import TransportError
 
 hvd.init()
 torch.set_num_threads(1)
@@ -234,8 +235,28 @@ def test_what_cannot_be_is_an_error():
     ):
         with pytest.raises(ValueError, match=message):
             wrapped(net, 2, **{"compression": "none", **keywords})
+    complex_one = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    with pytest.raises(ValueError, match="are added up in float32. Received: .* in torch.complex64"):
+        hvd.DistributedOptimizer(torch.optim.SGD([complex_one], lr=0.1), compression="none", staleness=2)
     with pytest.raises(ValueError, match="wants any, or a whole number of at least 0"):
         wrapped(net, -1)
+
+
+def test_settings_name_the_level_where_the_script_leaves_it_open():
+    for compression in ("auto", hvd.Compression.none):
+        optimizer = wrapped(model(), 2, compression, settings={"compression": "topk:0.1:64"})
+        assert optimizer._fragments[0]._blocks.share == 0.1
+    with pytest.raises(ValueError, match=r"or the blocks with most energy .* Received: compression .*=int8"):
+        wrapped(model(), 2, "auto", settings={"compression": "int8"})
+    assert wrapped(model(), 2, hvd.Compression.none)._fragments[0]._blocks is None
+
+
+def test_a_rank_waits_no_longer_than_it_may():
+    shared = SharedVector(np.zeros(8, np.float32), timeout_seconds=0.3)
+    if RANK == 0:
+        with pytest.raises(TransportError, match=r"Rank 0 has waited .* HVDPLUS_TIMEOUT_SECONDS. Received: 0.3"):
+            shared.wait_until(5)
+    hvd.barrier()
 
 
 def test_parameters_that_are_not_finite_are_an_error():

@@ -200,7 +200,9 @@ def test_the_launch_is_the_one_that_was_meant():
 
 
 @several
-@pytest.mark.parametrize("level", few("lowrank:2", "int8", once=["none", "fp16", "powersgd:2", "topk:0.3:8"]))
+@pytest.mark.parametrize(
+    "level", few("lowrank:2", "int8", once=["none", "fp16", "powersgd:2", "topk:0.3:8", "topk2:0.3:8+int8"])
+)
 def test_a_level_does_what_numpys_exchange_does(level):
     def body(transport):
         exchange, means = NumpyExchange(SHAPES, transport, level, bucket_bytes=6000), []

@@ -28,7 +28,7 @@ RANK, SIZE = hvd.rank(), hvd.size()
 FEW = ["lowrank:2", "int8"]
 """Payloads of floats and of integers."""
 LEVELS = ["randomk:0.2:32", "topk:0.2:32", "int4:stochastic", "int11", "qsgd:8", "terngrad", "signsgd"]
-LEVELS += ["lowrank:2+fp16", "randomk:0.3:16+int6", "powersgd:2", "powersgd:2+fp16"]
+LEVELS += ["lowrank:2+fp16", "randomk:0.3:16+int6", "powersgd:2", "powersgd:2+fp16", "topk2:0.2:32+int8"]
 SOME = ["none", "fp16", *FEW, "topk:0.2:32+int8"]
 """Of all levels those that stand for ``LEVELS`` in launches that need not have them all."""
 SHAPES = [(40, 24), (40,), (3, 16, 3, 3), (24, 40), (7,), (1,)]
@@ -917,7 +917,7 @@ def test_sparse_as_dense_travels_dense_and_comes_back_sparse():
     grad = table.weight.grad
     assert not optimizer._exchange.tables
     assert grad.is_sparse and sorted(grad.coalesce().indices()[0].tolist()) == list(range(SIZE))
-    assert torch.equal(grad.to_dense()[:SIZE], torch.full((SIZE, 4), 1 / SIZE).half().float())
+    assert torch.equal(grad.to_dense()[:SIZE], torch.full((SIZE, 4), 1 / SIZE))
 
 
 @any_transport
@@ -1741,6 +1741,16 @@ def test_a_rank_in_a_group_of_its_own_trains_alone():
     bare = model()
     train(bare, torch.optim.SGD(bare.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3), 3)
     assert equal(net, bare)
+
+
+@two
+@grouped
+def test_an_optimizer_of_a_group_does_not_follow_ranks_that_come_or_go():
+    """It would average what belongs to other groups."""
+    with _Groups(*([rank] for rank in range(SIZE))) as mine:
+        optimizer = wrapped(model(), "auto", **mine)
+        with pytest.raises(ValueError, match=f"cannot follow them.* Received: one of ranks {RANK}$"):
+            optimizer._rejoin(hvd._require_world())
 
 
 @pytest.mark.ranks(4)

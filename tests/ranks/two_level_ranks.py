@@ -90,6 +90,22 @@ def test_levels_learn_and_ranks_stay_identical(level):
         assert sorted(held[0] + held[1]) == sorted(held[2] + held[3]) == everything
 
 
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_parameters_of_half_precision_change_levels(narrow):
+    """Dense steps send them as they are, and those that warm up or flush as float32."""
+    net = model().to(narrow)
+    optimizer = wrapped(net, "auto", ladder="none,lowrank:2,int8", warm_steps=2, drain_steps=3)
+    coordinator = optimizer._exchange.coordinator
+    for step, level in enumerate([0, 0, 2, 2, 2, 2, 0, 0, 0, 0, 0, 1, 1, 0, 0]):
+        coordinator.set_level(level)
+        optimizer._exchange.follow(coordinator.advance())
+        x, y = batch(step)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(x.to(narrow)).float(), y).backward()
+        optimizer.step()
+    assert hvd.identical(net)
+
+
 def test_a_checkpoint_goes_on():
     net = model()
     optimizer = wrapped(net, "lowrank:2")
@@ -103,6 +119,26 @@ def test_a_checkpoint_goes_on():
     train(other, again, 4, first=5)
     for a, b in zip(net.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+def test_every_ranks_state_names_the_same_residuals():
+    """Other ranks, or another ladder, flush what they find there: all of them, or nobody."""
+    optimizer = wrapped(model(), "lowrank:2")
+    net = optimizer.param_groups[0]["params"]
+    for step in range(3):
+        optimizer.zero_grad()
+        draw = torch.Generator().manual_seed(10 * step + RANK)
+        sum((p * torch.randn(p.shape, generator=draw)).sum() for p in net).backward()
+        optimizer.step()
+    found = optimizer.state_dict()["hvdplus"]["residuals"]
+    named = hvd.allgather_object(sorted(found), name="named")
+    assert named == [named[0]] * SIZE and named[0] == list(range(len(net)))
+    here = hvd.allgather_object(sorted(i for i, each in found.items() if each is not None), name="here")
+    assert sorted(here[0] + here[1]) == named[0] and here[0] != here[1]
+    again = wrapped(model(), "fp16")
+    again.load_state_dict(optimizer.state_dict())
+    told = hvd.allgather_object(list(again._exchange.coordinator.plan), name="plans")
+    assert told == [told[0]] * SIZE and again._exchange.coordinator.plan.flush_fraction > 0
 
 
 def test_sparse_gradients():
