@@ -91,6 +91,9 @@ class Verdict(NamedTuple):
     passed: bool
     figures: str
 
+    def __str__(self) -> str:
+        return f"{'ok  ' if self.passed else 'FAIL'}  {self.line}\n        {self.figures}"
+
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> Ratio:
     """Geometric mean of the pairs' ratios."""
@@ -724,7 +727,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         whole = True
     finally:  # what a run of hours has measured is there whatever ended it
         for verdict in [*judge_cells(measured.cells, measured.changes), *measured.verdicts]:
-            say(f"{'ok  ' if verdict.passed else 'FAIL'}  {verdict.line}\n        {verdict.figures}")
+            say(str(verdict))
         say(f"{time.monotonic() - began:.0f} s")
         if not options.quick:
             part = [f"-{options.hosts}-hosts"] * bool(options.hosts)

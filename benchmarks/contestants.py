@@ -114,12 +114,53 @@ class Wide(Perceptron):
         )
 
 
+class WideText(Bytes):
+    """Twice as much gradient: a transformer of 6.2 M parameters."""
+
+    name = "wide text"
+
+    def model(self) -> nn.Module:
+        return quality.Transformer(width=416, layers=3)
+
+
+class Recurrent(Characters):
+    """Very much gradient: an LSTM of 48 M parameters, and SGD without momentum, so that a dozen of them have room."""
+
+    name, learning_rate = "lstm", 0.1
+
+    def model(self) -> nn.Module:
+        return Lstm(1720)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=self.learning_rate)
+
+
+class Lstm(nn.Module):
+    """Logits of the next character at every place. It forgets after every few characters: a step on one core does not
+    take seconds then."""
+
+    CHARACTERS_AT_A_TIME = 8
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(quality.CHARACTERS, width)
+        self.layers = nn.LSTM(width, width, num_layers=2, batch_first=True)
+        self.head = nn.Linear(width, quality.CHARACTERS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen, _ = self.layers(self.characters(x.reshape(-1, self.CHARACTERS_AT_A_TIME)))
+        logits: torch.Tensor = self.head(seen).view(*x.shape, -1)
+        return logits
+
+
 TASKS: dict[str, Callable[[], quality.Task]] = {
     "mlp": Perceptron,
     "cnn": Convolutions,
     "text": Characters,
     "bytes": Bytes,
     "wide": Wide,
+    "wide text": WideText,
+    "lstm": Recurrent,
 }
 
 

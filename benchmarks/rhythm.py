@@ -3,6 +3,8 @@
     python benchmarks/rhythm.py --quick             two hosts, two rates, one seed: 20 minutes
     python benchmarks/rhythm.py                     two and four hosts, 10 Mb/s to 1 Gb/s, for hours
     python benchmarks/rhythm.py --only stragglers   a part: races, stragglers, or prices
+    python benchmarks/rhythm.py --only races --hosts 2 --seeds 1              an hour for the first seed, and then
+    python benchmarks/rhythm.py --only races --hosts 2 --seeds 1 --after 1    for the second one, whenever you like
 
 Tables and pictures are left in results/. Nothing else may run on the machine meanwhile. Needs root (network namespaces;
 see ``hvdplus.lab``).
@@ -68,6 +70,8 @@ DECIDE = ("auto", "local auto auto")
 """Who trains at each rate."""
 BLOCK_SECONDS, BLOCKS = 0.3, {True: 3, False: 5}
 """A block of steps, of whole periods, takes at least so long; so many blocks of everybody, in turns."""
+LONG_SECONDS, LONG_BLOCKS = 3.0, 2
+"""Who takes longer than this for a block has only so many: such a block is the wire's, and hardly varies."""
 SOONER, SLOW_SOONER, STALE_SOONER = 1.5, 2.0, 1.3
 PARTS = ("races", "stragglers", "prices")
 
@@ -141,22 +145,23 @@ def step_seconds(ranks: Ranks, names: Sequence[str], blocks: int) -> dict[str, f
         ranks.steps(who=who, count=-(-2 // every) * every + overlap(who))
         typical = statistics.mean(ranks.steps(who=who, count=every)["seconds"])
         lengths[who] = every * max(1, round(BLOCK_SECONDS / (every * typical)))
-    for _ in range(blocks):
-        turns = [(who, lengths[who]) for who in names]
+    for turn in range(blocks):
+        taking = [who for who in names if turn < LONG_BLOCKS or lengths[who] * found[who][0] < LONG_SECONDS]
+        turns = [(who, lengths[who]) for who in taking]
         took = ranks.blocks(turns=turns, rest_seconds=ranks.lab.burst_seconds, warm_steps=0)
-        for who, seconds in zip(names, took, strict=True):
+        for who, seconds in zip(taking, took, strict=True):
             found[who].append(seconds)
     return {who: statistics.mean(each) for who, each in found.items()}
 
 
-def race(ranks: Ranks, hosts: int, quick: bool, seeds: int) -> list[Run]:
+def race(ranks: Ranks, hosts: int, quick: bool, seeds: Sequence[int]) -> list[Run]:
     """All seeds at all rates. What a step takes does not depend on the seed, and is measured once."""
     fixed = people(quick)
     granted = ["horovod fp16", "ddp", "ddp fp16"]
     """Choices that only round: they are granted the losses of fp32."""
     runs = [Run(hosts, rate, {who: [] for who in (*DECIDE, *fixed, *granted)}) for rate in RATES[quick]]
     took: dict[str, dict[str, float]] = {}
-    for seed in range(seeds):
+    for seed in seeds:
         ranks.model(name=MODEL, seed=seed)
         learned = {}
         for who in fixed:
@@ -263,11 +268,11 @@ SPEEDS_OF_HOSTS: dict[str, Callable[[Lab], contextlib.AbstractContextManager[obj
 }
 
 
-def straggle(ranks: Ranks, quick: bool, seeds: int) -> list[Run]:
+def straggle(ranks: Ranks, quick: bool, seeds: Sequence[int]) -> list[Run]:
     """Everybody under every condition, for the same seconds."""
     runs = [Run(2, condition, {who: [] for who in (*BULK, *STALE)}) for condition in list(SPEEDS_OF_HOSTS)]
     ranks.lab.shape(UNSHAPED)
-    for seed in range(seeds):
+    for seed in seeds:
         ranks.model(name=MODEL, seed=seed)
         for run in runs[: 1 if quick else None]:
             for who, curves in run.curves.items():
@@ -330,12 +335,12 @@ class Price(NamedTuple):
     ratio: float
 
 
-def prices(ranks: Ranks, seeds: int) -> list[Price]:
+def prices(ranks: Ranks, seeds: Sequence[int]) -> list[Price]:
     """Trainings on both models of text, in lock-step and not."""
     found = []
     ranks.lab.shape(UNSHAPED)
     for model in ("text", MODEL):
-        for seed in range(seeds):
+        for seed in seeds:
             ranks.model(name=model, seed=seed)
             dense = train(ranks, "horovod", UNSHAPED)[2]
             for every, late in (*((every, 0) for every in APART), *LATE):
@@ -377,21 +382,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=PARTS, help="a part of it")
     parser.add_argument("--hosts", type=int, choices=(2, 4), help="races on so many hosts only")
     parser.add_argument("--seeds", type=int, help="so many (quick: 1, else 3)")
+    parser.add_argument("--after", type=int, default=0, help="those after so many, which results/ has already")
     options = parser.parse_args(arguments)
     parts = (options.only,) if options.only else PARTS[:2] if options.quick else PARTS
-    seeds = options.seeds or SEEDS[options.quick]
+    seeds = range(options.after, options.after + (options.seeds or SEEDS[options.quick]))
     began = time.monotonic()
     print(machine(), flush=True)
     if "races" in parts:
         for hosts in (options.hosts,) if options.hosts else (2,) if options.quick else (2, 4):
+            name = f"rhythm-{hosts}-hosts" + "-quick" * options.quick
+            before = earlier(HERE / "results" / f"{name}.json", options.after)
             with running(hosts, RATES[options.quick]) as ranks:
-                runs = race(ranks, hosts, options.quick, seeds)
-            conclude(runs, [verdict for run in runs for verdict in judge(run)], options.quick, f"rhythm-{hosts}-hosts")
+                runs = joined(before, race(ranks, hosts, options.quick, seeds))
+            conclude(runs, [verdict for run in runs for verdict in judge(run)], name)
     if "stragglers" in parts:
+        name = "rhythm-stragglers" + "-quick" * options.quick
+        before = earlier(HERE / "results" / f"{name}.json", options.after)
         with running(2, [], one_sided=True) as ranks:
-            runs = straggle(ranks, options.quick, seeds)
-        verdicts = [verdict for run in runs for verdict in judge_stragglers(run)]
-        conclude(runs, verdicts, options.quick, "rhythm-stragglers")
+            runs = joined(before, straggle(ranks, options.quick, seeds))
+        conclude(runs, [verdict for run in runs for verdict in judge_stragglers(run)], name)
     if "prices" in parts:
         with running(2, []) as ranks:
             found = prices(ranks, seeds)
@@ -413,11 +422,36 @@ def chosen(ranks: Ranks, who: str) -> str:
     return f"{every} local steps, {late} of them beside an exchange, {ranks.steps(who=who, count=0)['level']}"
 
 
-def conclude(runs: Sequence[Run], verdicts: Sequence[Verdict], quick: bool, name: str) -> None:
+def earlier(path: Path, seeds: int) -> list[Run]:
+    """The runs of the first ``seeds`` seeds, as ``conclude`` has left them.
+
+    Raises:
+        ValueError: they are not there, or are of another number of seeds.
+    """
+    if not seeds:
+        return []
+    runs = [Run(**each) for each in json.loads(path.read_text())] if path.exists() else []
+    found = {len(curves) for run in runs for curves in run.curves.values()}
+    if found != {seeds}:
+        raise ValueError(f"--after {seeds} wants so many seeds in {path}. Received: {sorted(found) or 'no file'}")
+    return runs
+
+
+def joined(before: Sequence[Run], now: Sequence[Run]) -> list[Run]:
+    """Runs with the seeds of those before, if there are any."""
+    if not before:
+        return list(now)
+    return [
+        run._replace(curves={who: [*first.curves[who], *curves] for who, curves in run.curves.items()})
+        for first, run in zip(before, now, strict=True)
+    ]
+
+
+def conclude(runs: Sequence[Run], verdicts: Sequence[Verdict], name: str) -> None:
     """Print verdicts; write figures, verdicts and the picture into results/."""
-    judged = [f"{'ok  ' if each.passed else 'FAIL'}  {each.line}\n        {each.figures}" for each in verdicts]
+    judged = [str(each) for each in verdicts]
     print("\n".join(judged), flush=True)
-    folder, lines, name = HERE / "results", [machine()], name + "-quick" * quick
+    folder, lines = HERE / "results", [machine()]
     for run in runs:
         lines.append(f"{run.hosts} hosts, {run.rate}")
         lines += [f"  seed {n}: {describe(who, one)}" for who, each in run.curves.items() for n, one in enumerate(each)]

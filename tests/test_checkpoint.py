@@ -212,8 +212,8 @@ def not_finite(array: np.ndarray) -> np.ndarray:
 
 
 DAMAGE: dict[str, tuple[Edit, str]] = {
-    "format": (put("format", 1), "of format 3. Received: 1"),
-    "no format": (without("format"), "of format 3. Received: None"),
+    "format": (put("format", 1), "of format 4. Received: 1"),
+    "no format": (without("format"), "of format 4. Received: None"),
     **{f"no {name}": (without(name), f"the state has no {name}") for name in checkpoint.FIELDS},
     **{
         f"{name} is text": (put(name, "a lot"), "damaged|another model")
@@ -387,7 +387,7 @@ def test_what_auto_remembers_at_any_time_is_not_taken_for_damage(steps: int, tmp
 
 @pytest.mark.parametrize("value", [None, "a state", 3, []])
 def test_what_is_no_state_at_all_is_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match="This hvdplus reads states of format 3. Received: "):
+    with pytest.raises(ValueError, match="This hvdplus reads states of format 4. Received: "):
         exchange(Local()).load(value)
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -210,6 +211,29 @@ def test_no_step_probes_while_the_last_probe_is_not_known_yet(monkeypatch: pytes
     coordinator = make(auto=True)
     probed = [step(coordinator, *[report(**TIMED)] * 2).probe_bytes for _ in range(9)]
     assert probed[1:] == [4096, 0] * 4 or probed[:-1] == [4096, 0] * 4
+
+
+def test_nor_where_metadata_are_read_a_step_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Controller, "probe_bytes", lambda controller: 4096)
+    coordinator = make(auto=True)
+    plans: list[Plan] = []
+    for _ in range(12):
+        plans.append(coordinator.plan)
+        for late in plans[-2:-1]:
+            coordinator.observe(late, heard(*[report(**TIMED)] * 2), counts=False)
+        coordinator.schedule.commit(coordinator.plan)
+        coordinator.advance()
+    probed = [bool(plan.probe_bytes) for plan in plans]
+    assert sum(probed) >= 3 and not any(map(all, pairwise(probed)))
+
+
+def test_a_fact_has_a_name_of_its_own() -> None:
+    coordinator = make("fp16")
+    coordinator.describe_run(World(Local(), {"a": 2}, "ring", 0, ()), "torch", parameters=1000, gradient_bytes=4000)
+    with pytest.raises(ValueError, match="has keep, kind, steps, wall_seconds itself. Received: kind, steps"):
+        coordinator.finish(steps=3, kind="a")
+    assert coordinator.finish(accuracy=0.9)["level"] == "fp16"
+    assert coordinator.log.records[-1]["accuracy"] == 0.9
 
 
 def test_a_fixed_level_never_decides() -> None:

@@ -25,7 +25,7 @@ from hvdplus.exchange.plan import Plan
 
 LEVELS = ["none", "fp16", "randomk:0.2:32", "topk:0.2:32", "lowrank:2", "int8", "int4:stochastic", "int11", "qsgd:8"]
 LEVELS += ["terngrad", "signsgd", "topk:0.2:32+int8", "lowrank:2+fp16", "randomk:0.3:16+int6"]
-LEVELS += ["powersgd:2", "powersgd:2+fp16"]
+LEVELS += ["powersgd:2", "powersgd:2+fp16", "topk2:0.2:32", "topk2:0.2:32+int8"]
 SHAPES: list[tuple[int, ...]] = [(40, 24), (40,), (3, 16, 3, 3), (24, 40), (7,), (1,)]
 ORDERS = pytest.mark.parametrize("negotiates", KINDS, ids=["one order", "negotiates", "on a device"])
 

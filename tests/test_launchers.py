@@ -10,6 +10,8 @@ ALLOCATION = {"SLURM_NTASKS": "8", "SLURM_NPROCS": "8", "SLURM_JOB_ID": "1", "SL
 """What a batch script sees."""
 STEP = {**ALLOCATION, "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_ID": "0"}
 """What a task of srun sees."""
+MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "23456"}
+"""With number and rank, what Kubernetes' operators for PyTorch set."""
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}
 
 
@@ -34,6 +36,7 @@ ROWS = [
     ({**STEP, "PMIX_RANK": "0"}, 8, ("srun --mpi=pmix", "SLURM_STEP_NUM_TASKS=8, PMIX_RANK=0", "srun --mpi=list")),
     (STEP, 8, ("srun started 8 ranks", "SLURM_STEP_NUM_TASKS=8", "srun --mpi=pmix")),
     ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, 2, ("WORLD_SIZE=2", "mpirun or horovodrun")),
+    ({"WORLD_SIZE": "4", "RANK": "0", **MEETING}, 4, ("the environment started 4 ranks", "mpirun or horovodrun")),
 ]
 
 
@@ -77,6 +80,7 @@ def test_one_rank_may_be_started_by_any_launcher(one):
         ({"WORLD_SIZE": "16", "RANK": "3", "LOCAL_RANK": "0", **OPEN_MPI}, 4),  # a pod's variables
         ({"WORLD_SIZE": "16", "RANK": "3", "LOCAL_RANK": "0", **OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"}, 1),
         ({**OPEN_MPI, "HOROVOD_SIZE": "8", "HOROVOD_RANK": "0"}, 4),  # the one that agrees
+        ({"WORLD_SIZE": "16", "RANK": "3", **MEETING, **OPEN_MPI}, 4),
         ({"WORLD_SIZE": "16"}, 1),  # somebody's own variable
         ({"OMPI_COMM_WORLD_SIZE": "", "PMI_SIZE": "two"}, 1),
     ],
@@ -94,6 +98,14 @@ def test_torchrun_inside_another_launchers_single_task_is_refused(outer):
 def test_torchrun_inside_srun_is_named_before_mpi_starts():
     with pytest.raises(TransportError, match="torchrun started 2 ranks"):
         check_reachable({**STEP, "SLURM_STEP_NUM_TASKS": "1", **TORCHRUN})
+
+
+def test_torch_distributed_hears_what_the_environment_says_if_that_is_all_it_wants_to_know():
+    found = unheard({"WORLD_SIZE": "4", "RANK": "1", **MEETING})
+    assert found is not None and (found.size, found.rank) == (4, 1)
+    assert unheard({"WORLD_SIZE": "1", "RANK": "0", **MEETING}) is None
+    assert unheard({"WORLD_SIZE": "4", "RANK": "1", "LOCAL_RANK": "1"}) is None
+    assert unheard({"WORLD_SIZE": "4", "RANK": "1", **MEETING, **OPEN_MPI}) is None
 
 
 def test_only_torch_distributed_hears_a_torchrun_that_mpirun_started_on_every_host():

@@ -206,7 +206,7 @@ def test_what_cancels_in_the_sum_is_no_error(ranks: int, alike: bool) -> None:
     residuals = [held] * ranks if alike else [held * math.cos(2 * math.pi * rank / ranks) for rank in range(ranks)]
     errors = []
     for turn in range(40):
-        part = part_of(len(held), 0, turn)
+        part = part_of((CELLS, 64), 0, turn)
         assert part is not None
 
         def sketched(vector: np.ndarray, part: Part = part) -> np.ndarray:

@@ -205,6 +205,10 @@ def test_samples_a_second_are_those_of_all_ranks() -> None:
     assert summary(job.records)["levels"]["none"]["samples_per_second"] == pytest.approx(2 * 32 / 19.8e-3)
     assert "3232" in Text(page({"a": job.records})).text
     assert summary(demo().records)["levels"]["fp16"]["samples_per_second"] is None
+    for every, factor in ((16, 16.0), ("auto", None)):
+        records = [*job.records, {"kind": "local", "every": every}]
+        found = summary(records)["levels"]["none"]["samples_per_second"]
+        assert found == (factor and pytest.approx(factor * 2 * 32 / 19.8e-3))
 
 
 def test_traffic_of_a_log_without_sizes_is_unknown() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,8 +21,16 @@ def test_torchruns_variables_are_taken_as_they_are() -> None:
     assert meeting(TORCHRUN | SLURM) == TORCHRUN  # torchrun in a batch script
 
 
+def test_jobs_and_their_steps_meet_on_ports_of_their_own() -> None:
+    """Which may run on the same node: a job's second step and the next job's first one, say."""
+    of_steps = [
+        SLURM | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(s)} for job in range(417, 427) for s in range(5)
+    ]
+    assert len({meeting(each)["MASTER_PORT"] for each in of_steps}) == len(of_steps)
+
+
 def test_slurms_words_are_translated() -> None:
-    port = str(FIRST_PORT + 419 % PORTS)
+    port = str(FIRST_PORT + zlib.crc32(b"417.2") % PORTS)
     expected = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_PORT": port, "MASTER_ADDR": "gpu07", "LOCAL_RANK": "1"}
     assert meeting(SLURM) == expected
     assert meeting(SLURM | {"MASTER_ADDR": "bob", "MASTER_PORT": "5"}) == expected | {

@@ -69,9 +69,29 @@ def test_all_can_be_exchanged_at_once(asked, steps):
     rhythm = Rhythm(**asked)
     events(rhythm, steps)
     rhythm.complete(all_of_them=True)
-    assert rhythm.begin(all_of_them=True) == list(range(asked["fragments"]))
+    begun = rhythm.begin_all()
+    assert sorted(rhythm.complete(all_of_them=True)) == begun
+    assert rhythm.begin_all() == rhythm.complete(all_of_them=True) == [], "no step was taken since"
+    rhythm.step()
+    assert rhythm.begin_all() == list(range(asked["fragments"]))
     assert sorted(rhythm.complete(all_of_them=True)) == list(range(asked["fragments"]))
-    assert rhythm.complete(all_of_them=True) == []
+
+
+def test_fragments_take_turns_again_after_all_were_exchanged_at_once():
+    rhythm = Rhythm(8, fragments=4)
+    for _ in range(11):
+        rhythm.step()
+        rhythm.complete()
+        rhythm.begin()
+    rhythm.complete(all_of_them=True)
+    assert rhythm.begin_all() == [0, 1, 2, 3]
+    rhythm.complete(all_of_them=True)
+    seen = []
+    for _ in range(8):
+        rhythm.step()
+        seen.append(rhythm.begin())
+        rhythm.complete(all_of_them=True)
+    assert seen == [[], [0], [], [1], [], [2], [], [3]]
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=20), st.data())
@@ -211,7 +231,7 @@ def test_meetings_in_between_do_not_change_what_a_step_takes(every_other):
         rhythm.begin()
         if every_other and step % 24 == 0:
             complete(all_of_them=True)
-            rhythm.begin(all_of_them=True)
+            rhythm.begin_all()
             complete(all_of_them=True)
     assert len(rhythm.interval.compute) > 3
     assert all(seconds == pytest.approx(0.03, rel=1e-3) for seconds in rhythm.interval.compute)

@@ -1,9 +1,11 @@
 """What ``benchmarks/rhythm.py`` makes of its figures."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
-from rhythm import Price, Run, fit, judge, judge_stragglers, overlap, period, reached, steps_ratio
+from rhythm import Price, Run, earlier, fit, joined, judge, judge_stragglers, overlap, period, reached, steps_ratio
 
 LOSSES = (4.0, 3.3, 3.1, 2.9)
 
@@ -17,6 +19,21 @@ def test_a_loss_is_reached_on_a_straight_line_between_two_points() -> None:
     assert reached(training(10.0), 4.0) == 10.0
     assert reached(training(10.0), 3.2) == pytest.approx(25.0)
     assert reached(training(10.0), 2.0) == math.inf
+
+
+def test_seeds_join_those_of_another_day(tmp_path: Path) -> None:
+    first = [Run(2, rate, {"auto": [training(1.0)]}) for rate in ("20mbit", "1gbit")]
+    path = tmp_path / "rhythm.json"
+    path.write_text(json.dumps([run._asdict() for run in first]))
+    second = [run._replace(curves={"auto": [training(2.0)]}) for run in first]
+    both = joined(earlier(path, 1), second)
+    assert [run.rate for run in both] == ["20mbit", "1gbit"]
+    assert all(run.seconds("auto", 4.0) == 1.5 and len(run.final("auto")) == 2 for run in both)
+    assert joined(earlier(path, 0), second) == second
+    with pytest.raises(ValueError, match=r"wants so many seeds in .*rhythm.json. Received: \[1\]"):
+        earlier(path, 2)
+    with pytest.raises(ValueError, match="Received: no file"):
+        earlier(tmp_path / "other.json", 1)
 
 
 def test_names_say_how_often_and_how_late() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from coordinating import BAD, FP16, LADDER, NONE, go, heard, make, step, steps
 
+from hvdplus.exchange.coordinator import Coordinator
 from hvdplus.exchange.metadata import Report
 from hvdplus.exchange.plan import Ladder, Plan
 from hvdplus.exchange.schedule import Schedule
@@ -286,18 +287,32 @@ def test_changing_its_mind_before_a_step_leaves_no_trace() -> None:
     assert [plan.flush_fraction for plan in steps(coordinator, 3)] == [1 / 2, 1.0, 0.0]
 
 
-def test_a_flush_that_was_not_taken_is_repeated() -> None:
-    """What the step sent is still outstanding."""
+def flushing() -> Coordinator:
+    """After the first of three steps of a flush."""
     coordinator = make(auto=True, drain_steps=3)
     go(coordinator, "lowrank:4")
     steps(coordinator, 3)
     go(coordinator, "none")
     assert step(coordinator) == Plan(0, 0, 1 / 3)
+    return coordinator
+
+
+def test_a_flush_that_was_not_taken_is_repeated() -> None:
+    """What the step sent is still outstanding."""
+    coordinator = flushing()
     assert coordinator.repeat().flush_fraction == 1 / 3
     assert [plan.flush_fraction for plan in steps(coordinator, 2)] == [1 / 3, 1 / 2]
     assert step(coordinator) == Plan(0, 0, 1.0)
     assert coordinator.repeat().flush_fraction == 1.0
     assert steps(coordinator, 2) == [Plan(0, 0, 1.0), Plan()]
+
+
+def test_a_flush_that_was_not_taken_before_a_level_that_keeps_residuals_is_over() -> None:
+    """That level sends all that is left at once: nothing stays to be flushed, which would keep trials away."""
+    coordinator = flushing()
+    go(coordinator, "lowrank:4")
+    assert coordinator.repeat().flush_fraction == 1.0
+    assert not coordinator.schedule.transitional
 
 
 @pytest.mark.parametrize(("level", "fractions"), [("none", [1 / 2, 1.0, 0.0]), ("lowrank:4", [1.0, 1.0, 1.0])])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from launching import run as launched
 from test_report import Job
 
 from hvdplus.cli import main
-from hvdplus.cli.attempt import Went, planned, row, summed_up
+from hvdplus.cli.attempt import Went, planned, row, summed_up, watch
 from hvdplus.lab import unavailable
 
 SCRIPT = """
@@ -84,6 +85,26 @@ def test_a_script_for_torchrun_is_tried_by_torchrun(tmp_path: Path) -> None:
     assert code == 0, output
     (line,) = (line for line in output.splitlines() if line.startswith("100mbit "))
     assert float(line.split()[5]) > 1.2, output
+
+
+class Endless:
+    """A job that is running."""
+
+    class process:
+        @staticmethod
+        def poll() -> None:
+            return None
+
+
+def test_a_script_that_never_begins_to_train_is_not_waited_for(tmp_path: Path) -> None:
+    began = time.monotonic()
+    assert watch(Endless(), tmp_path / "run.jsonl", 100, limit=0.5) == []  # type: ignore[arg-type]
+    assert time.monotonic() - began < 10
+
+
+def test_a_run_of_nothing_but_transitions_shows_nothing() -> None:
+    with pytest.raises(RuntimeError, match="too few steps at any level. Give it more time: --seconds"):
+        summed_up([{**record, "level": "draining"} for record in Job().run("none", 60).end().records])
 
 
 @pytest.mark.lab

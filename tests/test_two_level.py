@@ -57,6 +57,12 @@ def test_hosts_exchange_as_single_ranks_with_their_sums_would(level: str) -> Non
             assert all(np.array_equal(a, b) for a, b in zip(mine, first, strict=True))
 
 
+def held_back(x: NumpyExchange) -> list[np.ndarray]:
+    """What a rank's state says that it holds back, tensor by tensor."""
+    held = x.state()["residuals"]
+    return [np.array(np.zeros(shape) if held.get(i) is None else held[i], float) for i, shape in enumerate(SHAPES)]
+
+
 @pytest.mark.parametrize("level", ["lowrank:2", "topk:0.2:32", "int4", "topk:0.2:32+int8"])
 def test_nothing_is_lost(level: str) -> None:
     """Sum of gradients = sum of what arrived + what hosts hold back."""
@@ -68,8 +74,7 @@ def test_nothing_is_lost(level: str) -> None:
             for total, mean in zip(arrived, x.reduce(gradients(step, transport.rank), 0.1), strict=True):
                 total += 4.0 * np.asarray(mean, np.float64)
             x.commit()
-        held = checkpoint.residuals(x)
-        return arrived, [np.array(held.get(i, np.zeros(shape)), np.float64) for i, shape in enumerate(SHAPES)]
+        return arrived, held_back(x)
 
     results = run(4, body)
     for i in range(len(SHAPES)):
@@ -148,9 +153,7 @@ def test_checkpoints_cross_from_one_level_to_two_and_back(before: list[str] | No
     """What is held back in all is the same afterwards."""
 
     def held(x: NumpyExchange) -> list[np.ndarray]:
-        state = x.state()["residuals"]
-        mine = [np.array(state.get(i, np.zeros(shape)), np.float64) for i, shape in enumerate(SHAPES)]
-        return [sum(parts) for parts in zip(*x.transport.gather_objects(mine), strict=True)]
+        return [sum(parts) for parts in zip(*x.transport.gather_objects(held_back(x)), strict=True)]
 
     def body(transport: Any) -> Any:
         x = exchange(transport, "lowrank:2", before)
@@ -181,9 +184,7 @@ def test_one_ranks_checkpoint_is_complete_after_consolidating() -> None:
         for step in range(4):
             x.reduce(gradients(step, transport.rank), 0.1)
             x.commit()
-        held = x.state()["residuals"]
-        mine = [held.get(i, np.zeros(shape)) for i, shape in enumerate(SHAPES)]
-        before = [sum(parts) for parts in zip(*transport.gather_objects(mine), strict=True)]
+        before = [sum(parts) for parts in zip(*transport.gather_objects(held_back(x)), strict=True)]
         x.consolidate()
         return before, [4 * x.state()["residuals"][i] for i in range(len(SHAPES))]
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from hvdplus.cli.text import columns, whole
 from hvdplus.control.link import Wire, ring_all_reduce
 from hvdplus.lab import UNSHAPED, Job, Lab, LabError, a_core_each, bits_per_second, rootless
-from hvdplus.log.facts import DENSE, Record, Span, delay_prices, spans_by_level, windows_of
+from hvdplus.log.facts import DENSE, Record, Span, delay_prices, rhythm_of, spans_by_level, windows_of
 from hvdplus.log.forecast import best_level, costs_on, predict, what_the_run_showed
 from hvdplus.log.runlog import read
 from hvdplus.log.words import count, three_digits
@@ -144,25 +144,34 @@ def one(lab: Lab, command: Sequence[str], way: str, seconds: int, launcher: str,
         "HVDPLUS_WINDOW_STEPS": str(WINDOW_STEPS),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
-    with lab.start(command, launcher=launcher, env=environment, timeout_seconds=60.0 + 3 * seconds) as job:
-        records = watch(job, log, seconds)
-    if len(windows_of(records)) <= SETTLE:
+    limit = 60.0 + 3 * seconds
+    with lab.start(command, launcher=launcher, env=environment, timeout_seconds=limit) as job:
+        records = watch(job, log, seconds, limit)
+        code = job.process.poll()  # None: its time was up
+    if rhythm_of(records):
+        raise RuntimeError(
+            "the script takes local steps, and what is compared here are steps in lock-step: leave `every` and "
+            "`staleness` out."
+        )
+    windows = len(windows_of(records))
+    if windows <= SETTLE:
         if "environment variable RANK expected" in job.output:
             raise RuntimeError("the script is one for torchrun: hvdplus try --torchrun SCRIPT ...")
-        if job.process.returncode:
-            raise RuntimeError(f"the script ended with code {job.process.returncode}:\n{job.output[-2000:]}")
+        if code:
+            raise RuntimeError(f"the script ended with code {code}:\n{job.output[-2000:]}")
         raise RuntimeError(
-            "the script took too few steps, or none with hvdplus: it needs `import hvdplus.torch as hvd` (or "
-            "hvdplus.keras), hvd.init() and hvd.DistributedOptimizer (or hvd.ddp.attach). It printed:\n"
-            f"{job.output[-2000:]}"
+            f"the script took too few steps with hvdplus ({WINDOW_STEPS * windows}). Slow steps need more time: "
+            "--seconds. And it needs `import hvdplus.torch as hvd` (or hvdplus.keras), hvd.init() and "
+            f"hvd.DistributedOptimizer (or hvd.ddp.attach). It printed:\n{job.output[-2000:]}"
         )
     return records
 
 
-def watch(job: Job, log: Path, seconds: int) -> list[Record]:
-    """The records of a run log, once the job has ended, or has trained for so long (and for some windows)."""
+def watch(job: Job, log: Path, seconds: float, limit: float) -> list[Record]:
+    """The records of a run log, once the job has ended, or has trained for so long (and for some windows). ``limit``:
+    seconds after which it has to have begun to train."""
     records: list[Record] = []
-    began = math.inf
+    began, started = math.inf, time.monotonic()
     while True:
         ended = job.process.poll() is not None
         if log.exists():
@@ -173,7 +182,8 @@ def watch(job: Job, log: Path, seconds: int) -> list[Record]:
         windows = len(windows_of(records))
         began = min(began, time.monotonic()) if windows else math.inf
         late = time.monotonic() - began
-        if ended or (late > seconds and windows > SETTLE + ENOUGH) or late > 2 * seconds:
+        never = not windows and time.monotonic() - started > limit
+        if ended or never or (late > seconds and windows > SETTLE + ENOUGH) or late > 2 * seconds:
             return records
         time.sleep(LOOK_SECONDS)
 
@@ -182,7 +192,9 @@ def summed_up(records: Sequence[Record]) -> Went:
     """The later steps at the level that most of them ran at."""
     windows = windows_of(records)
     others = [record for record in records if record["kind"] != "window"]
-    levels = spans_by_level([*others, *windows[max(SETTLE, len(windows) // 3) :]])
+    levels = spans_by_level([*others, *windows[max(SETTLE, len(windows) // 3) :]]) or spans_by_level(records)
+    if not levels:
+        raise RuntimeError("the script took too few steps at any level. Give it more time: --seconds.")
     main = max(levels.values(), key=lambda span: span.steps)
     return Went(main, delay_prices(records).get(main.level, 1.0))
 

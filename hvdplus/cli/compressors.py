@@ -55,7 +55,10 @@ def run(args: argparse.Namespace) -> int:
           f"{count(ranks, 'rank')}.\n")  # fmt: skip
     print(columns([*HEAD, *rows], FIGURES))
     chains = "; ".join(_chain(spelling, buckets) for spelling in CHAINS)
-    print("\n" + _note(f"Chains: randomk, topk, lowrank or powersgd, and fp16 or intB on what they leave: {chains}."))
+    print(
+        "\n"
+        + _note(f"Chains: randomk, topk, topk2, lowrank or powersgd, and fp16 or intB on what they leave: {chains}.")
+    )
     print(_note(f"auto chooses from {', '.join(ladder)} (HVDPLUS_LADDER)."))
     print(_note(
         'Your own: subclass hvdplus.compression.Compressor and call hvdplus.compression.register("name", build), or '

@@ -61,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
             return follow(paths[0])
         except (OSError, ImportError, ValueError) as error:
             return _failed(str(error))
+        except FOREIGN as error:
+            return _failed(foreign(paths[0], error))
     try:
         runs = {path: _read(path) for path in paths}
     except ValueError as error:

@@ -66,9 +66,14 @@ def shape_of(rate: str) -> Shape:
     segment_bytes = 65536 if bits > 1e9 else 32768
     if rate == UNSHAPED:
         return Shape(segment_bytes, "", 0.0)
-    burst_bytes, limit_bytes = 65536 * max(1.0, bits / 1e9), max(1e6, 0.020 * bits / 8)
+    burst_bytes, limit_bytes = _burst_bytes(bits), max(1e6, 0.020 * bits / 8)
     bucket = f"tbf rate {bits:.0f}bit burst {burst_bytes:.0f} limit {limit_bytes:.0f}"
     return Shape(segment_bytes, bucket, 8 * burst_bytes / bits)
+
+
+def _burst_bytes(bits: float) -> float:
+    """That cross a link of so many bits a second at once, after a rest."""
+    return 65536 * max(1.0, bits / 1e9)
 
 
 def check(lab: Lab, seconds: float) -> dict[tuple[str, str], float]:
@@ -77,8 +82,8 @@ def check(lab: Lab, seconds: float) -> dict[tuple[str, str], float]:
     Returns (sender, receiver) -> bits a second, without links that are not shaped.
 
     Args:
-        seconds: how long a stream takes at the nominal rate. On a busy machine up to six are tried, with pauses
-            of 10, 20, … times that between them.
+        seconds: how long a stream takes at the nominal rate; longer on slow links, where it would be over with the
+            first burst. On a busy machine up to six are tried, with pauses of 10, 20, … times that between them.
 
     Raises:
         LabError: a rate is off by more than 7 %, with what was expected and received.
@@ -89,10 +94,11 @@ def check(lab: Lab, seconds: float) -> dict[tuple[str, str], float]:
         expected = bits_per_second(slower)
         if sender == receiver or expected == float("inf"):
             continue
+        payload_bytes = int(max(expected / 8 * seconds, 8 * _burst_bytes(expected)))
         tries: list[float] = []
         while not tries or (len(tries) < TRIES and abs(tries[-1] / expected - 1) > TOLERANCE):
             time.sleep(10 * seconds * len(tries))  # whatever else keeps the machine busy may be over by then
-            tries.append(lab.measure(sender, receiver, int(expected / 8 * seconds), 4 * seconds + 1))
+            tries.append(lab.measure(sender, receiver, payload_bytes, 4 * payload_bytes / (expected / 8) + 1))
         if abs(tries[-1] / expected - 1) > TOLERANCE:
             received = ", ".join(f"{rate / 1e6:.1f}" for rate in tries)
             raise LabError(

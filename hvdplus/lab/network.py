@@ -151,9 +151,7 @@ class Lab:
 
     def shape(self, rate: str, host: str | None = None) -> None:
         """Give all links, or one host's link, another rate in both directions; also while a job runs."""
-        changed = self.hosts if host is None else (host,)
-        if not set(changed) <= set(self.hosts):
-            raise ValueError(f"There is no such host. Received: host={host!r}; there are {', '.join(self.hosts)}")
+        changed = self.hosts if host is None else (self._known(host),)
         shape = shape_of(rate)
         self.burst_seconds = shape.rest_seconds
         """That a link has to rest to have its burst again; of the links that were shaped last."""
@@ -172,9 +170,8 @@ class Lab:
 
     def plug(self, host: str, connected: bool) -> None:
         """Plug a host's cable in, or out: nothing crosses its link then, and nobody is told."""
-        if host not in self.hosts:
-            raise ValueError(f"There is no such host. Received: host={host!r}; there are {', '.join(self.hosts)}")
-        _tool(["ip", "-n", self._namespace("switch")], f"link set {host} {'up' if connected else 'down'}")
+        state = "up" if connected else "down"
+        _tool(["ip", "-n", self._namespace("switch")], f"link set {self._known(host)} {state}")
 
     def check(self, seconds: float = 0.3) -> dict[tuple[str, str], float]:
         """See that bytes over rate come out right; what was measured, see ``links.check``."""
@@ -253,6 +250,7 @@ class Lab:
         Raises:
             LabError: there are no control groups for processor time here.
         """
+        self._known(host)
         if not 0 < share < 1:
             raise ValueError(f"share is between 0 and 1. Received: share={share}")
         if self._groups is None:
@@ -265,6 +263,12 @@ class Lab:
             yield
         finally:
             _limit(group, None)
+
+    def _known(self, host: str) -> str:
+        """The host. Raises ValueError: there is none of this name."""
+        if host not in self.hosts:
+            raise ValueError(f"There is no such host. Received: host={host!r}; there are {', '.join(self.hosts)}")
+        return host
 
     def _namespace(self, host: str) -> str:
         return f"{self.name}-{host}"

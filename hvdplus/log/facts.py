@@ -83,6 +83,11 @@ def run_of(records: Iterable[Record]) -> Record:
     return next((record for record in records if record["kind"] == "run"), {})
 
 
+def rhythm_of(records: Iterable[Record]) -> Record | None:
+    """The record of the run's local steps; None: it was in lock-step."""
+    return next((record for record in records if record["kind"] == "local"), None)
+
+
 def stretches(records: Sequence[Record]) -> list[Span]:
     """One span for each stretch of consecutive windows at the same level."""
     run_record = run_of(records)
@@ -303,9 +308,11 @@ def bandwidth(span: Span, ranks: int) -> Bandwidth:
     return Bandwidth(algorithm, algorithm * 2 * (ranks - 1) / ranks)
 
 
-def samples_per_second(span: Span, run_record: Record) -> float:
-    """All ranks' together; NaN: the run does not say how many a step has."""
-    samples = number_of(run_record.get("batch_size")) * number_of(run_record.get("ranks"))
+def samples_per_second(span: Span, records: Sequence[Record]) -> float:
+    """All ranks' together; NaN: the run does not say how many a step has, or takes as many local steps between two
+    exchanges as measurements say."""
+    about, rhythm = run_of(records), rhythm_of(records) or {"every": 1}
+    samples = number_of(about.get("batch_size")) * number_of(about.get("ranks")) * number_of(rhythm.get("every"))
     return 1e3 * samples / span.step_ms if samples and span.step_ms else math.nan
 
 

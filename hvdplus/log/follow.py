@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvdplus.log.facts import Record, decisions_of, number_of, windows_of
+from hvdplus.log.history import History
 from hvdplus.log.runlog import parse
 from hvdplus.log.summary import about, end_text, warnings
 from hvdplus.log.words import closing, decision_line, printable, three_digits
@@ -46,11 +47,13 @@ def follow(path: str | os.PathLike[str]) -> int:
         from rich.live import Live
     except ImportError as error:
         raise ImportError("--follow needs rich: pip install 'hvdplus[viz]'") from error
-    records: list[Record] = []
-    with Live(view(records, path), auto_refresh=False) as live:
+    history = History()  # the job may run for long
+    with Live(view(history.records, path), auto_refresh=False) as live:
         for new in grown(Path(path)):
-            records += new
-            live.update(view(records, path), refresh=True)
+            for record in new:
+                if record["kind"] != "trace":
+                    history.add(record)
+            live.update(view(history.records, path), refresh=True)
             if any(record["kind"] == "end" for record in new):
                 return 0
             time.sleep(LOOK_SECONDS)
@@ -72,6 +75,8 @@ def grown(path: Path) -> Iterator[list[Record]]:
         found = []
         for line in lines:
             number += 1
+            if not line.strip():
+                continue
             found.append(printable(parse(line, path, number)))
         yield found
 

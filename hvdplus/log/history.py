@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from hvdplus.log.facts import Record, level_of, span_of, windows_in
+from hvdplus.log.facts import Record, level_of, span_of, steps_in, windows_in
 
 MOST_WINDOWS = 1600
 """Most windows; beyond this number, older ones are condensed."""
@@ -18,6 +18,9 @@ NEWEST_WINDOWS = 400
 """Number of newest windows that are never condensed."""
 MOST_EVENTS = 400
 """Most records that are no windows, such as decisions; beyond this number, the oldest are left out."""
+KEPT = ("run", "local", "resize", "forbid")
+"""Kinds of records that are never left out: the report's sentences rest on them, and a job has few."""
+SLOWEST = ("slowest_rank", "slowest_compute_ms", "middle_compute_ms")
 MOST_VALUES = 999
 """Values in the memory of one ``Medians``, at most."""
 
@@ -70,10 +73,10 @@ class History:
             self._together *= 3
 
     def _leave_out(self, *, windows: bool, count: int) -> None:
-        """Drop the ``count`` oldest windows, or the ``count`` oldest other records except the first, the run's."""
+        """Drop the ``count`` oldest windows, or the ``count`` oldest other records that may be left out."""
         kept = []
-        for place, record in enumerate(self._records):
-            if count and place and (record["kind"] == "window") == windows:
+        for record in self._records:
+            if count and record["kind"] not in KEPT and (record["kind"] == "window") == windows:
                 count -= 1
                 self._left_out += 1
                 self._windows -= windows
@@ -105,7 +108,9 @@ def _together(windows: Sequence[Record]) -> Record:
         return windows[0]
     figures = span_of(windows, {})._asdict()
     known = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in figures.items()}
-    return {"kind": "window", **known, "windows": windows_in(windows)}
+    longest = max(windows, key=steps_in)
+    slowest = {name: longest[name] for name in SLOWEST if name in longest}
+    return {"kind": "window", **known, **slowest, "windows": windows_in(windows)}
 
 
 class Medians:

@@ -145,7 +145,7 @@ def _by_level(records: Sequence[Record]) -> str:
             level,
             f"{span.steps:,}",
             three_digits(span.step_ms),
-            three_digits(samples_per_second(span, run_of(records))),
+            three_digits(samples_per_second(span, records)),
             "-" if math.isnan(span.exposed_share) else f"{span.exposed_share:.0%}",
             f"{prices.get(level, 1.0):.3f}",
             three_digits(span.payload_bytes / 1e6),

@@ -17,6 +17,7 @@ from hvdplus.log.facts import (
     levels_passed_over,
     levels_refused,
     number_of,
+    rhythm_of,
     run_of,
     samples_per_second,
     spans_by_level,
@@ -56,7 +57,7 @@ def about(records: Sequence[Record]) -> dict[str, str]:
         "gradient": f"{run_record.get('parameters') or 0:,} parameters, "
         f"{three_digits(number_of(run_record.get('gradient_bytes')) / 1e6)} MB in fp32",
     }
-    if rhythm := next((record for record in records if record["kind"] == "local"), None):
+    if rhythm := rhythm_of(records):
         every, others = rhythm.get("every"), rhythm.get("fragments") or 1
         facts["local steps"] = f"{every} between two exchanges; a step below is an exchange with those before it" + (
             f", of one of {others} fragments" if others > 1 else ""
@@ -116,7 +117,7 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
                 level: {
                     **span._asdict(),
                     "price_of_delay": prices.get(level, 1.0),
-                    "samples_per_second": samples_per_second(span, run_record),
+                    "samples_per_second": samples_per_second(span, records),
                     "algorithm_bytes_per_second": bandwidth(span, ranks).algorithm,
                     "bus_bytes_per_second": bandwidth(span, ranks).bus,
                 }
