@@ -86,7 +86,13 @@ class Transport(Protocol):
         """Return when every rank has arrived."""
 
     def shutdown(self) -> None:
-        """End the transport; no sum may be in flight."""
+        """End this transport alone; no sum may be in flight."""
+
+    def end(self) -> None:
+        """End it, and those of its two levels."""
+        if self.two_level:
+            self.two_level.shutdown()
+        self.shutdown()
 
 
 class Around(Transport):
@@ -106,7 +112,7 @@ class Around(Transport):
         self._transport.barrier()
 
     def shutdown(self) -> None:
-        self._transport.shutdown()
+        self._transport.end()
 
 
 class Grouping(Transport, Protocol):

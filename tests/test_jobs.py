@@ -70,6 +70,24 @@ def test_over_mpi4py_a_rank_that_leaves_in_order_ends_the_job_of_those_who_wait_
     assert "Rank 1 has ended, and the other ranks wait for it" in output and "done" not in output
 
 
+def test_over_mpi4py_a_rank_that_leaves_within_a_sum_ends_when_the_others_have_left(script):
+    path = script(
+        IMPATIENT
+        + textwrap.dedent(
+            """
+            import numpy as np
+            import hvdplus.torch as hvd
+            hvd.init()
+            if hvd.rank() == 1:
+                hvd._require_world().transport.start(np.ones(4, np.float32), "gradients")
+            """
+        )
+    )
+    code, output = run(mpirun(2, sys.executable, path), 90, HVDPLUS_TRANSPORT="mpi4py")
+    assert code != 0
+    assert "rank 1 ends within sum 'gradients'" in output and "Rank 0 has ended" in output
+
+
 def test_over_mpi4py_ranks_may_end_long_after_each_other(script):
     late = "if hvd.rank() == 0:\n    import time\n    time.sleep(3)\nprint('over', flush=True)\n"
     path = script(IMPATIENT + textwrap.dedent(TRAIN) + late, COMPRESSION="none", FAILS=False)

@@ -135,6 +135,8 @@ class Horovod(Transport):
             self.binding.barrier(**self._set)
 
     def shutdown(self) -> None:
+        if self._set:  # which ends with all others
+            return
         if self.patience:
             self.patience.close()
         self.binding.shutdown()

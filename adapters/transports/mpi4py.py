@@ -11,11 +11,13 @@ from __future__ import annotations
 import atexit
 import copy
 import math
+import queue
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -44,6 +46,36 @@ class _Call(NamedTuple):
 
     result: Future[Any]
     words: str
+
+
+class _Caller:
+    """A thread that makes calls one after the other. Python ends without waiting for it, as for a sum that the other
+    ranks never come to it would wait for ever; ``Mpi4py._leave`` waits as long as another rank may still come."""
+
+    def __init__(self, name: str) -> None:
+        self._to_make: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self.last: _Call | None = None
+        self._thread = threading.Thread(target=self._make, name=name, daemon=True)
+        self._thread.start()
+
+    def begin(self, make: Callable[[], Any], words: str) -> _Call:
+        self.last = _Call(Future(), words)
+        self._to_make.put((self.last.result, make))
+        return self.last
+
+    def end(self) -> None:
+        """Returns when all calls are made."""
+        self._to_make.put(None)
+        self._thread.join()
+
+    def _make(self) -> None:
+        while (call := self._to_make.get()) is not None:
+            result, make = call
+            try:
+                result.set_result(make())
+            except BaseException as error:
+                result.set_exception(error)
+            del call, result, make  # what was summed is not kept until the next call comes
 
 
 class Mpi4py(Transport):
@@ -84,8 +116,7 @@ class Mpi4py(Transport):
         self._main = MPI.COMM_WORLD.Dup()
         self._sums = MPI.COMM_WORLD.Dup()
         self._half_sum = MPI.Op.Create(_sum_halves, commute=True)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hvdplus-mpi")
-        self._calls = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hvdplus-mpi-calls")
+        self._summer, self._caller = _Caller("hvdplus-mpi"), _Caller("hvdplus-mpi-calls")
         on_this_host = self._main.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank = on_this_host.Get_rank()
         self.local_size = on_this_host.Get_size()
@@ -94,7 +125,7 @@ class Mpi4py(Transport):
 
     def start(self, array: Any, name: str, scale: float = 1.0) -> _Call:
         words = _words("sum", array, name, scale)
-        return _Call(self._thread.submit(self._sum, array, self._sums, words, scale), words)
+        return self._summer.begin(lambda: self._sum(array, self._sums, words, scale), words)
 
     def done(self, handle: _Call) -> bool:
         return handle.result.done()
@@ -139,7 +170,7 @@ class Mpi4py(Transport):
             return gather_in_parts(value, what, self.size, self._main.allgather)
 
         words = f"gather of {what}"
-        told: list[Any] = self.wait(_Call(self._calls.submit(gather), words))
+        told: list[Any] = self.wait(self._caller.begin(gather, words))
         return told
 
     def sum_now(self, array: Any, what: str = "sum") -> Any:
@@ -149,14 +180,14 @@ class Mpi4py(Transport):
             what: kind and name of the call, for people; the same on all ranks.
         """
         words = _words(what, array)
-        return self.wait(_Call(self._calls.submit(self._sum, array, self._main, words), words))
+        return self.wait(self._caller.begin(lambda: self._sum(array, self._main, words), words))
 
     def barrier(self) -> None:
         def meet() -> None:
             self._agree(self._main, "barrier")
             self._main.Barrier()
 
-        self.wait(_Call(self._calls.submit(meet), "barrier"))
+        self.wait(self._caller.begin(meet, "barrier"))
 
     def split(self, groups: Sequence[Sequence[int]]) -> Mpi4py:
         """The transport of this rank's group alone; every rank of this transport calls it, with the same groups."""
@@ -165,14 +196,13 @@ class Mpi4py(Transport):
         one = copy.copy(self)
         one._main, one._sums = comm, comm.Dup()
         one.rank, one.size, one._waits = comm.Get_rank(), comm.Get_size(), {}
-        one._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hvdplus-mpi-group")
-        one._calls = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hvdplus-mpi-group-calls")
+        one._summer, one._caller = _Caller("hvdplus-mpi-group"), _Caller("hvdplus-mpi-group-calls")
         atexit.register(one._leave)
         return one
 
     def shutdown(self) -> None:
-        self._thread.shutdown()
-        self._calls.shutdown()
+        self._summer.end()
+        self._caller.end()
 
     def _tell(self, words: str) -> None:
         """Leave a note on every other rank."""
@@ -192,11 +222,19 @@ class Mpi4py(Transport):
 
     def _leave(self) -> None:
         """Tell the next rank that this one leaves. In a circle, if some ranks wait and others have left, a waiting rank
-        comes next after one that has left. Then it waits for a moment for the rank before it, and takes what has
-        arrived: MPIs warn of messages that nobody received."""
+        comes next after one that has left. Then it waits for its last calls, and for a moment for the rank before it,
+        and takes what has arrived: MPIs warn of messages that nobody received."""
         if MPI.Is_finalized() or self.size == 1:
             return
         self._main.isend(None, (self.rank + 1) % self.size, LEAVING_TAG)
+        for last in (self._summer.last, self._caller.last):
+            try:
+                if last is not None:
+                    self.wait(last)
+            except Exception as error:
+                if not last.result.done():  # else the script has seen this error
+                    _say(self.rank, f"ends within {last.words}, which no other rank comes to any more: {error}")
+                    MPI.COMM_WORLD.Abort(1)
         before, until = (self.rank - 1) % self.size, time.monotonic() + LEAVE_SECONDS
         while not self._main.Iprobe(before, LEAVING_TAG):
             if time.monotonic() > until:

@@ -68,7 +68,7 @@ def of_process_group(cpu: Cpu, group: Any) -> World:
     known, found = _groups.get(ranks, (None, None))
     if found is None or known is not whole:
         if found is not None:
-            found.transport.shutdown()
+            found.transport.end()
         transport = TorchDistributed(Settings.load().timeout_seconds, group)
         found = learn("horovod.torch", cpu, transport, COLLECTIVES[transport.name])
         _groups[ranks] = whole, found
@@ -80,4 +80,4 @@ def end_all() -> None:
     _sets.clear()
     while _groups:
         _, (_, world) = _groups.popitem()
-        world.transport.shutdown()
+        world.transport.end()

@@ -51,7 +51,7 @@ def shutdown() -> None:
     """End the transport."""
     if is_initialized():
         within.end_all()
-        _require_world().transport.shutdown()
+        _require_world().transport.end()
     collectives.use(None)
 
 

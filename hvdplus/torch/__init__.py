@@ -62,7 +62,7 @@ def shutdown() -> None:
     if _world is not None:
         window.end_all()
         within.end_all()
-        _world.transport.shutdown()
+        _world.transport.end()
     _world = _collectives = None
 
 

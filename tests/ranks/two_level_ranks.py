@@ -6,6 +6,7 @@ os.environ["HVDPLUS_TWO_LEVEL"] = "2"  # read when the transport starts
 os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
 
 import copy
+import threading
 
 import numpy as np
 import pytest
@@ -171,3 +172,19 @@ def test_the_hook_of_ddp():
     losses = train(parallel, optimizer, 40)
     assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5]) and hvd.identical(net)
     assert attached._exchange.two_level is not None
+
+
+@pytest.mark.skipif(
+    hvd._require_world().transport.name.startswith("horovod"), reason="Horovod ends MPI, which begins only once"
+)
+def test_the_end_is_that_of_both_levels():
+    def helpers():
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith(("hvdplus-mpi", "hvdplus-t"))]
+
+    assert helpers()
+    hvd.shutdown()
+    assert not helpers()
+    hvd.init()
+    net = model()
+    losses = train(net, wrapped(net, "int8"), 4)
+    assert np.isfinite(losses).all() and hvd.identical(net)
