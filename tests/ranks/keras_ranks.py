@@ -195,7 +195,7 @@ def test_ranks_stay_identical_in_fit(level):
 
 
 @any_transport
-@several
+@two
 def test_nothing_is_lost_across_changes_of_level(monkeypatch):
     monkeypatch.setenv("HVDPLUS_LADDER", "none,lowrank:1,lowrank:2")
     monkeypatch.setenv("HVDPLUS_DENSE_STEPS", "100000")  # the test turns the dial, not the controller
@@ -228,7 +228,7 @@ def test_nothing_is_lost_across_changes_of_level(monkeypatch):
     assert exchange.traces <= 3  # one for building, one for the compiled step; a level is no new trace
 
 
-@several
+@two
 @pytest.mark.parametrize("level", few("qsgd:8", once=["none", "fp16", "lowrank:2", "topk:0.2:32+int8"]))
 def test_non_finite_gradient_of_one_rank_reaches_all_and_leaves_no_trace(level):
     variables, optimizer = plain(level)
@@ -258,7 +258,7 @@ def test_non_finite_gradient_of_one_rank_reaches_all_and_leaves_no_trace(level):
         assert all(np.isfinite(np.array(v)).all() for v in variables)
 
 
-@several
+@two
 @pytest.mark.parametrize("level", few("qsgd:8", once=["fp16", "lowrank:2", "topk:0.2:32+int8"]))
 def test_a_gradient_too_large_for_the_payload_does_not_stay_for_ever(level):
     variables, optimizer = plain(level)
