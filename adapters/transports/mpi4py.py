@@ -227,10 +227,9 @@ class Mpi4py(Transport):
         if MPI.Is_finalized() or self.size == 1:
             return
         self._main.isend(None, (self.rank + 1) % self.size, LEAVING_TAG)
-        for last in (self._summer.last, self._caller.last):
+        for last in filter(None, (self._summer.last, self._caller.last)):
             try:
-                if last is not None:
-                    self.wait(last)
+                self.wait(last)
             except Exception as error:
                 if not last.result.done():  # else the script has seen this error
                     _say(self.rank, f"ends within {last.words}, which no other rank comes to any more: {error}")
