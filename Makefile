@@ -99,7 +99,7 @@ types: $(CHECK)/.stamp
 # a framework that cannot be imported is a failure; without, its tests are left out.
 test: export ALL_FRAMEWORKS := 1
 test: install
-	cd tests && $(VENV)/bin/python -m pytest -q -n 2 --hypothesis-profile test -m "$(SHARED)" . $(PYTEST_ARGS) $(PICKED)
+	cd tests && $(VENV)/bin/python -m pytest -q -n 2 -m "$(SHARED)" . $(PYTEST_ARGS) $(PICKED)
 	cd tests && $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile -m "not ($(SHARED)) and not alone" . $(PYTEST_ARGS) $(PICKED)
 	cd tests && $(VENV)/bin/python -m pytest -m "not ($(SHARED)) and alone" . $(PYTEST_ARGS) $(PICKED)
 

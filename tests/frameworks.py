@@ -21,7 +21,6 @@ FULL_EXAMPLES = 100
 # The same examples on every machine and in every run, whatever the profile.
 settings.register_profile("full", max_examples=FULL_EXAMPLES, deadline=None, derandomize=True, database=None)
 settings.register_profile("check", settings.get_profile("full"), max_examples=FULL_EXAMPLES // 4)
-settings.register_profile("test", settings.get_profile("full"), max_examples=FULL_EXAMPLES // 2)
 settings.load_profile("full")
 
 
@@ -38,5 +37,5 @@ def need(module: str) -> Any:
 
 
 def examples(count: int, **others: Any) -> settings:
-    """``count`` examples of a property; half of them in the profile ``test``, a quarter in ``check``; at least one."""
+    """``count`` examples of a property, a quarter of them in the profile ``check``, but at least one."""
     return settings(max_examples=max(1, count * settings.default.max_examples // FULL_EXAMPLES), **others)
