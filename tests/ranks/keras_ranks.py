@@ -157,7 +157,7 @@ def test_none_is_a_hand_written_horovod_step():
         *("lowrank:2", "qsgd:8"),
         pytest.param("none", marks=one_or_two),  # on four a step by hand, above, tells the same
         pytest.param("topk:0.2:32+int8", marks=[any_transport, one_or_two]),
-        once=["fp16", "topk:0.2:32", "int8", "lowrank:2+fp16", "powersgd:2", "topk2:0.2:32"],
+        once=["fp16", "lowrank:2+fp16", "powersgd:2", "topk2:0.2:32"],
     ),
 )
 def test_agrees_with_numpy(level):
@@ -179,7 +179,7 @@ def test_agrees_with_numpy(level):
 
 
 @several
-@pytest.mark.parametrize("level", few("auto", once=["none", "fp16", "lowrank:2", "qsgd:8", "topk:0.2:32+int8"]))
+@pytest.mark.parametrize("level", few("auto", once=["lowrank:2", "topk:0.2:32+int8"]))
 def test_ranks_stay_identical_in_fit(level):
     net = model(seed=RANK)
     optimizer = hvd.DistributedOptimizer(sgd(), compression=level)
@@ -229,7 +229,7 @@ def test_nothing_is_lost_across_changes_of_level(monkeypatch):
 
 
 @two
-@pytest.mark.parametrize("level", few("qsgd:8", once=["none", "fp16", "lowrank:2", "topk:0.2:32+int8"]))
+@pytest.mark.parametrize("level", few("qsgd:8", once=["fp16", "lowrank:2"]))
 def test_non_finite_gradient_of_one_rank_reaches_all_and_leaves_no_trace(level):
     variables, optimizer = plain(level)
     step = compiled(optimizer, variables)
