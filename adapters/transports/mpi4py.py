@@ -15,6 +15,7 @@ import queue
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
@@ -54,14 +55,20 @@ class _Caller:
 
     def __init__(self, name: str) -> None:
         self._to_make: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self.last: _Call | None = None
+        self._last: tuple[weakref.ref[Future[Any]], str] | None = None  # which does not keep what was summed
         self._thread = threading.Thread(target=self._make, name=name, daemon=True)
         self._thread.start()
 
     def begin(self, make: Callable[[], Any], words: str) -> _Call:
-        self.last = _Call(Future(), words)
-        self._to_make.put((self.last.result, make))
-        return self.last
+        call = _Call(Future(), words)
+        self._last = weakref.ref(call.result), words
+        self._to_make.put((call.result, make))
+        return call
+
+    def unfinished(self) -> _Call | None:
+        """The last call, if it is not over."""
+        result = self._last[0]() if self._last else None
+        return None if self._last is None or result is None or result.done() else _Call(result, self._last[1])
 
     def end(self) -> None:
         """Returns when all calls are made."""
@@ -227,11 +234,11 @@ class Mpi4py(Transport):
         if MPI.Is_finalized() or self.size == 1:
             return
         self._main.isend(None, (self.rank + 1) % self.size, LEAVING_TAG)
-        for last in filter(None, (self._summer.last, self._caller.last)):
+        for last in filter(None, (self._summer.unfinished(), self._caller.unfinished())):
             try:
                 self.wait(last)
             except Exception as error:
-                if not last.result.done():  # else the script has seen this error
+                if not last.result.done():
                     _say(self.rank, f"ends within {last.words}, which no other rank comes to any more: {error}")
                     MPI.COMM_WORLD.Abort(1)
         before, until = (self.rank - 1) % self.size, time.monotonic() + LEAVE_SECONDS
