@@ -151,6 +151,36 @@ PATCHES = (
         "TensorFlow 2.21 has no AsGpuStreamValue",
     ),
     Patch("CMakeLists.txt", 'string(REPLACE "-O2" "-O3"', 'string(REPLACE "-O2 -g" "-O3"', 3, "no debug information"),
+    # Less to compile: all files read the same large headers, and Gloo would be built twice. Tried on CPUs only.
+    Patch(
+        "CMakeLists.txt",
+        "# TF\nadd_subdirectory(horovod/tensorflow)\n",
+        '# TF\nif(NOT "$ENV{HVDPLUS_WITHOUT_GPU}" STREQUAL "")\n    set(CMAKE_UNITY_BUILD ON)\nendif()\n'
+        "add_subdirectory(horovod/tensorflow)\n",
+        1,
+        "eight files are compiled as one",
+    ),
+    Patch(
+        "CMakeLists.txt",
+        "# Correctly wrap up json format\n",
+        "set(CMAKE_UNITY_BUILD OFF)\n# Correctly wrap up json format\n",
+        1,
+        "Gloo's files cannot be compiled as one",
+    ),
+    Patch(
+        "CMakeLists.txt",
+        "(DEFINED Tensorflow_CXX17 AND Tensorflow_CXX17)",
+        "(Tensorflow_CXX17 AND NOT Tensorflow_CXX11)",
+        1,
+        "TensorFlow takes PyTorch's Gloo where both have one ABI",
+    ),
+    Patch(
+        _TENSORFLOW,
+        "    if (Tensorflow_CXX17)\n       list(APPEND TF_LINKER_LIBS compatible17_gloo)\n",
+        "    if (Tensorflow_CXX17 AND NOT Tensorflow_CXX11)\n       list(APPEND TF_LINKER_LIBS compatible17_gloo)\n",
+        1,
+        "see the one before",
+    ),
     Patch(
         "CMakeLists.txt",
         "project(horovod CXX)\n",
