@@ -26,7 +26,6 @@ from compressing import (
     after_steps,
     bits_of,
     blocks_of,
-    every_framework,
     every_level,
     for_many,
     groups,
@@ -75,6 +74,12 @@ from hvdplus.exchange.residual import add as with_residual
 from hvdplus.exchange.residual import left_after_flush
 
 other_frameworks = pytest.mark.parametrize("framework", [name for name in OPS if name != "numpy"])
+SLOWEST = {"tensorflow": pytest.mark.rarely}
+"""Run eagerly, it takes half of the time. What agrees with NumPy has NumPy's properties, and whether it agrees is seen
+in every run."""
+every_framework = pytest.mark.parametrize(
+    "framework", [pytest.param(name, marks=SLOWEST.get(name, ())) for name in OPS]
+)
 
 # -- the contract ------------------------------------------------------------------------------------------------------
 

@@ -9,9 +9,7 @@ from launching import TESTS, gloo, mpirun, run, torchrun
 
 pytestmark = [pytest.mark.jobs, pytest.mark.alone]
 
-RARELY = True
-"""Of launches that mostly tell what another one tells, in another framework or on fewer ranks, and take a third of the
-time of all: they run with ``EVERY_LAUNCH=1 make test``, as before a release."""
+RARELY = pytest.mark.rarely
 LAUNCHES = [
     # framework, launcher, ranks, transport asked for, transport expected
     ("torch", mpirun, 1, "auto", "horovod-mpi"),
@@ -28,18 +26,18 @@ LAUNCHES = [
     ("ahead", torchrun, 4, "auto", "torch-gloo", RARELY),
     ("two_level", torchrun, 4, "auto", "torch-gloo"),
     ("two_level", mpirun, 4, "mpi4py", "mpi4py"),
-    ("two_level", mpirun, 4, "auto", "horovod-mpi"),
+    ("two_level", mpirun, 4, "auto", "horovod-mpi", RARELY),
     ("agreement", mpirun, 2, "auto", "horovod-mpi"),
     ("agreement", mpirun, 2, "mpi4py", "mpi4py"),
     ("agreement", torchrun, 2, "auto", "torch-gloo"),
-    ("local", mpirun, 1, "auto", "horovod-mpi"),
+    ("local", mpirun, 1, "auto", "horovod-mpi", RARELY),
     ("local", mpirun, 2, "auto", "horovod-mpi"),
-    ("local", mpirun, 4, "mpi4py", "mpi4py"),
+    ("local", mpirun, 4, "mpi4py", "mpi4py", RARELY),
     ("local", torchrun, 2, "auto", "torch-gloo"),
     ("stale", mpirun, 2, "auto", "horovod-mpi"),
-    ("stale", mpirun, 4, "mpi4py", "mpi4py"),
+    ("stale", mpirun, 4, "mpi4py", "mpi4py", RARELY),
     ("local_keras tensorflow", mpirun, 2, "auto", "horovod-mpi"),
-    ("local_keras torch", mpirun, 2, "mpi4py", "mpi4py"),
+    ("local_keras torch", mpirun, 2, "mpi4py", "mpi4py", RARELY),
     ("local_keras torch", torchrun, 2, "auto", "torch-gloo"),
     ("secure torch", mpirun, 3, "auto", "horovod-mpi"),
     ("secure torch", torchrun, 2, "auto", "torch-gloo"),
@@ -56,31 +54,25 @@ LAUNCHES = [
     ("backends tensorflow", mpirun, 1, "auto", "horovod-mpi", RARELY),
     ("backends tensorflow", mpirun, 2, "auto", "horovod-mpi", RARELY),
     ("backends tensorflow", mpirun, 4, "auto", "horovod-mpi", RARELY),
-    ("backends torch", mpirun, 1, "auto", "horovod-mpi"),
+    ("backends torch", mpirun, 1, "auto", "horovod-mpi", RARELY),
     ("backends torch", mpirun, 2, "auto", "horovod-mpi"),
     ("backends torch", mpirun, 4, "auto", "horovod-mpi", RARELY),
-    ("backends torch", mpirun, 2, "mpi4py", "mpi4py"),
+    ("backends torch", mpirun, 2, "mpi4py", "mpi4py", RARELY),
     ("backends torch", torchrun, 2, "auto", "torch-gloo"),
 ]
 """Keras' backend stands behind the name of a body that runs on several. Of a body's launches on so many ranks the first
 runs everything, later ones only what another transport could change (``ranks/conftest.py``)."""
 
 
-def runs(launch):
-    """Whether this run of the tests has that launch."""
-    return RARELY not in launch[5:] or os.environ.get("EVERY_LAUNCH") == "1"
-
-
 def launched_before(launch):
-    """Whether an earlier launch has run this body on as many ranks."""
+    """Whether an earlier launch has run this body on as many ranks, in every run of the tests."""
     earlier = LAUNCHES[: [other[:5] for other in LAUNCHES].index(launch)]
-    return (launch[0], launch[2]) in [(other[0], other[2]) for other in earlier if runs(other)]
+    return (launch[0], launch[2]) in [(other[0], other[2]) for other in earlier if RARELY not in other[5:]]
 
 
 def marks(launch):
     """One rank shares the cores with tests that start no jobs."""
-    left_out = pytest.mark.skipif(not runs(launch), reason="others tell most of it: EVERY_LAUNCH=1 make test")
-    return [left_out, pytest.mark.one_rank] if launch[2] == 1 else [left_out]
+    return [*launch[5:], pytest.mark.one_rank] if launch[2] == 1 else launch[5:]
 
 
 @pytest.mark.parametrize(
@@ -91,6 +83,7 @@ def test_launch(framework, launcher, ranks, asked, expected, tmp_path):
     again = launched_before((framework, launcher, ranks, asked, expected))
     framework, _, backend = framework.partition(" ")
     body = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "--color=no"]
+    body += [] if os.environ.get("EVERY_TEST") else ["-m", "not rarely"]
     body += ["-o", "faulthandler_timeout=240", "-o", "faulthandler_exit_on_timeout=true"]  # says where it waits
     code, output = run(
         launcher(ranks, *body, f"{framework}_ranks.py"),

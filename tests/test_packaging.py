@@ -96,6 +96,7 @@ def test_mpi_needs_no_compiler(empty):
     assert "transport mpi4py" in output and "identical_ranks=yes" in output
 
 
+@pytest.mark.rarely
 def test_open_mpi_5_in_place_of_4(empty):
     """Its ranks are started by PRRTE."""
     wheel, env, variables = empty
@@ -112,6 +113,7 @@ def test_open_mpi_5_in_place_of_4(empty):
     assert not output or "collective hosts first (han)" in output
 
 
+@pytest.mark.rarely
 def test_mpich_in_place_of_open_mpi(empty):
     """On one host, and over MPICH's TCP on two of the laboratory, where nobody warns of messages left behind. The last
     test here: it takes Open MPI out of the environment."""

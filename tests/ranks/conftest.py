@@ -13,6 +13,8 @@ parametrization, too (``picking.py`` has a shorthand for that).
   a transport may do otherwise: the types that it adds up, the order of sums, several of them in flight, memory that it
   still reads, how errors come through.
 
+A test that takes long and mostly tells what others tell is marked ``rarely``: it runs with ``EVERY_TEST=1 make test``.
+
 So the first launch on two ranks runs all but what is about one rank or about four. Launched by hand, a body runs
 everything that is about as many ranks.
 """
