@@ -74,12 +74,11 @@ from hvdplus.exchange.residual import add as with_residual
 from hvdplus.exchange.residual import left_after_flush
 
 other_frameworks = pytest.mark.parametrize("framework", [name for name in OPS if name != "numpy"])
-SLOWEST = {"tensorflow": pytest.mark.rarely}
-"""Run eagerly, it takes half of the time. What agrees with NumPy has NumPy's properties, and whether it agrees is seen
-in every run."""
-every_framework = pytest.mark.parametrize(
-    "framework", [pytest.param(name, marks=SLOWEST.get(name, ())) for name in OPS]
+usual_frameworks = pytest.mark.parametrize(
+    "framework", [pytest.param(name, marks=[pytest.mark.rarely] * (name == "tensorflow")) for name in OPS]
 )
+"""Eager TensorFlow takes half of the time. Every run sees that it agrees with NumPy, so what holds there holds for it,
+too."""
 
 # -- the contract ------------------------------------------------------------------------------------------------------
 
@@ -101,7 +100,7 @@ def exact_end(compressor: Compressor, spec: Spec) -> int:
     return 0
 
 
-@every_framework
+@usual_frameworks
 @every_level
 def test_payloads_add_up(level: str, framework: str) -> None:
     """decode(Σ payload) = Σ decode(payload): exactly for integers, whose tail is float32 in the end."""
@@ -124,7 +123,7 @@ def test_payloads_add_up(level: str, framework: str) -> None:
     for_many(level, framework, check)
 
 
-@every_framework
+@usual_frameworks
 @every_level
 def test_a_mean_is_the_sum_scaled(level: str, framework: str) -> None:
     """To rounding, and the payload's sum, from which contexts learn, stays as it is."""
@@ -143,7 +142,7 @@ def test_a_mean_is_the_sum_scaled(level: str, framework: str) -> None:
     for_many(level, framework, check)
 
 
-@every_framework
+@usual_frameworks
 @pytest.mark.parametrize("level", levels_with(kind="projection"))
 def test_projections_may_be_summed_before_or_after(level: str, framework: str) -> None:
     """decode(Σ encode(g)) = decode(encode(Σ g)). (Payloads need not: block norms that ride along do not add.)"""
@@ -166,7 +165,7 @@ def test_which_are_projections_and_which_are_quantisers() -> None:
         assert parse(level).kind == ("quantiser" if rounds else "projection"), level
 
 
-@every_framework
+@usual_frameworks
 @every_level
 def test_a_round_trip_loses_what_it_may(level: str, framework: str) -> None:
     """And what keeps a residual never grows it, tensor by tensor and element by element, or error feedback diverges."""
@@ -185,7 +184,7 @@ def test_a_round_trip_loses_what_it_may(level: str, framework: str) -> None:
     for_many(level, framework, check)
 
 
-@every_framework
+@usual_frameworks
 @every_level
 def test_the_payload_is_as_long_as_announced_in_every_phase(level: str, framework: str) -> None:
     ops, compressor = ops_of(framework), parse(level)
@@ -352,7 +351,7 @@ def test_frameworks_warm_like_numpy(level: str, framework: str) -> None:
 RUN = Spec(((16, 12), (9,), (3, 3, 8, 8)), position=2, seed=5, tail=6)
 
 
-@every_framework
+@usual_frameworks
 @every_level
 def test_contexts_of_all_ranks_stay_equal_bit_for_bit(level: str, framework: str) -> None:
     """Each rank with its own compressor, ``Ops``, context and copy of the sum, and gradients that nobody else has.
@@ -392,7 +391,7 @@ def test_contexts_of_all_ranks_stay_equal_bit_for_bit(level: str, framework: str
     assert (bits_of(every[0], contexts[0]) != first) == bool(first), "contexts are really used and renewed"
 
 
-@every_framework
+@usual_frameworks
 @every_level
 def test_a_restored_run_goes_on_in_the_same_way(level: str, framework: str) -> None:
     ops, compressor = ops_of(framework), parse(level)
@@ -446,7 +445,7 @@ def test_randomness_differs_between_seeds_buckets_and_steps(level: str) -> None:
     assert len(set(seen)) == len(seen)
 
 
-@every_framework
+@usual_frameworks
 @every_level
 def test_the_users_random_numbers_stay_untouched(level: str, framework: str) -> None:
     torch = need("torch") if framework.startswith("torch") else None
@@ -475,7 +474,7 @@ def test_the_users_random_numbers_stay_untouched(level: str, framework: str) -> 
 # -- what is left ------------------------------------------------------------------------------------------------------
 
 
-@every_framework
+@usual_frameworks
 @every_level
 def test_what_remains_is_the_gradient_less_what_arrives(level: str, framework: str) -> None:
     ops, compressor = ops_of(framework), parse(level)
@@ -492,7 +491,7 @@ def test_what_remains_is_the_gradient_less_what_arrives(level: str, framework: s
     for_many(level, framework, check)
 
 
-@every_framework
+@usual_frameworks
 @every_level
 @pytest.mark.parametrize("spec", [RUN, Spec((), tail=9), Spec(((3, 2),)), Spec(((16, 12),))], ids=str)
 def test_what_remains_may_overwrite_the_gradient_and_nothing_else(level: str, framework: str, spec: Spec) -> None:
@@ -556,7 +555,7 @@ def sends_as_it_encodes(
 every_residual = pytest.mark.parametrize("level", levels_with(keeps_residual=True))
 
 
-@every_framework
+@usual_frameworks
 @every_residual
 def test_sending_is_encoding_and_what_remains(level: str, framework: str) -> None:
     ops, compressor = ops_of(framework), parse(level)
@@ -568,7 +567,7 @@ def test_sending_is_encoding_and_what_remains(level: str, framework: str) -> Non
     for_many(level, framework, check)
 
 
-@every_framework
+@usual_frameworks
 @every_residual
 @pytest.mark.parametrize(
     "spec",
@@ -648,7 +647,7 @@ class Job:
         return norm(self.put_in - self.came_out - left - self.lost)
 
 
-@every_framework
+@usual_frameworks
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_gradients_are_what_was_sent_plus_what_is_left(framework: str, ranks: int) -> None:
     """Over random changes between all levels; each keeps its own context."""
@@ -703,7 +702,7 @@ def test_levels_without_a_residual_state_no_backlog(level: str) -> None:
 EDGE = Spec(((16, 12), (5,), (4, 4, 3, 3)), ranks=1, tail=4)
 
 
-@every_framework
+@usual_frameworks
 @every_level
 def test_zero_stays_zero(level: str, framework: str) -> None:
     """At first, and also after louder steps, whatever is drawn."""
@@ -723,7 +722,7 @@ def test_zero_stays_zero(level: str, framework: str) -> None:
         assert all(np.isfinite(ops.to_numpy(array)).all() for array in ctx.state)
 
 
-@every_framework
+@usual_frameworks
 @every_level
 @pytest.mark.parametrize("shapes", [(), ((0,),), ((0, 7),), ((3, 0, 2, 2), (0,))], ids=str)
 def test_nothing_arrives_of_nothing(level: str, framework: str, shapes: tuple[tuple[int, ...], ...]) -> None:
@@ -753,7 +752,7 @@ SPECS = (
 )
 
 
-@every_framework
+@usual_frameworks
 @every_level
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 def test_the_stated_bound_holds_at_the_edges(level: str, framework: str, scale: float) -> None:
@@ -782,7 +781,7 @@ def at_the_edge(ops: Ops, compressor: Compressor, spec: Spec, scale: float) -> N
         assert all(np.isfinite(ops.to_numpy(array)).all() for array in ctx.state)
 
 
-@every_framework
+@usual_frameworks
 @pytest.mark.parametrize("level", [level for level in LEVELS if "fp16" not in level])
 @pytest.mark.parametrize("power", [90, -90])
 def test_nothing_depends_on_the_scale_but_the_scale(level: str, framework: str, power: int) -> None:
@@ -804,7 +803,7 @@ def test_nothing_depends_on_the_scale_but_the_scale(level: str, framework: str, 
             assert int(ops.to_numpy(contexts[1].state[0])[0]) - int(ops.to_numpy(contexts[0].state[0])[0]) == power
 
 
-@every_framework
+@usual_frameworks
 def test_half_precision_ends_where_float16_ends(framework: str) -> None:
     """Means beyond 65504 become infinite, below the smallest float16 zero; the sum of N large values does not."""
     ops, compressor = ops_of(framework), parse("fp16")
@@ -825,7 +824,7 @@ SOUND = Spec(((16, 12), (5,), (4, 4, 3, 3)), tail=7)
 PLACES = (0, 17, 100, 194, 250, 335, 340, SOUND.body, SOUND.size - 1)
 
 
-@every_framework
+@usual_frameworks
 @every_level
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_seen_before_the_sum(level: str, framework: str, bad: float) -> None:
@@ -852,7 +851,7 @@ def test_what_is_not_finite_is_seen_before_the_sum(level: str, framework: str, b
             assert ops.to_numpy(array).shape == ops.to_numpy(before).shape
 
 
-@every_framework
+@usual_frameworks
 @pytest.mark.parametrize("level", [level for level in LEVELS if not parse(level).needs_finite_check])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_levels_that_need_not_settle_deliver_what_is_not_finite(level: str, framework: str, bad: float) -> None:
@@ -873,7 +872,7 @@ def test_levels_that_need_not_settle_deliver_what_is_not_finite(level: str, fram
         assert np.array_equal(np.delete(arrived, place), np.delete(expected, place))
 
 
-@every_framework
+@usual_frameworks
 @pytest.mark.parametrize("level", ["none", "randomk:0.1:16", "int8", "int2", "int8:stochastic", "qsgd:8", "signsgd"])
 def test_the_largest_floats_are_sound(level: str, framework: str) -> None:
     """Where nothing is summed within a rank there is no overflow either (``lowrank`` and block norms do sum)."""
@@ -920,7 +919,7 @@ def test_a_bucket_may_be_a_view_with_gaps(level: str, framework: str) -> None:
 # -- warm --------------------------------------------------------------------------------------------------------------
 
 
-@every_framework
+@usual_frameworks
 @every_level
 def test_equal_totals_warm_contexts_equally(level: str, framework: str) -> None:
     """Bit for bit, on ranks with an ``Ops`` of their own; and where ``needs_warmup`` is set, it does something."""
@@ -971,7 +970,7 @@ class Front:
         return tensor * float(ctx)
 
 
-@every_framework
+@usual_frameworks
 def test_a_stock_horovod_compressor_runs_unchanged(framework: str) -> None:
     ops = ops_of(framework)
     compressor = HorovodCompressor(Halving, ops)
@@ -989,7 +988,7 @@ def test_a_stock_horovod_compressor_runs_unchanged(framework: str) -> None:
     assert not bool(compressor.is_finite(ops, grads[0], compressor.encode(ops, ctx, ops.from_numpy(grads[0]))))
 
 
-@every_framework
+@usual_frameworks
 def test_a_horovod_compressors_own_contexts_are_kept_bucket_by_bucket(framework: str) -> None:
     ops = ops_of(framework)
     compressor = HorovodCompressor(Front, ops)
