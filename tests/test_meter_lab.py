@@ -21,7 +21,7 @@ WHY_NOT = unavailable()
 @pytest.mark.alone
 @pytest.mark.lab
 @pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
-@pytest.mark.parametrize("framework", ["torch", "keras"])
+@pytest.mark.parametrize("framework", ["torch", pytest.param("keras", marks=pytest.mark.rarely)])
 def test_communication_is_measured_within_a_tenth(framework):
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "--color=no", "-s"]
     bytes_per_second = bits_per_second(RATE) / 8 / WIRE_BYTES_PER_PAYLOAD_BYTE

@@ -169,7 +169,10 @@ def test_the_settings_file_is_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize(("name", "framework"), [("quickstart-pytorch.md", "torch"), ("quickstart-keras.md", "keras")])
+@pytest.mark.parametrize(
+    ("name", "framework"),
+    [("quickstart-pytorch.md", "torch"), pytest.param("quickstart-keras.md", "keras", marks=pytest.mark.rarely)],
+)
 def test_the_quickstart_runs_as_it_stands(name: str, framework: str, tmp_path: Path) -> None:
     if not present(framework):
         pytest.skip(f"{framework} is not installed")

@@ -58,7 +58,7 @@ def subprocess_source():
         ("cifar10_pytorch.py", "torch", 3),
         ("cifar10_keras.py", "keras", 3),
         ("large_batch_pytorch.py", "pytorch_optimizer", 12),
-        ("large_batch_keras.py", "keras", 12),
+        pytest.param("large_batch_keras.py", "keras", 12, marks=pytest.mark.rarely),
     ],
 )
 def test_images(name, package, epochs, images, tmp_path):

@@ -245,7 +245,7 @@ def processes(**variables):
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize("lost", ["a rank", "a node"])
+@pytest.mark.parametrize("lost", ["a rank", pytest.param("a node", marks=pytest.mark.rarely)])
 def test_a_job_outlives_what_it_loses(lost, cluster, tmp_path):
     """It goes on from its checkpoint; with as many ranks as before, it ends where a job that lost nobody does."""
     need("torch")
