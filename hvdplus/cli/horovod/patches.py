@@ -151,7 +151,8 @@ PATCHES = (
         "TensorFlow 2.21 has no AsGpuStreamValue",
     ),
     Patch("CMakeLists.txt", 'string(REPLACE "-O2" "-O3"', 'string(REPLACE "-O2 -g" "-O3"', 3, "no debug information"),
-    # Less to compile: all files read the same large headers, and Gloo would be built twice. Not tried for GPUs.
+    # Less to compile: all files read the same large headers, and Gloo would be built twice. Files for GPUs were not
+    # tried as one, so builds with them compile file by file.
     Patch(
         "CMakeLists.txt",
         "# TF\nadd_subdirectory(horovod/tensorflow)\n",
