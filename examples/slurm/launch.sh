@@ -30,7 +30,12 @@ launch() {
         # Since 22.05 srun does not take the batch script's --cpus-per-task by itself: each rank would be held to one core.
         # A rank that fails ends the others, and so does one that has ended for a minute. For a log of each rank's own:
         # srun --output=%x-%j-%t.out ...
-        srun) srun --mpi=pmix --kill-on-bad-exit=1 --wait=60 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "$@" ;;
+        srun)
+            # By default Slurm's barrier between nodes is a tree, which can let ranks go before all have come (22.05): Open
+            # MPI then gets a message while it still starts, and ends with a segmentation fault. The ring waits for all.
+            export SLURM_PMIX_FENCE=${SLURM_PMIX_FENCE:-ring}
+            srun --mpi=pmix --kill-on-bad-exit=1 --wait=60 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "$@"
+            ;;
         torchrun) # one on every node, which meet on the first; a port of the job's own
             local meet
             meet=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1):$((10000 + SLURM_JOB_ID % 20000))
