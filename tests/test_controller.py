@@ -39,7 +39,6 @@ from simulating import some_jobs as drawn
 
 from hvdplus.control.controller import (
     LONGEST,
-    PROBE_STEPS,
     START_SETTLES,
     START_STEPS,
     Config,
@@ -48,6 +47,7 @@ from hvdplus.control.controller import (
     Mode,
     Observation,
 )
+from hvdplus.control.exploring import PROBE_STEPS
 from hvdplus.control.link import LevelCost
 from hvdplus.control.meter import StepTimes, reduce_times
 from hvdplus.control.phases import CRITICAL_STEPS
@@ -332,9 +332,9 @@ def test_a_pause_in_a_trial_is_no_time_spent_on_it() -> None:
         if controller.mode is Mode.TRIAL and controller.level == controller.challenger and not spent:
             apart = Controller(NAMES, SLOW.costs)
             apart.recall(json.loads(json.dumps(controller.memory())))
-            before = apart._spent
+            before = apart._exploring.spent
             apart.observe(apart.level, Observation(StepTimes(step=60.0, exposed_comm=1e-3)))
-            spent.append(apart._spent - before)
+            spent.append(apart._exploring.spent - before)
 
     for seed, job in enumerate(drawn(8, NOISES["jitter"], seed=3)):
         drive(job, 100, seed=seed, training=training(), events=pause)
@@ -674,14 +674,14 @@ def test_what_is_hopeless_is_given_up_after_three_steps() -> None:
 def test_steps_that_flush_show_that_a_level_is_hopeless() -> None:
     """A trial of less compression does not last until the residual is sent."""
     controller, dice = drive(SLOW, 100, config=Config(dense_steps=5)).controller, random.Random(0)
-    held, spent = controller.held, controller._spent
+    held, spent = controller.held, controller._exploring.spent
     controller.challenger = NONE
     controller._enter(Mode.TRIAL, NONE)
     for _ in range(3):
         assert held != NONE == controller.level
         controller.observe(NONE, Observation(reduce_times(SLOW.step(NONE, dice)), flushes=True))
     assert controller.level == controller.held == held
-    assert controller._spent - spent == pytest.approx(3 * (SLOW.seconds(NONE) - SLOW.seconds(held)), rel=0.1)
+    assert controller._exploring.spent - spent == pytest.approx(3 * (SLOW.seconds(NONE) - SLOW.seconds(held)), rel=0.1)
 
 
 def test_what_is_hopeless_says_nothing_of_the_level_below_it() -> None:
@@ -699,7 +699,7 @@ def test_trials_that_promise_nothing_wait_until_they_are_affordable(explore: flo
     controller = Controller(NAMES, job.costs, Config(explore=explore))
     for _ in range(START):
         controller.observe(NONE, Observation(reduce_times(job.step(NONE, random.Random(0)))))
-    controller._elapsed, controller._spent = 1000 * job.compute, 10 * job.compute
+    controller._exploring.elapsed, controller._exploring.spent = 1000 * job.compute, 10 * job.compute
     per_turn = START * 0.3 / 1000
     assert controller._affords(-math.log(1.3)) == (0.01 + per_turn < explore)
 
@@ -984,7 +984,7 @@ def remembered(steps: int = 25) -> dict[str, Any]:
         ({"mode": "asleep"}, "mode does not fit"),
         ({"_turns": [[0]]}, "_turns does not fit"),
         ({"refused": 3}, "refused does not fit"),
-        ({"_elapsed": math.nan}, "_elapsed does not fit"),
+        ({"_exploring": {"elapsed": math.nan, "spent": 0.0, "probe_after": 40}}, "elapsed does not fit"),
         ({"_known": {"levels": {"0": [1.0]}}}, "missing"),
         ({"_known": None}, "a dictionary is wanted"),
         ({"mode": "trying a level", "held": 2}, "has not seen"),

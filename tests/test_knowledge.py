@@ -210,14 +210,14 @@ def test_what_one_level_hides_says_nothing_of_another_that_was_measured() -> Non
         comm = COSTS[2].payload_bytes * 1e-8
         took = StepTimes(0.054 + comm, 4e-3, comm, 0.0, 0.03)
         each.learn(2, block_of([took] * 8), held=True)
-        assert each.hidden == pytest.approx(0.6)
+        assert each.hiding.share == pytest.approx(0.6)
     assert untried.seconds(0) < 0.95 * guessed
     # Longer sums are news of the link. Were less of them to wait for, too, it would be a third less.
     assert knowledge.seconds(0) >= before
     first = known(0)
     before, comm = first.seconds(0), COSTS[2].payload_bytes * 1e-8
     first.learn(2, block_of([StepTimes(0.054 + comm, 4e-3, comm, 0.0, 0.03)] * 8), held=False)
-    assert first.hidden == pytest.approx(0.6) and first.seconds(0) == pytest.approx(before)
+    assert first.hiding.share == pytest.approx(0.6) and first.seconds(0) == pytest.approx(before)
 
 
 def with_probes(ms_per_megabyte: float) -> Knowledge:
@@ -252,7 +252,7 @@ def test_a_step_that_waits_for_its_last_bucket_alone_says_nothing_of_what_comput
         comm, last = times * link.seconds(cost), times * link.exposed(cost, math.inf)
         took = StepTimes(0.05 + cost.codec + waits * last, cost.codec, waits * last, 0.0, comm - waits * last)
         knowledge.learn(1, block_of([took] * 8), held=True)
-        assert knowledge.bound == bound
+        assert knowledge.hiding.bound == bound
 
 
 @pytest.mark.parametrize("bent", [0.4, 2.5])

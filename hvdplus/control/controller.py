@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from hvdplus.control.blocks import Block, Guess, block_of, noise_of
 from hvdplus.control.delay import reached
+from hvdplus.control.exploring import Exploring
 from hvdplus.control.knowledge import Knowledge
 from hvdplus.control.link import LevelCost, Link
 from hvdplus.control.memory import restore, to_plain
@@ -103,8 +104,6 @@ ARGUMENTS = ("names", "costs", "config")
 """Fields of a controller that a new one is given anew."""
 NOT_LEARNED = ("costs", "delay_price")
 """Fields of its ``Knowledge`` that are given anew."""
-PROBE_STEPS = 40
-"""Least steps between two bandwidth probes."""
 QUIET = 1e-8
 """Least noise."""
 LONGEST = 3
@@ -143,14 +142,10 @@ class Controller:
     """Whether the last block was left out, as it lay far from those before: a burst, or news."""
     _noise: float = 0.0
     """Variance of a trial's ratio, as blocks of the level held let expect."""
-    _elapsed: float = 0.0
-    """Seconds of all observed steps."""
-    _spent: float = 0.0
-    """Seconds that trials and probes took beyond the level held."""
+    _exploring: Exploring = field(default_factory=Exploring)
     _phases: Phases = field(default_factory=Phases)
     _carried: float = 0.0
     """Error of the level before, with whose residual this one began."""
-    _probe_after: int = PROBE_STEPS
 
     def __post_init__(self) -> None:
         self._known = Knowledge(self.costs, self.config.delay_price)
@@ -199,13 +194,9 @@ class Controller:
         self._known.costs = self.costs
         self._known.steps += 1
         self._age += not seen.flushes
-        self._elapsed += seen.times.step
-        self._spent += seen.times.probe
+        self._exploring.see(seen.times)
         if self.mode is Mode.TRIAL and level == self.challenger:
-            held = self._turns[-1][1]
-            # What its sums and codecs take more: an evaluation between two steps is nobody's.
-            longer = min(times.step - held.step, times.codec + times.exposed_comm - held.rest)
-            self._spent = max(0.0, self._spent + longer)
+            self._exploring.see_trial(times, held=self._turns[-1][1])
         self._note_training(level, seen)
         if level and min(seen.error, self._known.least_error(level)) > config.error_budget:
             budget = f"the residual at {self.names[level]} is {seen.error:.2f} times the gradient (budget "
@@ -222,19 +213,21 @@ class Controller:
             self._window = []
         self._window.append(times)
         if seen.times.probe:
-            self._see_probe(seen.probe_bytes, seen.times.probe)
+            self._known.see_sum(seen.probe_bytes, seen.times.probe)
+            step = self._known.seconds(self.level)
+            self._exploring.probed(seen.times.probe, config.explore, step=step, age=self._age)
         return self._after_block(block_of(self._window)) if self._block_is_full() else None
 
     def probe_bytes(self) -> int:
         """Bytes by which the coming step shall probe the link's bandwidth, or 0."""
-        rests = self.mode is Mode.HOLD and self._age >= self._probe_after
+        rests = self.mode is Mode.HOLD and self._age >= self._exploring.probe_after
         if not (rests and self.level and self.link.beta and self.config.explore):
             return 0
         size = self.link.probe_size(self._known.seconds(self.level), self.costs[0].payload_bytes)
         if 2 * size < self.costs[self.level].payload_bytes:  # which shows as much
             return 0
-        affordable = 0.5 * self.config.explore * self._elapsed
-        return size if self.link.seconds(LevelCost.of_sum(size)) <= affordable else 0
+        seconds = self.link.seconds(LevelCost.of_sum(size))
+        return size if self._exploring.affords_probe(seconds, self.config.explore) else 0
 
     # -- one block
 
@@ -279,12 +272,6 @@ class Controller:
         self._turns = [(self.level, block)]
         return self._choose("the start is over" if self.mode is Mode.START else "")
 
-    def _see_probe(self, size: int, seconds: float) -> None:
-        self._known.see_sum(size, seconds)
-        if self.config.explore:  # a log may be replayed with none
-            share = seconds / (0.5 * self.config.explore * self._known.seconds(self.level))
-            self._probe_after = self._age + max(PROBE_STEPS, math.ceil(share))
-
     def _note_training(self, level: int, seen: Observation) -> None:
         """What the step says of delay and of its price."""
         if not math.isnan(seen.error) and level:
@@ -326,7 +313,7 @@ class Controller:
         """Whether a trial that probably gains nothing (``gain``: a logarithm) fits into the time for exploring."""
         steps = self.config.block_steps * self._patience() + self.config.settle_steps
         longer = steps * self._known.seconds(self.held) * (math.exp(-gain) - 1)
-        return self._spent + longer <= self.config.explore * self._elapsed
+        return self._exploring.affords(longer, self.config.explore)
 
     def _judge(self) -> Decision | None:
         """After a block of a trial: decide, if the pairs' bound does, or let the other have its turn."""
@@ -387,7 +374,8 @@ class Controller:
     def _enter(self, mode: Mode, level: int, why: str = "") -> Decision:
         if level != self.level:
             self._carried = reached(self._known.error(self.level).mean, self._age, self._carried)
-            self._age, self._probe_after = 0, PROBE_STEPS
+            self._age = 0
+            self._exploring.level_changed()
         self.mode, self.level, self._window, self._doubt = mode, level, [], False
         return Decision(level, why, self._known.evidence(self.names, self._usable()))
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from hvdplus.control.blocks import FAR, NOISE_FLOOR, Block, Guess
 from hvdplus.control.delay import expected, price_of_delay, settled
+from hvdplus.control.hiding import Hiding
 from hvdplus.control.link import MODEL_ERROR, LevelCost, LinkEstimate
 
 DRIFT = 0.0015
@@ -43,10 +44,6 @@ ERRORS_KEPT, SURE = 10, 3
 """Readings of an error that are kept, and so many in a row that are no accident."""
 COMPUTATIONS = (1e-3, 1e-2, 1e-1, 1.0)
 """Seconds that the computation of a step may take, before one was seen; half of them may hide communication."""
-HIDES = 0.7
-"""Share of the computation that communication may hide behind, where no step has shown how much it is."""
-BOUND = 1.5
-"""Exposed communication over the last bucket's, from which it shows that."""
 
 
 class Level(NamedTuple):
@@ -85,10 +82,7 @@ class Knowledge:
     """``Level.bent`` of bandwidth probes; 0: none was seen."""
     pace: Guess = Guess(0.0, 0.0)
     """Logarithm of the computation's seconds over those at the beginning, whatever the level."""
-    hidden: float = 0.0
-    """Communication that was hidden, as a share of the computation that it hid behind: the most that was seen."""
-    bound: bool = False
-    """Whether a step waited for more than its last bucket, so that the computation hides no more than that."""
+    hiding: Hiding = field(default_factory=Hiding)
     levels: dict[int, Level] = field(default_factory=dict)
     errors: dict[int, list[float]] = field(default_factory=dict)
     """Level -> what its error comes to, by the latest readings."""
@@ -129,10 +123,7 @@ class Knowledge:
     def _see_hiding(self, level: int, block: Block) -> None:
         """Take in how much communication a block hid: it tells of levels that never ran, and of no other."""
         models = {other: self._model(other) for other in self.levels}
-        self.hidden = max(self.hidden, block.overlapped / block.busy)
-        link, cost = self.link.link, self.costs[level]
-        if straight := link.seconds(cost):  # the last bucket's share of this block's own sums, however long they take
-            self.bound |= block.exposed > BOUND * block.comm * link.exposed(cost, math.inf) / straight > 0.0
+        self.hiding.see(block, self.costs[level], self.link.link)
         for other, model in models.items():
             self._keep(other, model)
 
@@ -203,14 +194,8 @@ class Knowledge:
         for block in blocks:
             variances += [block.step_variance, block.busy_variance, block.rest_variance, block.comm_variance]
             seconds += [block.step, block.busy]
-        rest = [
-            self.probe_bent,
-            link.alpha,
-            link.beta,
-            self.hidden,
-            *(known.codec for known in levels),
-            *(block.rest for block in blocks),
-        ]
+        rest = [self.probe_bent, link.alpha, link.beta, self.hiding.share]
+        rest += [*(known.codec for known in levels), *(block.rest for block in blocks)]
         errors = [error for readings in self.errors.values() for error in readings]
         logarithms = [abs(pace.mean), *(abs(known.own.mean) for known in levels)]
         fits = all(self.errors.values()) and max(logarithms) < 50
@@ -258,7 +243,7 @@ class Knowledge:
             variance = (self._codec(level).variance + self._exposed(level, busy).variance) / step**2
         variance += self.delay_price**2 * self.error(level).variance / self.price(level) ** 2
         if level != held:
-            hides = self.link.link.seconds(cost) <= self.hidden * busy
+            hides = self.link.link.seconds(cost) <= self.hiding.least(busy)
             seen = cost._replace(payload_bytes=cost.last_bytes, messages=cost.passes) if hides else cost
             variance += min(1.0, self.link.variance(seen) / step**2)
             if level in self.levels:  # measured on another link
@@ -293,10 +278,10 @@ class Knowledge:
 
     def _exposed(self, level: int, busy: float) -> Guess:
         """Seconds that a step waits for communication, beside a computation of ``busy`` seconds."""
+        exposed = self._waits(level, self.hiding.least(busy))
         if level in self.levels:
-            return Guess(self._waits(level, self.hidden * busy), 0.0)
-        exposed = self._waits(level, self.hidden * busy)
-        least = exposed if self.bound else self._waits(level, max(HIDES, self.hidden) * busy)
+            return Guess(exposed, 0.0)
+        least = self._waits(level, self.hiding.most(busy))
         middle, half = (exposed + least) / 2, (exposed - least) / 2
         return Guess(middle, half**2 + (EXPOSED_ERROR * middle) ** 2)
 

@@ -1,0 +1,57 @@
+"""The time for exploring: trials of levels that are not expected to be better, and bandwidth probes.
+
+Both may take a share of the time, ``Config.explore``, and probes half of it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hvdplus.control.blocks import Block
+from hvdplus.control.meter import StepTimes
+
+PROBE_STEPS = 40
+"""Least steps between two bandwidth probes."""
+PROBES = 0.5
+"""What probes may take, as a share of the time for exploring."""
+
+
+@dataclass
+class Exploring:
+    """What was spent of it."""
+
+    elapsed: float = 0.0
+    """Seconds of all observed steps."""
+    spent: float = 0.0
+    """Seconds that trials and probes took beyond the level held."""
+    probe_after: int = PROBE_STEPS
+    """Steps after a change of level from which the next probe may come."""
+
+    def see(self, times: StepTimes) -> None:
+        """A step was observed, perhaps with a probe."""
+        self.elapsed += times.step
+        self.spent += times.probe
+
+    def see_trial(self, times: StepTimes, held: Block) -> None:
+        """It ran at the level that is tried. ``times``: without the probe; ``held``: the held level's last block."""
+        # What its sums and codecs take more: an evaluation between two steps is nobody's.
+        longer = min(times.step - held.step, times.codec + times.exposed_comm - held.rest)
+        self.spent = max(0.0, self.spent + longer)
+
+    def affords(self, seconds: float, share: float) -> bool:
+        """Whether so many seconds more fit into this share of the time."""
+        return self.spent + seconds <= share * self.elapsed
+
+    def affords_probe(self, seconds: float, share: float) -> bool:
+        """Whether one probe fits into what probes may take of this share of the time."""
+        return seconds <= PROBES * share * self.elapsed
+
+    def probed(self, seconds: float, share: float, *, step: float, age: int) -> None:
+        """A probe took so long beside steps of ``step`` seconds, ``age`` steps after a change of level."""
+        if share:  # a log may be replayed with none
+            self.probe_after = age + max(PROBE_STEPS, math.ceil(seconds / (PROBES * share * step)))
+
+    def level_changed(self) -> None:
+        """Count steps anew."""
+        self.probe_after = PROBE_STEPS
