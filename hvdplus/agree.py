@@ -162,6 +162,11 @@ def settings_of_exchanges(given: Mapping[str, Any] | None, resolved: Settings) -
     return own
 
 
+def agreed_rhythm(every: int, resolved: Settings) -> dict[str, Any]:
+    """What of it ranks have to have in common, beside the settings of exchanges. ``every``: 0: from measurements."""
+    return {"every": every or AUTO, "dense_steps": resolved.dense_steps, "staleness": resolved.staleness}
+
+
 def _unfit(compressor: Compressor, world: World) -> str:
     """Why a level cannot run in this job; empty: it can."""
     if compressor.uses_products and world.differences:
@@ -184,8 +189,12 @@ def announce_local(every: int, average: bool, world: World) -> None:
     """Rank 0 prints how many local steps are between two exchanges. ``every``: 0: as many as measurements say.
 
     Raises:
-        ValueError: a sum is asked for, not an ``average``.
+        ValueError: a sum is asked for, not an ``average``, or a part of the ranks.
     """
+    if world.transport.part:
+        raise ValueError(
+            "Local steps are of all ranks. Received: a process set or group; leave it out, or use every=1."
+        )
     if not average:
         raise ValueError("Local steps are averaged. Received: op=Sum; use op=Average, or every=1.")
     if world.transport.rank == 0:
@@ -290,7 +299,7 @@ def check_same_settings(settings: Settings, ladder: Ladder, world: World, **argu
         ValueError: ranks differ in one of them; on every rank, with the first difference.
     """
     values = {name: getattr(settings, name) for name in SETTINGS if name != "run_log"}  # only rank 0 writes one
-    mine = {"levels": ladder.names, **arguments, **values}
+    mine = {"levels": ladder.names, **values, **arguments}
     everyone = world.transport.gather_objects(mine, "an optimizer's settings")
     for rank, theirs in enumerate(everyone):
         for name in {**everyone[0], **theirs}:

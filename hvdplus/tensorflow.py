@@ -44,12 +44,12 @@ def join(*arguments: Any, **keywords: Any) -> Any:
     """As Horovod's, where no gradients are exchanged.
 
     Raises:
-        RuntimeError: a tape exchanges gradients with all ranks.
+        RuntimeError: a tape or an optimizer exchanges gradients with all ranks.
     """
     gc.collect()  # exchanges whose variables the script has dropped need no other ranks
     if _tape._exchanges:
         raise RuntimeError(NO_JOIN)
-    return _horovods("join")(*arguments, **keywords)
+    return front.join(*arguments, **keywords)
 
 
 def DistributedGradientTape(  # noqa: N802 - Horovod's name

@@ -16,6 +16,7 @@ from hvdplus.agree import (
     FLOATS,
     Compression,
     announce,
+    announce_local,
     check_same_model,
     check_same_settings,
     check_types,
@@ -421,3 +422,10 @@ def test_only_rank_0_writes_a_log_and_every_optimizer_its_own(tmp_path: Path) ->
         assert log.path == (tmp_path / written if written else None)
         log.close()
     assert open_log(Settings(), EQUAL, 3).path is None
+
+
+def test_local_steps_are_of_all_ranks() -> None:
+    part = Local()
+    part.part = (0, 2)
+    with pytest.raises(ValueError, match="Local steps are of all ranks. Received: a process set or group"):
+        announce_local(8, True, EQUAL._replace(transport=part))

@@ -236,6 +236,18 @@ def test_a_fact_has_a_name_of_its_own() -> None:
     assert coordinator.log.records[-1]["accuracy"] == 0.9
 
 
+def test_where_ranks_have_changed_the_new_log_says_how_often_exchanges_come_too() -> None:
+    before, after, lock_step = make("fp16"), make("fp16"), make("fp16")
+    before.tell_rhythm(every=8, fragments=2)
+    after.succeed(before)
+    told = {"every": 8, "fragments": 2}
+    for coordinator in (before, after):
+        (record,) = (record for record in coordinator.log.records if record["kind"] == "local")
+        assert told.items() <= record.items()
+    lock_step.succeed(make("fp16"))
+    assert all(record["kind"] != "local" for record in lock_step.log.records)
+
+
 def test_a_fixed_level_never_decides() -> None:
     coordinator = make("fp16")
     run = Run(coordinator, milliseconds=[SLOW[FP16]])

@@ -17,7 +17,7 @@ import numpy as np
 from hvdplus.adapters.keras import optimizer as lockstep
 from hvdplus.adapters.keras import private
 from hvdplus.adapters.keras.optimizer import backend
-from hvdplus.agree import announce_local, settings_of_exchanges
+from hvdplus.agree import agreed_rhythm, announce_local, settings_of_exchanges
 from hvdplus.exchange import checkpoint
 from hvdplus.exchange.form import require_fields
 from hvdplus.exchange.rhythm import NESTEROV, Rhythm, split
@@ -128,6 +128,7 @@ class _Local:
         self._world, self.settings, self.compression = world, settings, compression
         self.own = settings_of_exchanges(given, settings)
         """Settings of the outer optimizers."""
+        self._agreed = agreed_rhythm(every, settings)
         self.rhythm = Rhythm(
             every,
             fragments=settings.fragments,
@@ -135,6 +136,10 @@ class _Local:
         )
         self.fragments: list[Fragment] = []
         self.state = state if state and "local" in state else None
+        if state and not self.state and state.get("residuals") and not world.transport.rank:
+            checkpoint.say(
+                "the checkpoint is of lock-step; gradients that it held back are lost, as local steps hold back others."
+            )
         self.begun = bool((self.state or {}).get("fragments"))
         """Whether anchors are the variables of the last exchange, or of the beginning."""
         self.locked: Any = None
@@ -174,6 +179,7 @@ class _Local:
                     average=True,
                     in_condition=True,
                     state=of_state["outer"] if of_state else None,
+                    rhythm=self._agreed,
                 )
                 outer._hvdplus.rate = lambda: optimizer.learning_rate
                 outer.build(anchors)
@@ -181,7 +187,7 @@ class _Local:
                     for variable, value in zip(outer.variables, of_state["variables"], strict=True):
                         variable.assign(value)
                 self.fragments.append(Fragment(mine, anchors, outer))
-            self.rhythm.follow(self.fragments[0].outer.hvdplus)
+            self.rhythm.follow([fragment.outer.hvdplus for fragment in self.fragments])
             if self.rhythm.lock_steps:  # whatever step it is, as other ranks may be at their first one
                 self._lock(optimizer)
 

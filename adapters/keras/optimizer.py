@@ -43,6 +43,7 @@ def wrap(
     scale_local_gradients: bool = True,
     state: Mapping[str, Any] | None = None,
     in_condition: bool = False,
+    rhythm: Mapping[str, Any] | None = None,
 ) -> keras.optimizers.Optimizer:
     """The optimizer as an instance of a subclass of its own class, sharing its variables.
 
@@ -51,6 +52,7 @@ def wrap(
     Args:
         state: a checkpoint's, to resume from.
         in_condition: it is applied inside a condition that all ranks decide alike.
+        rhythm: of local steps, see ``agreed_rhythm``.
 
     Raises:
         ValueError: wrapped twice, not a Keras 3 optimizer, an unknown compression, or a wrong setting.
@@ -60,7 +62,7 @@ def wrap(
     check(optimizer, passes)
     setup = _Setup(world, Settings.load(settings), compression, average, scale_local_gradients, state)
     setup.local_layers += local_layers
-    setup.in_condition = in_condition
+    setup.in_condition, setup.rhythm = in_condition, rhythm or {}
     wrapped = subclassed(optimizer, Distributed, setup)
     _alive[setup.instance] = wrapped
     if optimizer.built:
@@ -140,6 +142,8 @@ class _Setup:
         self._brought: checkpoint.Brought | None = None
         self.in_condition = False
         """Whether the optimizer is applied inside a condition that all ranks decide alike."""
+        self.rhythm: Mapping[str, Any] = {}
+        """Of local steps: what ranks have to have in common."""
         self.exchange: Any = None
         self.rate: Callable[[], Any] | None = None
         """Returns the learning rate that ranks tell each other; None: the optimizer's own."""
@@ -218,6 +222,7 @@ class _Setup:
                 optimizer=optimizer.__class__.__name__,
                 average=self.average,
                 accumulates=optimizer.gradient_accumulation_steps or 1,
+                **self.rhythm,
             )
             self._resume()
             if self.rests:

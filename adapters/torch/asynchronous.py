@@ -50,8 +50,9 @@ class Asynchronous(Fragment):
         self._residual: np.ndarray | None = None
         self._read_at = 0
         """Exchanges of all ranks when this one last read."""
-        self.ages: list[int] = []
-        """Exchanges of others that came between this rank's reading and its adding, for each of its exchanges."""
+        self._added = self._total_age = self._largest_age = 0
+        """This rank's exchanges, and exchanges of others that came between its reading and its adding: in all, and at
+        most."""
         self.waited_seconds = 0.0
         self._open = False
 
@@ -126,10 +127,9 @@ class Asynchronous(Fragment):
 
     def facts(self) -> dict[str, Any]:
         """For the report."""
-        ages = self.ages or [0]
         return {
-            "mean_staleness": round(sum(ages) / len(ages), 2),
-            "largest_staleness": max(ages),
+            "mean_staleness": round(self._total_age / max(1, self._added), 2),
+            "largest_staleness": self._largest_age,
             "waited_seconds": round(self.waited_seconds, 3),
         }
 
@@ -138,12 +138,14 @@ class Asynchronous(Fragment):
         change: np.ndarray = self._flat(self.parameters) - self._flat(self.anchors)
         if not np.isfinite(change).all():
             raise RuntimeError(
-                f"Rank {self.memory.rank} has parameters that are not finite after {len(self.ages) + 1} exchanges; "
+                f"Rank {self.memory.rank} has parameters that are not finite after {self._added + 1} exchanges; "
                 "they would reach all ranks, which wait for nobody. Lower the learning rate, or skip such steps."
             )
         age = _total(self.memory.counts()) - self._read_at
         if change.any():
-            self.ages.append(age)
+            self._added += 1
+            self._total_age += age
+            self._largest_age = max(self._largest_age, age)
         change *= step_share(age, self.memory.size)
         return change
 

@@ -25,7 +25,7 @@ import torch
 from hvdplus.adapters.torch import asynchronous
 from hvdplus.adapters.torch import optimizer as lockstep
 from hvdplus.adapters.torch.fragment import Fragment
-from hvdplus.agree import TWICE, announce_local, settings_of_exchanges
+from hvdplus.agree import TWICE, agreed_rhythm, announce_local, settings_of_exchanges
 from hvdplus.exchange import checkpoint
 from hvdplus.exchange.checkpoint import say
 from hvdplus.exchange.form import require, require_fields
@@ -50,12 +50,14 @@ def wrap(
     compression: Any,
     settings: Mapping[str, Any] | None,
     average: bool,
+    passes: int = 1,
 ) -> torch.optim.Optimizer:
     """The optimizer as an instance of a subclass of its own class, sharing its groups and state.
 
     ``every``: local steps between two exchanges; 0: from measurements. Others, and errors, as of
     ``optimizer.wrap``.
     """
+    lockstep.check_passes(passes)
     if isinstance(optimizer, lockstep.Distributed | LocalSteps):
         raise ValueError(TWICE)
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -75,19 +77,26 @@ def wrap(
     # The dense steps come first in the script's own optimizer, the rest is the outer optimizers'.
     own = settings_of_exchanges(settings, resolved)
     fragments = _fragments(optimizer, names, world, every, compression, resolved, own)
-    rhythm.follow(fragments[0].outer.hvdplus, resolved.staleness)
+    rhythm.follow([fragment.outer.hvdplus for fragment in fragments], resolved.staleness)
     wrapped: Any = lockstep.subclassed(optimizer, LocalSteps)
     wrapped._fragments, wrapped._rhythm, wrapped._begun = fragments, rhythm, False
     wrapped._averages_state = resolved.average_state
     wrapped._averaged = frozenset(id(p) for fragment in fragments for p in fragment.parameters)
-    wrapped._locked = None
+    wrapped._locked, wrapped._backward_passes = None, passes
     for fragment in fragments:  # ranks agree on it, and the price of delay follows it
         fragment.outer._learning_rate = functools.partial(_learning_rate, wrapped.param_groups)
     if rhythm.lock_steps:
         named = [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
         quiet = {**own, "run_log": ""}
         wrapped._locked = lockstep.wrap(
-            optimizer, named, world, compression="none", settings=quiet, passes=1, average=True, sparse_as_dense=False
+            optimizer,
+            named,
+            world,
+            compression="none",
+            settings=quiet,
+            passes=passes,
+            average=True,
+            sparse_as_dense=False,
         )
     return wrapped  # type: ignore[no-any-return]
 
@@ -120,6 +129,7 @@ def _fragments(
             passes=1,
             average=True,
             sparse_as_dense=True,
+            rhythm=agreed_rhythm(every, settings),
         )
         if level is None:
             fragments.append(Fragment(parameters, anchors, outer))
@@ -141,6 +151,7 @@ class LocalSteps(torch.optim.Optimizer):
     _begun: bool
     """Whether anchors are the parameters of the last exchange, or of the beginning."""
     _averages_state: bool
+    _backward_passes: int
     _averaged: frozenset[int]
     """ids of the parameters in all fragments."""
     _step_supports_amp_scaling = True  # ranks may skip steps by themselves, and all count them
@@ -217,6 +228,18 @@ class LocalSteps(torch.optim.Optimizer):
         else:
             super().zero_grad(*arguments, **keywords)
 
+    @property
+    def backward_passes_per_step(self) -> int:
+        """Backward passes before a step in lock-step; local steps may have any number of them."""
+        return self._backward_passes
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """See ``backward_passes_per_step``; call it between two steps."""
+        lockstep.check_passes(passes)
+        self._backward_passes = passes
+        for each in filter(None, (self._locked, self._past)):
+            each.set_backward_passes_per_step(passes)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not with local steps.
 
@@ -249,7 +272,7 @@ class LocalSteps(torch.optim.Optimizer):
         ours = state_dict.get(STATE_KEY, {})
         require(isinstance(ours, Mapping), "its part of an optimizer's state", "a dictionary", ours)
         if "local" in ours:
-            self._check(ours)
+            _check(self, ours)
         fits = lockstep.same_groups(self, state_dict)
         if not fits:  # as in lock-step
             lockstep.load_own(self, super(), state_dict)
@@ -274,19 +297,6 @@ class LocalSteps(torch.optim.Optimizer):
             )
         if fits:
             lockstep.load_own(self, super(), state_dict)
-
-    def _check(self, ours: Mapping[str, Any]) -> None:
-        """Raise ValueError if a state is damaged or of another model; nothing has changed then."""
-        shapes = [[tuple(anchor.shape) for anchor in fragment.anchors] for fragment in self._fragments]
-        self._rhythm.check(ours, shapes)
-        copy.deepcopy(self._rhythm).load(ours["local"])
-        for number, (fragment, mine) in enumerate(zip(ours["fragments"] or (), self._fragments, strict=False)):
-            outer = fragment["outer"]
-            require_fields(outer, ("state", "param_groups"), f"fragment {number}'s outer optimizer")
-            if not lockstep.same_groups(mine.outer, outer):
-                raise ValueError(f"The state is of another model: fragment {number} has other groups of parameters.")
-            if STATE_KEY in outer:
-                checkpoint.check(outer[STATE_KEY], mine.outer._exchange.shapes)
 
     def consolidate_state_dict(self) -> None:
         """Make any one rank's ``state_dict`` valid for all ranks, until the next step: they exchange at once, and
@@ -370,6 +380,20 @@ class LocalSteps(torch.optim.Optimizer):
             fragment.complete()
             if self._averages_state:
                 fragment.average_state(self.state, f"{fragment.outer._exchange.prefix}.state")
+
+
+def _check(optimizer: LocalSteps, ours: Mapping[str, Any]) -> None:
+    """Raise ValueError if a state is damaged or of another model; nothing has changed then."""
+    shapes = [[tuple(anchor.shape) for anchor in fragment.anchors] for fragment in optimizer._fragments]
+    optimizer._rhythm.check(ours, shapes)
+    copy.deepcopy(optimizer._rhythm).load(ours["local"])
+    for number, (fragment, mine) in enumerate(zip(ours["fragments"] or (), optimizer._fragments, strict=False)):
+        outer = fragment["outer"]
+        require_fields(outer, ("state", "param_groups"), f"fragment {number}'s outer optimizer")
+        if not lockstep.same_groups(mine.outer, outer):
+            raise ValueError(f"The state is of another model: fragment {number} has other groups of parameters.")
+        if STATE_KEY in outer:
+            checkpoint.check(outer[STATE_KEY], mine.outer._exchange.shapes)
 
 
 def _learning_rate(groups: Sequence[Mapping[str, Any]]) -> float:

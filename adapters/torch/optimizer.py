@@ -55,8 +55,11 @@ def wrap(
     average: bool,
     sparse_as_dense: bool,
     grad_scaler: torch.amp.GradScaler | None = None,
+    rhythm: Mapping[str, Any] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer as an instance of a subclass of its own class, sharing its groups, state and hooks.
+
+    ``rhythm``: of local steps, see ``agreed_rhythm``.
 
     Raises:
         ValueError: wrapped twice, names missing or repeated, parameters that cannot be reduced, another model on
@@ -66,14 +69,15 @@ def wrap(
         raise ValueError(TWICE)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"DistributedOptimizer wraps a torch.optim.Optimizer. Received: {type(optimizer).__name__}")
-    if passes < 1:
-        raise ValueError(f"backward_passes_per_step must be at least 1. Received: {passes}")
+    check_passes(passes)
     names = names_of(optimizer, named_parameters)
 
     def called(parameters: Sequence[torch.nn.Parameter]) -> list[str]:
         return [names.get(id(p), "a parameter added later") for p in parameters]
 
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if twice := [names[i] for i, times in Counter(map(id, parameters)).items() if times > 1]:
+        raise ValueError(f"An optimizer has every parameter once. Received twice: {', '.join(twice)}")
     check_types([names[id(p)] for p in parameters], list(map(type_name, parameters)), TYPES)
     world = fitting(parameters, world)
     resolved, number, kind_name = load_settings(settings, parameters), next_instance(), optimizer.__class__.__name__
@@ -102,7 +106,7 @@ def wrap(
             brought=brought,
             optimizer=kind_name,
             scales_losses=grad_scaler is not None,
-            **agreed,
+            **{**agreed, **(rhythm or {})},
         )
         return exchange
 
@@ -116,6 +120,12 @@ def wrap(
     wrapped._should_synchronize = True
     _alive[number] = wrapped
     return wrapped  # type: ignore[no-any-return]
+
+
+def check_passes(passes: int) -> None:
+    """Raise ValueError unless so many backward passes can accumulate."""
+    if passes < 1:
+        raise ValueError(f"backward_passes_per_step must be at least 1. Received: {passes}")
 
 
 def subclassed(optimizer: torch.optim.Optimizer, ours: type) -> Any:
@@ -276,8 +286,7 @@ class Distributed(torch.optim.Optimizer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Exchange after ``passes`` backward passes from now on; call it between two steps."""
-        if passes < 1:
-            raise ValueError(f"backward_passes_per_step must be at least 1. Received: {passes}")
+        check_passes(passes)
         self._exchange.passes = passes
         self._exchange.restart()
 

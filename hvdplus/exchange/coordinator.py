@@ -91,7 +91,11 @@ class Coordinator:
     def succeed(self, before: Coordinator) -> None:
         """Take over what was asked of the coordinator ``before``, whose ranks have changed."""
         self.listener, self.rates_may_differ = before.listener, before.rates_may_differ
-        self._journal.callbacks = before._journal.callbacks
+        self._journal.succeed(before._journal)
+
+    def tell_rhythm(self, **rhythm: Any) -> None:
+        """Say in the log how often the exchanges come, if not every step's gradients are exchanged."""
+        self._journal.write_rhythm(rhythm)
 
     @property
     def payload_bytes(self) -> tuple[int, ...]:

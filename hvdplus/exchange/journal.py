@@ -33,6 +33,18 @@ class Journal:
         self._trace: list[list[float | None]] = []
         self.callbacks: list[Callable[[dict[str, Any]], None]] = []
         """Called with every window."""
+        self._rhythm: Mapping[str, Any] = {}
+
+    def succeed(self, before: Journal) -> None:
+        """Go on for one whose ranks have changed, in a log of its own."""
+        self.callbacks = before.callbacks
+        self.write_rhythm(before._rhythm)
+
+    def write_rhythm(self, rhythm: Mapping[str, Any]) -> None:
+        """Write how often exchanges come; empty: every step."""
+        self._rhythm = rhythm
+        if rhythm:
+            self.log.write("local", **rhythm)
 
     def write_run(
         self,

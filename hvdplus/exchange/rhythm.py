@@ -136,16 +136,17 @@ class Rhythm:
         """Steps from where all are equal to a fragment's exchange."""
         return (number + 1) * self.every // self.fragments
 
-    def follow(self, coordinator: Coordinator, staleness: int | str = 0) -> None:
-        """Hear of the exchanges that ``coordinator`` plans, and say in its log how often they come."""
-        coordinator.listener = self.hear
-        coordinator.log.write(
-            "local",
-            every="auto" if self.interval else self.every,
-            fragments=self.fragments,
-            overlap_steps=self.overlap,
-            staleness=staleness,
-        )
+    def follow(self, coordinators: Sequence[Coordinator], staleness: int | str = 0) -> None:
+        """Hear of the exchanges that the first fragment's coordinator plans; say in every one's log how often they
+        come."""
+        coordinators[0].listener = self.hear
+        for coordinator in coordinators:
+            coordinator.tell_rhythm(
+                every="auto" if self.interval else self.every,
+                fragments=self.fragments,
+                overlap_steps=self.overlap,
+                staleness=staleness,
+            )
 
     def hear(self, times: StepTimes, learning_rate: float) -> None:
         """What the oldest exchange whose times were not known yet took, and the local steps before it."""

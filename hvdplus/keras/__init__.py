@@ -17,7 +17,8 @@ import keras
 from hvdplus.adapters.transports import within
 from hvdplus.adapters.transports.connect import INSTALL_HOROVOD, connect, wants_horovod
 from hvdplus.adapters.transports.horovod import watched
-from hvdplus.agree import choose_rhythm
+from hvdplus.agree import NO_JOIN, choose_rhythm
+from hvdplus.exchange.checkpoint import say
 from hvdplus.settings import Settings
 from hvdplus.transport import NeedsHorovod, World
 
@@ -28,7 +29,7 @@ if keras.backend.backend() not in ("tensorflow", "torch"):
     )
 
 from hvdplus.adapters.keras import callbacks, collectives, local
-from hvdplus.adapters.keras.optimizer import backend, wrap
+from hvdplus.adapters.keras.optimizer import backend, exchanges, wrap
 
 __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "backend", "callbacks", "init", "shutdown"]
 
@@ -138,6 +139,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             passes=backward_passes_per_step,
             state=state,
         )
+    if state and "local" in state:
+        if world.transport.rank == 0:
+            say("the checkpoint is of local steps, and nothing of it is for lock-step: pass every= to go on with them.")
+        state = None
     return wrap(
         optimizer,
         world,
@@ -147,7 +152,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         average=average,
         local_layers=local_layers,
         scale_local_gradients=scale_local_gradients,
-        state=None if state and "local" in state else state,  # of local steps: nothing in it is for lock-step
+        state=state,
     )
 
 
@@ -238,14 +243,15 @@ def load_model(
     compression: Any = "auto",
     legacy_opts: bool = False,
     settings: Mapping[str, Any] | None = None,
+    every: int | str | None = None,
 ) -> keras.Model:
     """Load a Keras model and wrap its optimizer, so that training resumes where it was; on every rank.
 
     A ``.keras`` file saved with a ``DistributedOptimizer`` holds contexts, the controller's state, and the residuals of
     the rank that saved it (see ``optimizer.consolidate_state_dict``).
 
-    Arguments are Horovod's, and ``settings`` as for ``DistributedOptimizer``; ``legacy_opts`` must stay False: Keras 3
-    has no legacy optimizers.
+    Arguments are Horovod's, and ``settings`` and ``every`` as for ``DistributedOptimizer``; ``legacy_opts`` must stay
+    False: Keras 3 has no legacy optimizers.
     """
     if legacy_opts:
         raise ValueError("Keras 3 has no legacy optimizers. Received: legacy_opts=True")
@@ -253,7 +259,9 @@ def load_model(
     model = keras.models.load_model(filepath, custom_objects=objects)
     if getattr(model, "optimizer", None) is not None:
         state = collectives.saved_state(filepath)
-        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, settings=settings, state=state)
+        model.optimizer = DistributedOptimizer(
+            model.optimizer, compression=compression, settings=settings, every=every, state=state
+        )
     return model
 
 
@@ -298,6 +306,17 @@ def with_horovod() -> bool:
     if is_initialized():
         return _require_world().transport.name.startswith("horovod")
     return wants_horovod(backend.BINDING)
+
+
+def join(*arguments: Any, **keywords: Any) -> Any:
+    """As Horovod's, where no gradients are exchanged.
+
+    Raises:
+        RuntimeError: an optimizer exchanges gradients with all ranks.
+    """
+    if any(not exchange.idle for exchange in exchanges()):
+        raise RuntimeError(NO_JOIN)
+    return __getattr__("join")(*arguments, **keywords)
 
 
 def __getattr__(name: str) -> Any:

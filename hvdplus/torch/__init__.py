@@ -163,6 +163,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             compression=rhythm.compression,
             settings=settings,
             average=op == average,
+            passes=backward_passes_per_step,
         )
     wrapped: Any = wrap(
         optimizer,

@@ -398,6 +398,15 @@ def test_ranks_skip_together_where_a_local_gradient_is_not_finite():
 
 @any_transport
 @several
+def test_nobody_joins_while_an_optimizer_needs_all_ranks():
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), compression="none")
+    optimizer.build(zeros((3, 2)))
+    with pytest.raises(RuntimeError, match="ranks compress and decide together in every step"):
+        hvd.join()
+
+
+@any_transport
+@several
 def test_an_optimizer_whose_build_has_failed_says_why_again():
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), settings={"window_steps": 10 + RANK})
     variables = zeros((3, 2))

@@ -157,7 +157,7 @@ def test_what_optimizers_remember_may_be_averaged():
 @any_transport
 @pytest.mark.parametrize("level", ["none", "lowrank:2+fp16"])
 @pytest.mark.parametrize("steps", [10, 12])
-def test_a_saved_model_goes_on_as_if_never_stopped(level, steps, tmp_path):
+def test_a_saved_model_goes_on_as_if_never_stopped(level, steps, tmp_path, capfd):
     whole = train(wrapped(adam, every=4, compression=level, settings={"outer": "nesterov"}), steps)
     path = tmp_path / f"model{RANK}.keras"
     whole.save(path)
@@ -165,7 +165,12 @@ def test_a_saved_model_goes_on_as_if_never_stopped(level, steps, tmp_path):
     again = hvd.load_model(path, compression=level, settings={"every": 4, "outer": "nesterov"})
     again.compile(again.optimizer, again.loss, jit_compile=False)
     assert same(train(again, 9, steps), whole)
+    assert same(
+        train(hvd.load_model(path, compression=level, every=4, settings={"outer": "nesterov"}), 9, steps), whole
+    )
+    capfd.readouterr()
     hvd.load_model(path)  # in lock-step
+    assert ("the checkpoint is of local steps" in capfd.readouterr().err) == (RANK == 0)
 
 
 @any_transport
@@ -286,6 +291,14 @@ def test_a_measured_number_of_steps():
     interval = net.optimizer._hvdplus.rhythm.interval
     assert len(interval.compute) >= 3 or SIZE == 1
     assert interval.highest_rate == pytest.approx(0.1) or SIZE == 1
+
+
+@any_transport
+@pytest.mark.ranks(2, 4)
+def test_ranks_that_would_exchange_after_other_steps_are_an_error_on_all():
+    net = wrapped(every=4 + RANK)
+    with pytest.raises(ValueError, match="Ranks 0 and 1 differ in every: 4 against 5"):
+        net.optimizer.build(net.trainable_variables)
 
 
 @any_transport

@@ -149,6 +149,13 @@ def test_fragments_take_turns():
     assert close(net, by_hand(15, 4, adam, overlap=1, parts=parts))
 
 
+def test_the_log_of_every_fragment_says_how_often_it_is_exchanged(tmp_path):
+    settings = {"fragments": 2, "run_log": str(tmp_path / "run.jsonl")}
+    for fragment in wrapped(model(), every=4, settings=settings)._fragments:
+        told = [record["every"] for record in fragment.outer.hvdplus.log.records if record["kind"] == "local"]
+        assert told == [4] * (RANK == 0)
+
+
 @pytest.mark.parametrize(
     "level", few("int4", "lowrank:2+fp16", once=["lowrank:2", "topk:0.2:32", "powersgd:2"], sizes=(1, 2))
 )
@@ -513,6 +520,43 @@ def test_what_cannot_be_is_an_error(keywords, message):
     net = model()
     with pytest.raises(ValueError, match=message):
         wrapped(net, every=8, **keywords)
+
+
+@any_transport
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize(
+    ("keywords", "what"),
+    [
+        ({"every": 4 + RANK}, "every: 4 against 5"),
+        ({"every": 4 if RANK else "auto"}, "every: 'auto' against 4"),
+        ({"every": 4 if RANK else 1}, ""),
+        ({"every": 4, "settings": {"dense_steps": RANK}}, "dense_steps: 0 against 1"),
+    ],
+    ids=("every", "auto", "lock-step", "dense_steps"),
+)
+def test_ranks_that_would_exchange_after_other_steps_are_an_error_on_all(keywords, what):
+    with pytest.raises(ValueError, match=f"Ranks 0 and 1 differ in {what}"):
+        wrapped(model(), **keywords)
+
+
+@any_transport
+def test_lock_step_before_counts_backward_passes_as_it_does_elsewhere():
+    nets = model(), model()
+    lock_step = wrapped(nets[0], backward_passes_per_step=2)
+    local = wrapped(nets[1], every=4, backward_passes_per_step=2, settings={"dense_steps": 3})
+    for net, optimizer in zip(nets, (lock_step, local), strict=True):
+        for step in range(3):
+            passes = 2 if step < 2 else 1
+            if step == 2:
+                optimizer.set_backward_passes_per_step(1)
+            optimizer.zero_grad()
+            for number in range(passes):
+                x, y = batch(10 * step + number, RANK)
+                torch.nn.functional.cross_entropy(net(x), y).backward()
+            optimizer.step()
+    assert equal(*nets) and local.backward_passes_per_step == 1
+    with pytest.raises(ValueError, match="backward_passes_per_step must be at least 1. Received: 0"):
+        local.set_backward_passes_per_step(0)
 
 
 @any_transport
