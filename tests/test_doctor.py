@@ -64,7 +64,9 @@ def _run(monkeypatch: pytest.MonkeyPatch, answers: dict[str, dict[str, Any]], pa
     def version(*names: str) -> tuple[str, str] | None:
         return next(((name, packages[name]) for name in names if name in packages), None)
 
-    monkeypatch.setattr(doctor, "find_frameworks", lambda: tuple(map(framework, answers)))
+    monkeypatch.setattr(
+        doctor, "find_frameworks", lambda: tuple(framework(name) for name in answers if name != "mpi4py")
+    )
     monkeypatch.setattr(doctor, "probe", answers.__getitem__)
     monkeypatch.setattr(doctor, "package_version", version)
     return doctor.run(argparse.Namespace())
@@ -74,7 +76,14 @@ BUILT = {"mpi": True, "gloo": True, "nccl": False}
 
 
 def test_horovod_alone_is_enough(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run(monkeypatch, {"torch": {"capability": "AVX2", **BUILT}}, {"torch": "2", "horovod": "0.28.1"}) == 0
+    assert (
+        _run(
+            monkeypatch,
+            {"torch": {"imported": True, "capability": "AVX2", **BUILT}},
+            {"torch": "2", "horovod": "0.28.1"},
+        )
+        == 0
+    )
     text = capsys.readouterr().out
     assert "built with MPI, Gloo" in text and "AVX2" in text
     assert "pip install 'hvdplus[keras]'" in text
@@ -87,7 +96,9 @@ def test_nothing_to_train_with(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 def test_missing_horovod_names_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    answers = {"torch": {"capability": "AVX2", "error": "ModuleNotFoundError: No module named 'horovod'"}}
+    answers = {
+        "torch": {"imported": True, "capability": "AVX2", "error": "ModuleNotFoundError: No module named 'horovod'"}
+    }
     assert _run(monkeypatch, answers, {"torch": "2"}) == 1
     assert "hvdplus install-horovod" in capsys.readouterr().out
 
@@ -95,17 +106,34 @@ def test_missing_horovod_names_the_command(monkeypatch: pytest.MonkeyPatch, caps
 def test_a_broken_horovod_is_a_line_of_the_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answers = {"torch": {"capability": "AVX2", "error": "ImportError: undefined symbol: x"}}
+    answers = {"torch": {"imported": True, "capability": "AVX2", "error": "ImportError: undefined symbol: x"}}
     assert _run(monkeypatch, answers, {"torch": "2", "horovod": "0.28.1"}) == 1
     text = capsys.readouterr().out
     assert "does not work: ImportError: undefined symbol: x" in text
     assert "Horovod that works with torch" in text
 
 
+def test_a_framework_that_cannot_be_imported_trains_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = {"torch": {"error": "ImportError: libcudart.so.12"}, "mpi4py": {"library": "Open MPI v4.1.8"}}
+    monkeypatch.setattr(doctor, "which", lambda *names: "/usr/bin/mpirun")
+    assert _run(monkeypatch, broken, {"torch": "2", "mpi4py": "4"}) == 1
+    text = capsys.readouterr().out
+    assert "cannot be imported itself: ImportError: libcudart.so.12" in text and "python -c 'import torch'" in text
+    assert "install-horovod" not in text and "Nothing here can train" in text
+    sound = {**broken, "tensorflow": {"imported": True, "error": "no module named horovod"}}
+    assert _run(monkeypatch, sound, {"torch": "2", "tensorflow": "2", "mpi4py": "4"}) == 0
+    text = capsys.readouterr().out
+    assert "works through: mpi4py." in text and "PyTorch that can be imported (optional)" in text
+
+
 def test_pytorch_alone_is_enough_for_torchrun(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answers = {"torch": {"capability": "AVX2", "distributed": True, "error": "no module named horovod"}}
+    answers = {
+        "torch": {"imported": True, "capability": "AVX2", "distributed": True, "error": "no module named horovod"}
+    }
     assert _run(monkeypatch, answers, {"torch": "2"}) == 0
     text = capsys.readouterr().out
     assert text.splitlines()[-1] == "Training on several ranks works through: torch.distributed (torchrun)."
@@ -122,7 +150,11 @@ def settings_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
         with monkeypatch.context() as within:
             for name, value in environ.items():
                 within.setenv(name, value)
-            code = _run(within, {"torch": {"capability": "AVX2", **BUILT}}, {"torch": "2", "horovod": "0.28.1"})
+            code = _run(
+                within,
+                {"torch": {"imported": True, "capability": "AVX2", **BUILT}},
+                {"torch": "2", "horovod": "0.28.1"},
+            )
         text = capsys.readouterr().out
         return code, text[text.index("\nSettings") : text.index("\nMissing")] + text.splitlines()[-1]
 

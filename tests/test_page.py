@@ -19,8 +19,8 @@ from test_report import TIMES, Job, demo
 
 from hvdplus.cli import main
 from hvdplus.log import follow
-from hvdplus.log.facts import bandwidth, spans_by_level, spread, traffic
-from hvdplus.log.page import page, write_page
+from hvdplus.log.facts import bandwidth, fp32_bytes, spans_by_level, spread, traffic
+from hvdplus.log.page import page, row_of_run, write_page
 from hvdplus.log.panels import Scale, ticks
 from hvdplus.log.summary import summary
 from hvdplus.log.table import table
@@ -134,6 +134,58 @@ def test_two_runs_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert all(seen.text.count(name) >= 2 for name in names) and not list(tmp_path.glob("*.png"))
     assert main(["report", *names, "--png", "x.png"]) == 2
     assert "--png wants one run log. Received: 2" in capsys.readouterr().err
+    assert main(["report", *names, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert list(figures) == names and figures[names[1]]["levels"].keys() == {"none"}
+
+
+def test_steps_before_a_checkpoint_was_loaded_count_too() -> None:
+    records = Job().run("none", 40).end().records
+    loaded = [
+        {**record, "first_step": 0, "last_step": 9} if record["kind"] == "window" else record for record in records
+    ]
+    assert row_of_run("a", loaded)[3] == row_of_run("a", records)[3] == "40"
+
+
+def test_fp32_is_fp32_whatever_the_gradients_are() -> None:
+    """Half precision that travels in float32, where the transport knows no other sums: nothing is saved, nor lost."""
+    records = Job(gradient_bytes=2 * 123_456, payload_bytes={"none": 4 * 123_456}).run("none", 40).end().records
+    dense = [{**record, "payload_bytes": 4 * 123_456} if record["kind"] == "window" else record for record in records]
+    assert traffic(dense).saved_share == 0.0 and "0.494 MB in fp32" in table(dense)
+    assert fp32_bytes([{"kind": "run", "gradient_bytes": 8}]) == 8, "a log without a number of parameters"
+
+
+def test_what_was_saved_is_never_all_of_it() -> None:
+    records = Job(parameters=10_000_000).run("none", 40).end().records
+    few = [{**record, "payload_bytes": 100_000} if record["kind"] == "window" else record for record in records]
+    assert "1/400 of it." in Text(page({"a": few})).text
+    nothing = [{**record, "payload_bytes": 0} if record["kind"] == "window" else record for record in records]
+    assert "100% less." in Text(page({"a": nothing})).text
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--follow", "--html"], "--html goes with its log once it has ended"),
+        (["--follow", "--why"], "--why goes with"),
+        (["--json", "--why"], "--why goes with the table of one run log"),
+    ],
+    ids=str,
+)
+def test_an_option_that_would_do_nothing_is_refused(
+    options: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo(tmp_path / "a.jsonl")
+    assert main(["report", str(tmp_path / "a.jsonl"), *options]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_a_picture_that_is_asked_for_comes_beside_figures_as_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo(tmp_path / "a.jsonl")
+    assert main(["report", str(tmp_path / "a.jsonl"), "--json", "--png", str(tmp_path / "x.png")]) == 0
+    assert json.loads(capsys.readouterr().out) and (tmp_path / "x.png").exists()
 
 
 def test_the_command_writes_beside_the_log_or_where_it_is_told(

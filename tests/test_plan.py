@@ -136,7 +136,7 @@ def test_the_parts_of_the_job_are_found_again() -> None:
 
 def test_codecs_are_those_seen_and_else_those_tried_besides_the_least_packing() -> None:
     codec = {name: cost.codec for name, cost in what_the_run_showed(records()).costs.items()}
-    assert codec == pytest.approx({"none": 0.002, "fp16": 0.006, "int8": 0.002 + 0.008, "lowrank:4": 0.015})
+    assert codec == pytest.approx({"none": 0.002, "fp16": 0.006, "int8": 0.0015 + 0.008, "lowrank:4": 0.015})
 
 
 def test_first_windows_count_only_where_there_are_no_others() -> None:
@@ -173,6 +173,14 @@ def test_the_last_word_on_what_levels_send_counts_and_rows_go_on_top() -> None:
     assert shown.costs["int8"].last_bytes == LEVELS["int8"]["last_bytes"] + rows
 
 
+def test_what_ran_before_parameters_came_or_went_does_not_count() -> None:
+    smaller = {name: {**level, "payload_bytes": level["payload_bytes"] // 4} for name, level in LEVELS.items()}
+    before = [{"kind": "run", **about(levels=smaller)}, *(window(name, **SLOW) for name in CODEC_MS for _ in range(9))]
+    cut = {"kind": "resize", "levels": LEVELS}
+    assert what_the_run_showed([*before, cut, *records()[1:]]) == what_the_run_showed(records())
+    assert what_the_run_showed([*before, cut]).seen["fp16"].step == 9.0, "where nothing has run since"
+
+
 def test_one_level_is_enough_and_what_is_made_up_is_said() -> None:
     shown = what_the_run_showed(records("none"))
     assert shown.link == (0.0, pytest.approx((5 * ALPHA_MS + 640) / 40e6 / 1e3))
@@ -181,9 +189,12 @@ def test_one_level_is_enough_and_what_is_made_up_is_said() -> None:
 
 def test_without_dense_steps_they_are_made_up() -> None:
     shown = what_the_run_showed(records("fp16", levels={"fp16": LEVELS["fp16"]}))
-    assert shown.costs[DENSE] == LevelCost(40_000_000, 8_000_000, 5, 0.006)
+    assert shown.costs[DENSE] == LevelCost(40_000_000, 8_000_000, 5, 0.002)
     assert list(shown.costs) == ["none", "fp16"]
     assert any("No dense step ran" in text and "fp16" in text for text in shown.assumptions)
+    shown = what_the_run_showed(records("fp16"))
+    assert shown.costs[DENSE].codec == pytest.approx(0.0005 + 0.002) and shown.costs["int8"].codec == 0.01
+    assert any("No dense step ran: it is assumed to need 2.50 ms of codec" in text for text in shown.assumptions)
 
 
 def test_other_things_that_a_run_does_not_show_are_said() -> None:
@@ -338,7 +349,7 @@ def test_what_the_run_showed_stands_first(log: str, capsys: pytest.CaptureFixtur
     assert "1.00 ms and 16.000 ms a MB, as by links of 0.5 Gbit/s" in facts
     rows = {cells[0]: cells[1:] for cells in (re.split(r"\s{2,}", line) for line in text.splitlines())}
     assert rows["none"] == ["40.000", "8.000", "5", "2.00", "645.00", "667.00", "667.00"]
-    assert rows["int8"][3:6] == ["10.00", "-", "-"]
+    assert rows["int8"][3:6] == ["9.50", "-", "-"]
     assert max(map(len, text.splitlines())) <= 110
 
 
@@ -470,6 +481,8 @@ def test_a_log_that_does_not_hold_enough_is_named_with_what_is_missing(
     [
         (("--ranks", "8,,64"), "--ranks wants a whole number of at least 1. Received: ''"),
         (("--ranks", "1,8"), "--ranks wants at least 2 with a run log. Received: '1,8'"),
+        (("--ranks", "8x4x2"), "--ranks wants numbers, or hosts x ranks of each such as 8x4. Received: '8x4x2'"),
+        (("--ranks", "8x1", "--local-gbit", "40"), "--local-gbit goes with --ranks such as 8x4"),
         (("--gbit", "1,fast"), "--gbit wants a rate above 0 in Gbit/s, such as 10. Received: 'fast'"),
         (("--latency-us", "0"), "--latency-us wants microseconds above 0, such as 20. Received: '0'"),
         (("--all-reduce", "star"), "--all-reduce wants ring or tree. Received: 'star'"),

@@ -11,7 +11,7 @@ from launching import run as launched
 from test_report import Job
 
 from hvdplus.cli import main
-from hvdplus.cli.attempt import Went, planned, row, summed_up, watch
+from hvdplus.cli.attempt import Went, fault, planned, row, summed_up, watch
 from hvdplus.lab import unavailable
 
 SCRIPT = """
@@ -56,6 +56,20 @@ def test_what_is_no_script_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert "hvdplus try wants a Python script. Received: nowhere.py" in capsys.readouterr().err
     assert main(["try", "--rates", "fast", __file__]) == 2
     assert "A rate is a number with kbit" in capsys.readouterr().err
+
+
+def test_a_run_that_says_nothing_of_what_is_tried_is_an_error() -> None:
+    ran = Job(compression="fp16").run("fp16", 80).end().records
+    assert fault(ran, "fp16", None, "") == fault(ran, "fp16", 0, "") == ""
+    assert "asks for fp16 itself" in fault(ran, "auto", None, "")
+    assert fault(ran, "fp16", 3, "Traceback") == "the script ended with code 3:\nTraceback"
+    assert "too few steps with hvdplus (0)" in fault([], "fp16", 0, "")
+    assert "--torchrun" in fault([], "fp16", 1, "environment variable RANK expected, but not set")
+
+
+def test_only_the_dashes_before_a_script_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["try", "--", "nowhere.py", "--", "x"]) == 2
+    assert "Received: -- nowhere.py -- x" in capsys.readouterr().err
 
 
 @pytest.mark.alone

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from hvdplus.cli.text import columns, whole
 from hvdplus.control.link import Wire, ring_all_reduce
 from hvdplus.lab import UNSHAPED, Job, Lab, LabError, a_core_each, bits_per_second, rootless
-from hvdplus.log.facts import DENSE, Record, Span, delay_prices, rhythm_of, spans_by_level, windows_of
+from hvdplus.log.facts import DENSE, Record, Span, delay_prices, rhythm_of, run_of, spans_by_level, windows_of
 from hvdplus.log.forecast import best_level, costs_on, predict, what_the_run_showed
 from hvdplus.log.runlog import read
 from hvdplus.log.words import count, three_digits
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         rates = args.rates.split(",")
         for rate in rates:
             bits_per_second(rate)
-        script = [part for part in args.script if part != "--"]
+        script = args.script[1:] if args.script[:1] == ["--"] else args.script
         if not script or not Path(script[0]).is_file():
             raise ValueError(f"hvdplus try wants a Python script. Received: {shlex.join(args.script) or 'nothing'}")
         print(said_before(hosts, rates, seconds) + busy(os.getloadavg()[0]), flush=True)
@@ -109,7 +109,7 @@ def said_before(hosts: int, rates: Sequence[str], seconds: int) -> str:
     minutes = math.ceil(len(rates) * len(WAYS) * (seconds + 15) / 60)
     return (
         f"{count(hosts, 'host')} on this machine, {', '.join(rates)}; {', '.join(WAYS)} in turns, {seconds} s each: "
-        f"{count(minutes, 'minute')} at most"
+        f"about {count(minutes, 'minute')}"
     )
 
 
@@ -148,23 +148,33 @@ def one(lab: Lab, command: Sequence[str], way: str, seconds: int, launcher: str,
     with lab.start(command, launcher=launcher, env=environment, timeout_seconds=limit) as job:
         records = watch(job, log, seconds, limit)
         code = job.process.poll()  # None: its time was up
+    if wrong := fault(records, way, code, job.output):
+        raise RuntimeError(wrong)
+    return records
+
+
+def fault(records: Sequence[Record], way: str, code: int | None, output: str) -> str:
+    """Why a run says nothing of ``way``; empty: it does. ``code``: the script's, as it ended; None: its time was up."""
+    windows = len(windows_of(records))
     if rhythm_of(records):
-        raise RuntimeError(
+        return (
             "the script takes local steps, and what is compared here are steps in lock-step: leave `every` and "
             "`staleness` out."
         )
-    windows = len(windows_of(records))
+    if not windows and "environment variable RANK expected" in output:
+        return "the script is one for torchrun: hvdplus try --torchrun SCRIPT ..."
+    if code:
+        return f"the script ended with code {code}:\n{output[-2000:]}"
     if windows <= SETTLE:
-        if "environment variable RANK expected" in job.output:
-            raise RuntimeError("the script is one for torchrun: hvdplus try --torchrun SCRIPT ...")
-        if code:
-            raise RuntimeError(f"the script ended with code {code}:\n{job.output[-2000:]}")
-        raise RuntimeError(
+        return (
             f"the script took too few steps with hvdplus ({WINDOW_STEPS * windows}). Slow steps need more time: "
             "--seconds. And it needs `import hvdplus.torch as hvd` (or hvdplus.keras), hvd.init() and "
-            f"hvd.DistributedOptimizer (or hvd.ddp.attach). It printed:\n{job.output[-2000:]}"
+            f"hvd.DistributedOptimizer (or hvd.ddp.attach). It printed:\n{output[-2000:]}"
         )
-    return records
+    chosen = run_of(records).get("compression", way)
+    if chosen != way:
+        return f"the script asks for {chosen} itself, whatever is tried: leave its `compression` out."
+    return ""
 
 
 def watch(job: Job, log: Path, seconds: float, limit: float) -> list[Record]:

@@ -38,7 +38,8 @@ _BUILT = "{k: bool(getattr(hvd, k + '_built')()) for k in ('mpi', 'gloo', 'nccl'
 PROBES = {
     "torch": f"""
 import json, torch
-seen = dict(capability=torch.backends.cpu.get_cpu_capability(), distributed=torch.distributed.is_available())
+seen = dict(imported=True, distributed=torch.distributed.is_available())
+seen.update(capability=torch.backends.cpu.get_cpu_capability())
 try:
     import horovod.torch as hvd
     seen.update({_BUILT})
@@ -48,7 +49,7 @@ print("\\nseen " + json.dumps(seen))
 """,
     "tensorflow": f"""
 import json, tensorflow
-seen = dict()
+seen = dict(imported=True)
 try:
     import horovod.tensorflow as hvd
     seen.update({_BUILT})
@@ -149,7 +150,9 @@ def _versions() -> Iterator[ROW]:
 def _horovod(frameworks: list[str], seen: dict[str, dict[str, Any]]) -> Iterator[ROW]:
     for framework in frameworks:
         answer = seen[framework]
-        if package_version("horovod") is None:
+        if not answer.get("imported"):
+            yield framework, f"cannot be imported itself: {answer['error']}"
+        elif package_version("horovod") is None:
             yield framework, "not installed"
         elif "error" in answer:
             yield framework, f"does not work: {answer['error']}"
@@ -227,7 +230,12 @@ def _ways(frameworks: list[str], seen: dict[str, dict[str, Any]]) -> list[str]:
     """Return the ways to train on several ranks that work here."""
     ways = [f"Horovod ({framework})" for framework in frameworks if "error" not in seen[framework]]
     distributed = ["torch.distributed (torchrun)"] if seen.get("torch", {}).get("distributed") else []
-    return [*ways, *(["mpi4py"] if frameworks and _mpi4py_works(seen) else []), *distributed]
+    return [*ways, *(["mpi4py"] if _imported(frameworks, seen) and _mpi4py_works(seen) else []), *distributed]
+
+
+def _imported(frameworks: list[str], seen: dict[str, dict[str, Any]]) -> list[str]:
+    """Those of the frameworks that can be imported."""
+    return [framework for framework in frameworks if seen[framework].get("imported")]
 
 
 def _mpi4py_works(seen: dict[str, dict[str, Any]]) -> bool:
@@ -235,14 +243,18 @@ def _mpi4py_works(seen: dict[str, dict[str, Any]]) -> bool:
 
 
 def _findings(frameworks: list[str], seen: dict[str, dict[str, Any]]) -> Iterator[Finding]:
+    sound = _imported(frameworks, seen)
     for module, name, extra in (("torch", "PyTorch", "torch"), ("tensorflow", "TensorFlow with Keras", "keras")):
         if module not in frameworks:
             yield Finding(name, f"pip install 'hvdplus[{extra}]'", optional=bool(frameworks))
-    if frameworks and package_version("horovod") is None:
+        elif module not in sound:
+            again = f"python -c 'import {module}'    (says why; then: pip install --force-reinstall 'hvdplus[{extra}]')"
+            yield Finding(f"{name} that can be imported", again, optional=bool(sound))
+    if sound and package_version("horovod") is None:
         command = f"hvdplus install-horovod    (minutes; {default_jobs()} compiler jobs at a time)"
         yield Finding("Horovod", command, optional=bool(_ways(frameworks, seen)))
     else:
-        for framework in frameworks:
+        for framework in sound:
             if "error" in seen[framework]:
                 without = _mpi4py_works(seen) or bool(seen[framework].get("distributed"))
                 yield Finding(f"Horovod that works with {framework}", "hvdplus install-horovod", optional=without)

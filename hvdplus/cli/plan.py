@@ -246,7 +246,9 @@ def _from_run_log(args: argparse.Namespace, path: str) -> str:
     told = (RANKS if args.ranks is None else args.ranks).split(",")
     grids = [[whole("--ranks", part) for part in text.split("x")] for text in told]
     ranks = [math.prod(grid) for grid in grids]
-    if args.local_gbit is not None and all(len(grid) == 1 for grid in grids):
+    if any(len(grid) > 2 for grid in grids):
+        raise ValueError(f"--ranks wants numbers, or hosts x ranks of each such as 8x4. Received: {args.ranks!r}")
+    if args.local_gbit is not None and all(grid[1:] in ([], [1]) for grid in grids):
         raise ValueError(
             f"--local-gbit goes with --ranks such as 8x4. Received: --local-gbit {args.local_gbit}, and --ranks "
             f"{args.ranks or RANKS}"

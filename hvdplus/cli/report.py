@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,11 @@ def run(args: argparse.Namespace) -> int:
     for option in ("png", "trace", "follow") if not one else ():
         if getattr(args, option):
             return _failed(f"--{option} wants one run log. Received: {len(paths)}")
+    for option in ("png", "html", "trace", "why") if args.follow else ():
+        if getattr(args, option) not in (None, False):
+            return _failed(f"--follow shows a job that runs: --{option} goes with its log once it has ended")
+    if args.why and (args.json or not one):
+        return _failed("--why goes with the table of one run log")
     if args.follow:
         try:
             return follow(paths[0])
@@ -67,27 +72,34 @@ def run(args: argparse.Namespace) -> int:
         runs = {path: _read(path) for path in paths}
     except ValueError as error:
         return _failed(str(error))
-    for path, records in runs.items() if one or args.json else ():
-        try:
-            print(json.dumps(summary(records), indent=1, allow_nan=False) if args.json else table(records, args.why))
-        except FOREIGN as error:
-            return _failed(foreign(path, error))
-    if not one and not args.json:
-        try:
-            print(columns([HEAD, *(row_of_run(path, records) for path, records in runs.items())], range(2, len(HEAD))))
-        except FOREIGN as error:
-            return _failed(foreign(" or ".join(paths), error))
+    try:
+        print(_as_json(runs) if args.json else _as_text(runs, args.why))
+    except FOREIGN as error:
+        return _failed(foreign(" or ".join(paths), error))
     beside = paths[0].removesuffix(".jsonl")
     code = 0
     if args.html is not None:
         code = _write("page", args.html or f"{beside}.html", lambda path: write_page(runs, path), quiet=args.json)
     if args.trace:
         code = _write("trace", args.trace, lambda path: _write_json(timeline(runs[paths[0]]), path), args.json) or code
-    if args.no_png or args.json or not one:
+    if args.no_png or (args.json and not args.png) or not one:
         return code
     # A log with another ending, such as RUNLOG.1, is another optimizer's and gets a picture of its own.
-    drawn = _write("picture", args.png or f"{beside}.png", lambda path: picture(runs[paths[0]], path))
+    drawn = _write("picture", args.png or f"{beside}.png", lambda path: picture(runs[paths[0]], path), args.json)
     return code or (drawn if args.png else 0)
+
+
+def _as_json(runs: Mapping[str, Sequence[Record]]) -> str:
+    """One run's figures, or those of several by their logs' paths."""
+    figures = {path: summary(records) for path, records in runs.items()}
+    return json.dumps(figures if len(runs) > 1 else next(iter(figures.values())), indent=1, allow_nan=False)
+
+
+def _as_text(runs: Mapping[str, Sequence[Record]], why: bool) -> str:
+    """One run's table, or a row for each of several."""
+    if len(runs) == 1:
+        return table(next(iter(runs.values())), why)
+    return columns([HEAD, *(row_of_run(path, records) for path, records in runs.items())], range(2, len(HEAD)))
 
 
 def _read(path: str) -> list[Record]:

@@ -271,6 +271,13 @@ def spread(records: Sequence[Record]) -> Spread | None:
     return None if math.isnan(slowest + middle) else Spread(rank, slowest, middle, sum(steps))
 
 
+def fp32_bytes(records: Sequence[Record]) -> float:
+    """Bytes of all gradients in float32, whatever their own type; NaN: the log does not tell."""
+    about = run_of(records)
+    parameters = number_of(about.get("parameters"))
+    return 4 * parameters if parameters > 0 else number_of(about.get("gradient_bytes"))
+
+
 class Traffic(NamedTuple):
     """What a rank has sent."""
 
@@ -286,7 +293,7 @@ class Traffic(NamedTuple):
 
 def traffic(records: Sequence[Record]) -> Traffic:
     """Of all steps that the log has; bandwidth probes and metadata do not count."""
-    dense, windows = number_of(run_of(records).get("gradient_bytes")), windows_of(records)
+    dense, windows = fp32_bytes(records), windows_of(records)
     sent = [(steps_in(window), span_of([window], run_of(records)).payload_bytes) for window in windows]
     known = [(steps, size) for steps, size in sent if not math.isnan(size)]
     return Traffic(sum(steps * size for steps, size in known), dense * sum(steps for steps, _ in known))

@@ -61,7 +61,11 @@ def follow(path: str | os.PathLike[str]) -> int:
 
 
 def grown(path: Path) -> Iterator[list[Record]]:
-    """What the file has more than at the last look, again and again. A file that begins anew is read anew."""
+    """What the file has more than at the last look, again and again.
+
+    Raises:
+        ValueError: a line is no record, or the file has become shorter.
+    """
     at, rest, number = 0, b"", 0
     while True:
         lines: list[bytes] = []

@@ -35,6 +35,7 @@ from hvdplus.log.facts import (
     Record,
     check_not_empty,
     delay_prices,
+    fp32_bytes,
     level_of,
     levels_refused,
     number_of,
@@ -129,7 +130,7 @@ def what_the_run_showed(records: Sequence[Record]) -> Shown:
         )
     if ranks < 2:
         raise ValueError("the job ran on one rank, which shows nothing of a network: run it on two hosts or more")
-    seen = _levels_as_seen(records, costs)
+    seen = _levels_as_seen(_of_these_costs(records), costs)
     rows = max((round(level.sent_bytes) - costs[name].payload_bytes for name, level in seen.items()), default=0)
     if rows > 0:  # rows of sparse gradients, sent after the backward pass
         costs = {
@@ -144,8 +145,9 @@ def what_the_run_showed(records: Sequence[Record]) -> Shown:
     compute = median(level.compute for level in seen.values())
     hideable = max(level.overlapped for level in seen.values())
     # The codec times in the run record are of encoding and decoding alone; packing and unpacking buckets adds to them.
-    packing = min(level.codec for level in seen.values())
-    gradient_bytes = int(about.get("gradient_bytes") or max(cost.payload_bytes for cost in costs.values()))
+    packing = min(max(0.0, level.codec - costs[name].codec) for name, level in seen.items())
+    known = fp32_bytes(records)
+    gradient_bytes = int(known) if 0 < known < math.inf else max(cost.payload_bytes for cost in costs.values())
     costs = {
         name: cost._replace(codec=seen[name].codec if name in seen else packing + cost.codec)
         for name, cost in costs.items()
@@ -156,6 +158,9 @@ def what_the_run_showed(records: Sequence[Record]) -> Shown:
         assumptions.append(
             f"Only {only} ran: its communication time is attributed to bytes alone, none to the number of all-reduces."
         )
+    if DENSE in costs and DENSE not in seen:
+        dense = costs[DENSE].codec
+        assumptions.append(f"No dense step ran: it is assumed to need {dense * 1e3:.2f} ms of codec.")
     if DENSE not in costs:
         like, cost = next(iter(costs.items()))
         last = round(gradient_bytes * cost.last_bytes / cost.payload_bytes) if cost.payload_bytes else gradient_bytes
@@ -203,6 +208,13 @@ def _costs_as_tried(records: Sequence[Record]) -> dict[str, LevelCost]:
         raise ValueError(
             f"its run record should hold payload_bytes, last_bytes and messages for each level. Received: {levels}"
         ) from None
+
+
+def _of_these_costs(records: Sequence[Record]) -> Sequence[Record]:
+    """Records since levels cost what they do: what ran before buckets were cut anew was another model's. All of them
+    where nothing has run since."""
+    cut = max((place for place, record in enumerate(records) if record["kind"] == "resize"), default=0)
+    return records[cut:] if windows_of(records[cut:]) else records
 
 
 def _levels_as_seen(records: Sequence[Record], costs: Mapping[str, LevelCost]) -> dict[str, Seen]:

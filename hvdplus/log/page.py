@@ -15,14 +15,17 @@ from pathlib import Path
 from hvdplus.log.columns import INK, LOSS_COLOUR, columns_of
 from hvdplus.log.facts import (
     Record,
+    Traffic,
     bandwidth,
     decisions_of,
     delay_prices,
     evidence_by_level,
+    fp32_bytes,
     number_of,
     run_of,
     samples_per_second,
     spans_by_level,
+    steps_in,
     traffic,
     windows_of,
 )
@@ -86,7 +89,7 @@ def _run(name: str, records: Sequence[Record]) -> str:
     decisions = decisions_of(records)
     error = [(middle_of(span), span.error) for span in spans]
     loss = [(middle_of(span), span.loss) for span in spans]
-    dense = number_of(run_of(records).get("gradient_bytes"))
+    dense = fp32_bytes(records)
     ratio = [(middle_of(span), dense / span.payload_bytes if span.payload_bytes else math.nan) for span in spans]
     unequal = [
         (
@@ -156,12 +159,21 @@ def _by_level(records: Sequence[Record]) -> str:
     ]
     saved = (
         f"<p>A rank sent {three_digits(sent.bytes / 1e6)} MB; in fp32 the same steps would have sent "
-        f"{three_digits(sent.dense_bytes / 1e6)} MB: {sent.saved_share:.0%} less.</p>"
+        f"{three_digits(sent.dense_bytes / 1e6)} MB: {_less(sent)}.</p>"
         if sent.dense_bytes and not math.isnan(sent.dense_bytes)
         else ""
     )
     known = [place for place in range(len(head)) if any(row[place] != "-" for row in rows)]
     return table([head[place] for place in known], [[row[place] for place in known] for row in rows]) + saved
+
+
+def _less(sent: Traffic) -> str:
+    """What was saved, as a share; as a factor where nearly all was."""
+    return (
+        f"{sent.saved_share:.0%} less"
+        if sent.saved_share < 0.99 or not sent.bytes
+        else f"1/{sent.dense_bytes / sent.bytes:,.0f} of it"
+    )
 
 
 HEAD = ("run", "mostly at", "ms a step", "steps", "seconds", "MB sent", "loss at end")
@@ -177,7 +189,7 @@ def row_of_run(name: str, records: Sequence[Record]) -> tuple[str, ...]:
         name,
         main.level if main else "-",
         three_digits(main.step_ms) if main else "-",
-        f"{windows[-1]['last_step'] + 1 - windows[0]['first_step']:,}" if windows else "-",
+        f"{sum(map(steps_in, windows)):,}" if windows else "-",  # a checkpoint may have been loaded between
         three_digits(number_of(end.get("wall_seconds"))),
         three_digits(traffic(records).bytes / 1e6),
         three_digits(losses[-1]) if losses else "-",

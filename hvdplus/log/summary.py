@@ -14,6 +14,7 @@ from hvdplus.log.facts import (
     bandwidth,
     decisions_of,
     delay_prices,
+    fp32_bytes,
     levels_passed_over,
     levels_refused,
     number_of,
@@ -55,7 +56,7 @@ def about(records: Sequence[Record]) -> dict[str, str]:
         "transport": f"{TRANSPORTS.get(transport, transport)}, collective {run_record.get('collective', '?')}",
         "compression": ladder_text(run_record, " -> "),
         "gradient": f"{run_record.get('parameters') or 0:,} parameters, "
-        f"{three_digits(number_of(run_record.get('gradient_bytes')) / 1e6)} MB in fp32",
+        f"{three_digits(fp32_bytes([run_record]) / 1e6)} MB in fp32",
     }
     if rhythm := rhythm_of(records):
         every, others = rhythm.get("every"), rhythm.get("fragments") or 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hvdplus.log.facts import IN_TURNS, MEDIANS, Record, Span, decisions_of, number_of, run_of, stretches
+from hvdplus.log.facts import IN_TURNS, MEDIANS, Record, Span, decisions_of, fp32_bytes, run_of, stretches
 from hvdplus.log.summary import about, end_text, warnings
 from hvdplus.log.words import closing, count, explain, fill, three_digits
 
@@ -22,7 +22,7 @@ def table(records: Sequence[Record], why: bool = False) -> str:
         for block in (
             *(fill(warning, "") for warning in warnings(records)),
             _facts(records),
-            _rows(stretches(records), number_of(run_of(records).get("gradient_bytes"))),
+            _rows(stretches(records), fp32_bytes(records)),
             _decision_list(records, why),
             _left_out(records),
             fill(end_text(records), "") + "\n" + fill(closing(records), ""),
@@ -45,13 +45,13 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def _rows(spans: Sequence[Span], gradient_bytes: float) -> str:
-    """One row for each stretch. ``gradient_bytes``: bytes of an uncompressed step."""
+def _rows(spans: Sequence[Span], dense: float) -> str:
+    """One row for each stretch. ``dense``: bytes of all gradients in float32."""
     if not spans:
         return ""
     rows = [list(row) for row in zip(*COLUMNS, strict=True)]
     for span in spans:
-        ratio = gradient_bytes / span.payload_bytes if span.payload_bytes else math.nan
+        ratio = dense / span.payload_bytes if span.payload_bytes else math.nan
         times = (getattr(span, field) for field in MEDIANS if field.endswith("_ms"))
         rows.append(
             [

@@ -226,7 +226,7 @@ def three_digits(value: float) -> str:
     if math.isnan(value):
         return "-"
     decimals = 2 - math.floor(math.log10(abs(value))) if value else 0
-    return f"{value:.{min(max(decimals, 0), 4)}f}"
+    return f"{value:.{min(max(decimals, 0), 9)}f}"
 
 
 def count(number: int, noun: str) -> str:
