@@ -318,7 +318,14 @@ def test_float64_keeps_its_digits_and_its_range(level: str, negotiates: bool | s
             x.commit()
         assert not any(residual.any() for residual in residuals(x))
 
+    def in_thirds(transport: Any) -> None:
+        x = exchange(transport, level, [(2,), (16, 16)], dtypes=["float64", "float64"])
+        wanted = [np.array([1 + 2.0**-52, 1e300]), np.full((16, 16), np.pi)]
+        for mean, grad in zip(x.reduce(wanted), wanted, strict=True):
+            np.testing.assert_allclose(mean, grad, rtol=1e-15)
+
     run(2, body, negotiates=negotiates)
+    run(3, in_thirds, negotiates=negotiates)
 
 
 # -- what is not finite, and what is not taken -------------------------------------------------------------------------

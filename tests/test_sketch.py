@@ -106,6 +106,8 @@ def test_pytorch_makes_the_same_sketch(dtype: str) -> None:
             for enabled in (False, True):
                 with torch.autocast("cpu", enabled=enabled):
                     theirs = backend.sketch(torch.from_numpy(gradient), part).numpy()
+                    apart = torch.from_numpy(np.repeat(gradient, 2))[::2]
+                    assert (backend.sketch(apart, part).numpy() == theirs).all(), "every second place in memory"
                 assert theirs.dtype == np.float32
                 np.testing.assert_allclose(theirs, BACKEND.sketch(gradient, part), rtol=1e-3, atol=1e-3 * part.scale)
 

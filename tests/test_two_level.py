@@ -83,6 +83,27 @@ def test_nothing_is_lost(level: str) -> None:
         np.testing.assert_allclose(results[0][0][i] + held, brought, atol=1e-3)
 
 
+def test_what_all_ranks_hold_back_of_a_parameter_that_none_of_them_uses_stays() -> None:
+    """After consolidating every rank holds something back, and hands it over to the bucket's owner in the next step."""
+
+    def body(transport: Any) -> Any:
+        x = exchange(transport, "int4")
+        arrived = np.zeros(SHAPES[1])
+        for step in range(5):
+            grads: list[Any] = gradients(step, transport.rank)
+            if step == 3:
+                x.consolidate()
+                grads[1] = None
+            mean = x.reduce(grads, 0.1)[1]
+            arrived += 0.0 if step == 3 else 4.0 * np.asarray(mean, np.float64)
+            x.commit()
+        return arrived, held_back(x)[1]
+
+    results = run(4, body)
+    brought = sum(gradients(step, rank)[1].astype(np.float64) for step in (0, 1, 2, 4) for rank in range(4))
+    np.testing.assert_allclose(results[0][0] + sum(held for _, held in results), brought, atol=1e-3)
+
+
 def test_what_owners_hold_back_is_flushed_after_a_change_of_level() -> None:
     """All ranks plan alike, whether they own a bucket or not; and so they do where a step of the flush is skipped."""
 

@@ -30,7 +30,7 @@ class NumpyOps:
 
     def assemble(self, pieces: Sequence[Piece[np.ndarray]], scale: float = 1.0) -> np.ndarray:
         whole = self.concat([self._dense(piece) for piece in pieces])
-        return whole if scale == 1 else whole * np.float32(scale)
+        return whole if scale == 1 else whole * np.promote_types(whole.dtype, np.float32).type(scale)
 
     def assemble_into(self, pieces: Sequence[Piece[np.ndarray]], scale: float, parts: Sequence[np.ndarray]) -> bool:
         ends = np.cumsum([len(part) for part in parts])

@@ -160,7 +160,10 @@ class TorchBackend:
     def _place(self, i: int) -> torch.Tensor | None:
         """Where a dense mean can be written; None: the gradient becomes another tensor."""
         grad = self.gradient(i)
-        return None if grad is None or grad.is_sparse or grad.is_complex() else grad
+        if grad is None or grad.is_sparse or grad.is_complex():
+            return None
+        spread = any(step == 0 and length > 1 for step, length in zip(grad.stride(), grad.shape, strict=True))
+        return None if spread else grad  # expanded: several elements have one place
 
     def deliver_rows(self, i: int, union: torch.Tensor, values: torch.Tensor) -> None:
         parameter = self.parameters[i]
@@ -187,7 +190,7 @@ class TorchBackend:
     def sketch(self, array: torch.Tensor, part: Part) -> torch.Tensor:
         if self._signs is None:
             self._signs = torch.from_numpy(signs()).to(self.device)
-        flat = array.detach().reshape(-1)
+        flat = array.detach().reshape(-1).contiguous()
         start = flat.storage_offset() + part.column
         cells = flat.as_strided((CELLS, part.width), (part.rows, 1), start).float()
         # No product of matrices: autocast would compute it in half precision, and all the rest of a step takes longer

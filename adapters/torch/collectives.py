@@ -110,11 +110,17 @@ class Collectives:
         return self.synchronize(self.allreduce_async(tensor, average, name, op))
 
     def allgather(self, tensor: torch.Tensor, name: Any = None) -> torch.Tensor:
-        """All ranks' tensors, joined along the first dimension."""
+        """All ranks' tensors, joined along the first dimension. Its gradient is averaged, as in Horovod."""
+        if tensor.requires_grad:
+            return _AllGather.apply(tensor, self, name)  # type: ignore[no-any-return, no-untyped-call]
+        return torch.cat(self.gathered(tensor, name)).to(tensor.device)
+
+    def gathered(self, tensor: torch.Tensor, name: Any) -> list[torch.Tensor]:
+        """All ranks' tensors, on the CPU."""
         shape = ", ".join(["any", *map(str, tensor.shape[1:])])
         what = f"{_call('allgather', name)} of {type_name(tensor)} ({shape})"
         told = self._transport.gather_objects((_bytes(tensor), tuple(tensor.shape)), what)
-        return torch.cat([_tensor(content, tensor.dtype, shape) for content, shape in told]).to(tensor.device)
+        return [_tensor(content, tensor.dtype, shape) for content, shape in told]
 
     def allgather_object(self, obj: Any, name: Any = None) -> list[Any]:
         return self._transport.gather_objects(obj, _call("allgather_object", name))
@@ -130,6 +136,9 @@ class Collectives:
         return tensor
 
     def broadcast(self, tensor: torch.Tensor, root_rank: int, name: Any = None) -> torch.Tensor:
+        """Rank ``root_rank``'s tensor on every rank. Its gradient is averaged, as in Horovod."""
+        if tensor.requires_grad:
+            return _Broadcast.apply(tensor, self, root_rank, name)  # type: ignore[no-any-return, no-untyped-call]
         return self.broadcast_(tensor.detach().clone(), root_rank, name)
 
     def broadcast_parameters(self, params: Any, root_rank: int) -> None:
@@ -259,6 +268,35 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return ctx.reduce(grad), None, None, None
+
+
+class _AllGather(torch.autograd.Function):
+    """An all-gather with a gradient: that of this rank's rows, averaged over what all ranks made of them."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, collectives: Collectives, name: Any) -> torch.Tensor:
+        parts = collectives.gathered(tensor.detach(), name)
+        rows, rank = [len(part) for part in parts], collectives.rank()
+        ctx.reduce, ctx.first, ctx.rows = collectives.allreduce, sum(rows[:rank]), rows[rank]
+        return torch.cat(parts).to(tensor.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return ctx.reduce(grad).narrow(0, ctx.first, ctx.rows), None, None
+
+
+class _Broadcast(torch.autograd.Function):
+    """A broadcast with a gradient: the root's, averaged over what all ranks made of its tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, collectives: Collectives, root_rank: int, name: Any) -> torch.Tensor:
+        ctx.reduce, ctx.is_root = collectives.allreduce, collectives.rank() == root_rank
+        return collectives.broadcast(tensor.detach(), root_rank, name)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        mean = ctx.reduce(grad)
+        return mean if ctx.is_root else torch.zeros_like(mean), None, None, None
 
 
 def identical(values: torch.nn.Module | Iterable[Any], world: World) -> bool:

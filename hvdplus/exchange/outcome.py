@@ -104,10 +104,13 @@ def _deliver_bucket(x: EagerExchange[EagerArray], state: BucketState[EagerArray]
     sent = [array for array in (state.flat, state.payload) if array is not None]
     adopt = not any(x.backend.shares_memory(state.mean, array) for array in sent)
     x.backend.deliver(state.bucket, state.mean, users, adopt=adopt, sparse=x.sparse)
-    if state.pending is None or state.residual is None:
+    unused = [part for i, (part, _) in state.places.items() if not users[i]]  # no rank uses these parts of the mean
+    if state.residual is None or not unused:
         return
-    for i, (part, _) in state.places.items():
-        if not users[i]:  # no rank uses the mean
+    if state.handed_over:  # to the bucket's owner, whose mean of these parts is dropped
+        state.pending, state.handed_over = x.backend.filled_like(state.residual, 0.0), False
+    if state.pending is not None:
+        for part in unused:
             state.pending[part] = state.residual[part]
 
 

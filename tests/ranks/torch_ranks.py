@@ -1005,6 +1005,49 @@ def test_lbfgs_decides_alike_on_all_ranks(search):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
 
 
+@any_transport
+@pytest.mark.parametrize("level", ["none", "fp16"])
+def test_gradients_that_a_script_sets_lie_in_memory_as_they_like(level):
+    """One value for all places, every second place, columns before rows."""
+    weight = torch.nn.Parameter(torch.zeros(24, 16))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression=level)
+    filled = torch.full((24, 16, 2), float(RANK))
+    for grad in (torch.tensor(float(RANK)).expand(24, 16), filled[..., 0], torch.full((16, 24), float(RANK)).t()):
+        before = weight.detach().clone()
+        weight.grad = grad
+        optimizer.step()
+        torch.testing.assert_close(before - weight.detach(), torch.full((24, 16), (SIZE - 1) / 2), rtol=1e-5, atol=1e-5)
+    assert (filled[..., 1] == RANK).all(), "the script's own"
+
+
+@any_transport
+def test_a_parameter_that_an_optimizer_has_twice_is_an_error():
+    net = model()
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        optimizer = torch.optim.SGD([*net.parameters(), next(net.parameters())], lr=0.1)
+    with pytest.raises(ValueError, match="An optimizer has every parameter once. Received twice: 0.weight"):
+        hvd.DistributedOptimizer(optimizer, named_parameters=net.named_parameters())
+
+
+@any_transport
+@pytest.mark.filterwarnings("ignore:Parameter `average` has been replaced:DeprecationWarning")  # by Horovod itself
+def test_gathered_and_broadcast_tensors_have_gradients_as_in_horovod():
+    """Averaged over what all ranks made of them."""
+    rows, mean = [rank + 1 for rank in range(SIZE)], (SIZE + 1) / 2
+    own = torch.full((rows[RANK], 2), float(RANK), requires_grad=True)
+    gathered = hvd.allgather(own, name="embeddings")
+    assert gathered[:, 0].tolist() == [rank for rank in range(SIZE) for _ in range(rows[rank])]
+    weights = torch.arange(2.0 * sum(rows)).view(-1, 2)
+    (gathered * weights * (RANK + 1)).sum().backward()
+    first = sum(rows[:RANK])
+    torch.testing.assert_close(own.grad, weights[first : first + rows[RANK]] * mean)
+    centre = torch.full((3,), float(RANK), requires_grad=True)
+    sent = hvd.broadcast(centre, SIZE - 1, name="centre")
+    assert sent.tolist() == [SIZE - 1] * 3 and centre.tolist() == [RANK] * 3
+    (sent * (RANK + 1)).sum().backward()
+    assert centre.grad.tolist() == [mean if RANK == SIZE - 1 else 0.0] * 3
+
+
 @several
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
 def test_narrow_gradients_travel_as_they_are_at_none(kind):
