@@ -162,6 +162,8 @@ class TorchBackend:
         grad = self.gradient(i)
         if grad is None or grad.is_sparse or grad.is_complex():
             return None
+        if grad.is_contiguous():  # as nearly all are, and this is asked of every one in every step
+            return grad
         spread = any(step == 0 and length > 1 for step, length in zip(grad.stride(), grad.shape, strict=True))
         return None if spread else grad  # expanded: several elements have one place
 
