@@ -162,6 +162,12 @@ def settings_of_exchanges(given: Mapping[str, Any] | None, resolved: Settings) -
     return own
 
 
+def check_passes(passes: int) -> None:
+    """Raise ValueError unless so many backward passes can accumulate."""
+    if passes < 1:
+        raise ValueError(f"backward_passes_per_step must be at least 1. Received: {passes}")
+
+
 def agreed_rhythm(every: int, resolved: Settings) -> dict[str, Any]:
     """What of it ranks have to have in common, beside the settings of exchanges. ``every``: 0: from measurements."""
     return {"every": every or AUTO, "dense_steps": resolved.dense_steps, "staleness": resolved.staleness}

@@ -137,9 +137,7 @@ class _Local:
         self.fragments: list[Fragment] = []
         self.state = state if state and "local" in state else None
         if state and not self.state and state.get("residuals") and not world.transport.rank:
-            checkpoint.say(
-                "the checkpoint is of lock-step; gradients that it held back are lost, as local steps hold back others."
-            )
+            checkpoint.say(checkpoint.OF_LOCK_STEP)
         self.begun = bool((self.state or {}).get("fragments"))
         """Whether anchors are the variables of the last exchange, or of the beginning."""
         self.locked: Any = None

@@ -19,7 +19,7 @@ from typing import Any
 import keras
 
 from hvdplus.adapters.keras import private
-from hvdplus.agree import TWICE, check_may_rejoin, check_types, choose_ladder, join, next_instance
+from hvdplus.agree import TWICE, check_may_rejoin, check_passes, check_types, choose_ladder, join, next_instance
 from hvdplus.exchange import checkpoint
 from hvdplus.settings import Settings
 from hvdplus.transport import World
@@ -91,8 +91,7 @@ def check(optimizer: Any, passes: int) -> None:
         raise ValueError(TWICE)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(f"DistributedOptimizer wraps a keras.optimizers.Optimizer. Received: {type(optimizer)}")
-    if passes < 1:
-        raise ValueError(f"backward_passes_per_step must be at least 1. Received: {passes}")
+    check_passes(passes)
     if passes > 1:
         if optimizer.gradient_accumulation_steps:
             raise ValueError(

@@ -25,7 +25,7 @@ import torch
 from hvdplus.adapters.torch import asynchronous
 from hvdplus.adapters.torch import optimizer as lockstep
 from hvdplus.adapters.torch.fragment import Fragment
-from hvdplus.agree import TWICE, agreed_rhythm, announce_local, settings_of_exchanges
+from hvdplus.agree import TWICE, agreed_rhythm, announce_local, check_passes, settings_of_exchanges
 from hvdplus.exchange import checkpoint
 from hvdplus.exchange.checkpoint import say
 from hvdplus.exchange.form import require, require_fields
@@ -57,7 +57,7 @@ def wrap(
     ``every``: local steps between two exchanges; 0: from measurements. Others, and errors, as of
     ``optimizer.wrap``.
     """
-    lockstep.check_passes(passes)
+    check_passes(passes)
     if isinstance(optimizer, lockstep.Distributed | LocalSteps):
         raise ValueError(TWICE)
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -235,7 +235,7 @@ class LocalSteps(torch.optim.Optimizer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """See ``backward_passes_per_step``; call it between two steps."""
-        lockstep.check_passes(passes)
+        check_passes(passes)
         self._backward_passes = passes
         for each in filter(None, (self._locked, self._past)):
             each.set_backward_passes_per_step(passes)
@@ -292,9 +292,7 @@ class LocalSteps(torch.optim.Optimizer):
                 self._locked.wake()
             self._end_lock_step()
         elif ours.get("residuals"):
-            say(
-                "the checkpoint is of lock-step; gradients that it held back are lost, as local steps hold back others."
-            )
+            say(checkpoint.OF_LOCK_STEP)
         if fits:
             lockstep.load_own(self, super(), state_dict)
 

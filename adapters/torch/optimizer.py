@@ -24,6 +24,7 @@ from hvdplus.agree import (
     FLOATS,
     TWICE,
     check_may_rejoin,
+    check_passes,
     check_same_model,
     check_types,
     choose_ladder,
@@ -120,12 +121,6 @@ def wrap(
     wrapped._should_synchronize = True
     _alive[number] = wrapped
     return wrapped  # type: ignore[no-any-return]
-
-
-def check_passes(passes: int) -> None:
-    """Raise ValueError unless so many backward passes can accumulate."""
-    if passes < 1:
-        raise ValueError(f"backward_passes_per_step must be at least 1. Received: {passes}")
 
 
 def subclassed(optimizer: torch.optim.Optimizer, ours: type) -> Any:

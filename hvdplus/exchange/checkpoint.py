@@ -330,6 +330,10 @@ def holds_back(state: Mapping[str, Any]) -> bool:
     return any(residual is not None and bool((residual != 0).any()) for residual in state["residuals"].values())
 
 
+OF_LOCK_STEP = "the checkpoint is of lock-step; gradients that it held back are lost, as local steps hold back others."
+"""Where local steps are to go on from it."""
+
+
 def say(line: str) -> None:
     """Print a line on this rank's stderr."""
     print(f"hvdplus: {line}", file=sys.stderr, flush=True)
