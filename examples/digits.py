@@ -1,4 +1,4 @@
-"""What the two digits examples share, because it has nothing to do with a framework: data, progress, the last line."""
+"""What the examples on digits share, because it has nothing to do with a framework: data, progress, the last line."""
 
 import os
 import sys

@@ -1,9 +1,10 @@
 """Train a small CNN on scikit-learn's real handwritten digits, on as many ranks as you like.
 
     horovodrun -np 2 python examples/pytorch_digits.py
-    mpirun -np 2 python examples/pytorch_digits.py
+    mpirun -np 2 --bind-to none python examples/pytorch_digits.py
     torchrun --nproc-per-node 2 examples/pytorch_digits.py
 
+With GPUs, ``mpirun`` needs Horovod or HVDPLUS_TRANSPORT=torch. ``pip install scikit-learn`` brings the data.
 Change the import back and what is left is a script for Horovod, but for the lines that watch and report.
 """
 
@@ -26,7 +27,7 @@ hvd.init()
 torch.manual_seed(1 + hvd.rank())  # ranks start apart on purpose: the broadcast below has to make them equal
 torch.set_num_threads(1)
 device = torch.device("cpu")
-if torch.cuda.is_available():  # one device a rank
+if torch.cuda.device_count() >= hvd.local_size():  # one device a rank
     device = torch.device("cuda", hvd.local_rank())
     torch.cuda.set_device(device)
 

@@ -44,7 +44,8 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 
 args.folder.mkdir(parents=True, exist_ok=True)
 checkpoint, first_epoch = args.folder / "checkpoint.pt", 0
-saved = torch.load(checkpoint) if checkpoint.exists() else None
+# Rank 0 looks: a shared file system may show others the file later.
+saved = hvd.broadcast_object(torch.load(checkpoint) if hvd.rank() == 0 and checkpoint.exists() else None)
 if saved:
     first_epoch = saved["epoch"]
 # Every part has a run log of its own: a log that exists is overwritten.

@@ -41,7 +41,7 @@ torch.set_num_threads(1)
 torch.manual_seed(0)
 train_x, train_y, *_ = map(torch.from_numpy, load_digits_shard(hvd.rank(), hvd.size(), channels_last=False))
 model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.02 * hvd.size(), momentum=0.9)
 optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=args.compression)
 
 unfinished, mine = args.folder / "unfinished", f"rank-{hvd.rank()}-of-{hvd.size()}-step-"
@@ -50,6 +50,9 @@ args.folder.mkdir(parents=True, exist_ok=True)
 # saved a step and others had not: all go on from the newest that every rank has.
 steps = {int(path.stem.removeprefix(mine)) for path in args.folder.glob(f"{mine}*.pt")}
 first_step = max(set.intersection(*hvd.allgather_object(steps)), default=0)
+others = [path.name for path in args.folder.glob("rank-*.pt") if f"-of-{hvd.size()}-" not in path.name]
+if others and not first_step:
+    raise SystemExit(f"{args.folder} has checkpoints of another number of ranks, such as {min(others)}")
 if first_step:
     saved = torch.load(args.folder / f"{mine}{first_step}.pt")
     model.load_state_dict(saved["model"])
@@ -66,7 +69,7 @@ def save(step):
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, fresh)
     fresh.replace(fresh.with_suffix(".pt"))
     hvd.barrier()
-    for old in steps:
+    for old in steps - {step}:
         (args.folder / f"{mine}{old}.pt").unlink(missing_ok=True)
 
 

@@ -216,7 +216,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """Keep the best model seen. The path may be set after construction, as Horovod's Spark estimators do."""
+    """Keep the best model seen; give it to rank 0 alone. The path may be set after construction, as Horovod's Spark
+    estimators do."""
 
     def __init__(
         self,

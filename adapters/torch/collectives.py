@@ -1,4 +1,4 @@
-"""The part of ``horovod.torch`` that works without Horovod: over mpi4py, or alone.
+"""The part of ``horovod.torch`` that works without Horovod: over mpi4py or torch.distributed, or alone.
 
 Names, arguments and results are Horovod's. Other names need Horovod, and raise an error that says so.
 """

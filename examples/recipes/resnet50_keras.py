@@ -5,6 +5,8 @@
 The learning rate grows with the number of ranks, warms up for five epochs, and falls to a tenth at epochs 30, 60 and 80
 (Goyal et al., arXiv 1706.02677).
 
+Every rank reads and decodes all images and keeps its share: where reading is slow, make shares of the files instead.
+
 Its convolutions are small for what they compute, so this pays on slower networks than a language model does: let
 ``hvdplus try`` tell.
 """
@@ -30,6 +32,8 @@ images = keras.utils.image_dataset_from_directory(
 )
 classes = len(images.class_names)
 steps = images.cardinality().numpy() // hvd.size() // args.batch_size  # as many on every rank
+if not steps:
+    raise SystemExit(f"{args.data} has too few images for {hvd.size()} batches of {args.batch_size}")
 mine = images.shard(hvd.size(), hvd.rank()).batch(args.batch_size, drop_remainder=True).repeat().prefetch(4)
 
 inputs = keras.layers.Input((args.image_size, args.image_size, 3))

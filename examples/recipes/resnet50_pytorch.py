@@ -3,7 +3,7 @@
     mpirun -np 2 --bind-to none python examples/recipes/resnet50_pytorch.py --data imagenet/train
 
 The learning rate grows with the number of ranks, warms up for five epochs, and falls to a tenth at epochs 30, 60 and 80
-(Goyal et al., arXiv 1706.02677).
+(Goyal et al., arXiv 1706.02677). Reading images takes Pillow (``pip install pillow``).
 """
 
 import argparse

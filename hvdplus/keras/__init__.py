@@ -244,14 +244,17 @@ def load_model(
     legacy_opts: bool = False,
     settings: Mapping[str, Any] | None = None,
     every: int | str | None = None,
+    op: Any = None,
+    process_set: Any = None,
 ) -> keras.Model:
     """Load a Keras model and wrap its optimizer, so that training resumes where it was; on every rank.
 
     A ``.keras`` file saved with a ``DistributedOptimizer`` holds contexts, the controller's state, and the residuals of
     the rank that saved it (see ``optimizer.consolidate_state_dict``).
 
-    Arguments are Horovod's, and ``settings`` and ``every`` as for ``DistributedOptimizer``; ``legacy_opts`` must stay
-    False: Keras 3 has no legacy optimizers.
+    Arguments are Horovod's; ``settings``, ``every``, ``op`` and ``process_set`` are those of ``DistributedOptimizer``:
+    they are not in the file. ``legacy_opts`` must stay False: Keras 3 has no legacy optimizers. A
+    ``PartialDistributedOptimizer`` does not come back: ``keras.models.load_model``, and wrap its optimizer.
     """
     if legacy_opts:
         raise ValueError("Keras 3 has no legacy optimizers. Received: legacy_opts=True")
@@ -260,7 +263,13 @@ def load_model(
     if getattr(model, "optimizer", None) is not None:
         state = collectives.saved_state(filepath)
         model.optimizer = DistributedOptimizer(
-            model.optimizer, compression=compression, settings=settings, every=every, state=state
+            model.optimizer,
+            compression=compression,
+            settings=settings,
+            every=every,
+            op=op,
+            process_set=process_set,
+            state=state,
         )
     return model
 
