@@ -41,6 +41,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn import functional
 
 import hvdplus.torch as hvd
+from hvdplus.agree import settings_of_exchanges
 from hvdplus.compression import parse
 from hvdplus.control.meter import StepTimes
 from hvdplus.settings import Settings
@@ -307,10 +308,10 @@ def _post_local(
 ) -> tuple[nn.Module, PostLocalSGDOptimizer]:
     """PyTorch's own local SGD, which averages gradients in its first two steps."""
     _join_gloo()
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    state = post_localSGD_hook.PostLocalSGDState(None, torch.distributed.group.WORLD, 2, False)
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    state = post_localSGD_hook.PostLocalSGDState(None, torch.distributed.group.WORLD, POST_LOCAL_WARM, False)
     wrapped.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
-    averager = PeriodicModelAverager(period=every, warmup_steps=2)
+    averager = PeriodicModelAverager(period=every, warmup_steps=POST_LOCAL_WARM)
     return wrapped, PostLocalSGDOptimizer(optimizer, averager)
 
 
@@ -341,6 +342,10 @@ def _ddp(model: nn.Module, hook: str) -> nn.Module:
 
 WARM_STEPS = 2
 """Before a block."""
+POST_LOCAL_WARM = 2
+"""Steps in which PyTorch's local SGD still averages gradients."""
+LOCAL_WARM = settings_of_exchanges({}, Settings())["warm_steps"]
+"""Exchanges in full width before a level of local steps that learns from them."""
 
 
 class Job:
@@ -389,37 +394,49 @@ class Job:
         rhythm = self._people[who].optimizer._rhythm
         return rhythm.every, rhythm.overlap
 
-    def seconds(self, who: str, seconds: float) -> int:
-        """Train for so long, each rank as many steps as it takes, and meet; returns this rank's steps."""
+    def under_way(self, who: str) -> bool:
+        """Whether an exchange runs beside local steps now."""
+        rhythm = getattr(self._people[who].optimizer, "_rhythm", None)
+        return rhythm is not None and any(at is not None for at in rhythm._began)
+
+    def seconds(self, who: str, seconds: float) -> None:
+        """Train for so long, each rank as many steps as it takes, and meet."""
         self.steps(who, 0)
-        contestant, count, end = self._people[who], 0, time.perf_counter() + seconds
+        contestant, end = self._people[who], time.perf_counter() + seconds
         while time.perf_counter() < end:
             contestant.step()
-            count += 1
         contestant.pause()
         contestant.optimizer.average_now()
-        return count
 
-    def blocks(self, turns: list[tuple[str, int]], rest_seconds: float, warm_steps: int = WARM_STEPS) -> list[float]:
+    def blocks(self, turns: list[tuple[Any, ...]], rest_seconds: float) -> list[float]:
         """Mean seconds a step of everybody's block of so many steps; a mean, as some have more to do in every fifth.
 
         Links rest for ``rest_seconds`` before each, so that nobody pays for the bytes of whoever was before. Nor for
         what they left in the processor's caches: a step or two come first that do not count, if a block has several,
         and that hvdplus does not learn from, as no training by itself has such steps.
+
+        Args:
+            turns: (who, steps), or (who, steps, steps before it that do not count).
         """
         seconds = []
-        for who, count in turns:
+        for who, count, *warm in turns:
             time.sleep(rest_seconds)
-            self.steps(who, min(warm_steps, count - 1), unseen=True)
+            self.steps(who, warm[0] if warm else min(WARM_STEPS, count - 1), unseen=True)
             seconds.append(statistics.mean(self.steps(who, count)["seconds"]))
         return seconds
 
     def dense_start(self, who: str) -> int:
-        """Dense steps that ``who`` takes before it compresses."""
-        if "powersgd" in who:
-            return int(who.rpartition(":")[2])
-        level = who.removeprefix("level ")
-        return Settings().warm_steps if level != who and parse(level).needs_warmup else 0
+        """Dense steps that ``who`` takes before it compresses; dense exchanges, of local steps."""
+        kind, _, detail = who.partition(" ")
+        if kind == "ddp" and "powersgd" in detail:
+            return int(detail.rpartition(":")[2])
+        if kind == "postlocal":
+            return POST_LOCAL_WARM
+        if kind not in ("level", "local") or "auto" in detail:
+            return 0
+        level = detail.split()[kind == "local"]
+        steps = LOCAL_WARM if kind == "local" else Settings().warm_steps
+        return steps if parse(level).needs_warmup else 0
 
     def evaluate(self, who: str, average: bool = False) -> float:
         return self._people[who].evaluate(average)
@@ -428,12 +445,6 @@ class Job:
         """The run log of ``who`` so far."""
         contestant = self._people[who]
         return contestant.coordinator.log.records
-
-    def knowledge(self, who: str) -> dict[str, Any]:
-        """What the controller of ``who`` has learned."""
-        contestant = self._people[who]
-        controller = contestant.coordinator._controller
-        return {"memory": controller.memory(), "costs": [tuple(cost) for cost in controller.costs]}
 
     def identical(self, who: str) -> bool:
         return hvd.identical(self._people[who].model)

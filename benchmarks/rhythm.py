@@ -12,8 +12,8 @@ see ``hvdplus.lab``).
 races       A byte-level transformer of 3.3 M parameters trains with AdamW on real text. As in ``adaptive.py``'s races,
             what a fixed choice learns in a step does not depend on the link: its curve is that of a training without
             limits, at the step time that it has at each rate. Who decides for itself trains at each rate. A local
-            step's time is that of a whole period, its exchange included. Losses are those of the ranks' mean, between
-            two exchanges, too.
+            step's time is that of a whole period, its exchange included; exchanges in full width at the start, from
+            which levels learn, are charged. Losses are those of the ranks' mean, between two exchanges, too.
 stragglers  The same training on links without limits, of two hosts whose speed differs: one has half the time of its
             core, or both change theirs every second. Everybody trains for the same seconds.
 prices      What local steps and late means cost in steps: trainings of the same number of steps, with more and more
@@ -31,7 +31,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,7 +40,7 @@ from adaptive import UNSHAPED, Ranks, Verdict, curve, machine, running
 from matplotlib.figure import Figure
 
 from hvdplus.control.interval import LATE_PRICE, PRICE
-from hvdplus.lab import Lab
+from hvdplus.lab import Lab, LabError
 
 HERE = Path(__file__).parent
 MODEL, STEPS, STRETCH = "bytes", 768, 64
@@ -70,6 +70,8 @@ DECIDE = ("auto", "local auto auto")
 """Who trains at each rate."""
 BLOCK_SECONDS, BLOCKS = 0.3, {True: 3, False: 5}
 """A block of steps, of whole periods, takes at least so long; so many blocks of everybody, in turns."""
+MOST_UNDER_WAY = 64
+"""Steps at most beside one exchange."""
 LONG_SECONDS, LONG_BLOCKS = 3.0, 2
 """Who takes longer than this for a block has only so many: such a block is the wire's, and hardly varies."""
 SOONER, SLOW_SOONER, STALE_SOONER = 1.5, 2.0, 1.3
@@ -127,9 +129,14 @@ def train(ranks: Ranks, who: str, rate: str) -> tuple[float, list[float], list[f
     ranks.forget(who=who)
     ranks.lab.shape(rate)
     began = ranks.steps(who=who, count=0)["began"]
-    seconds, losses = [], []
-    for _ in range(STEPS // STRETCH):
-        seconds.append(statistics.mean(ranks.steps(who=who, count=STRETCH)["seconds"]))
+    seconds, losses, taken = [], [], 0
+    for place in range(STEPS // STRETCH):
+        count = (place + 1) * STRETCH - taken
+        steps = ranks.steps(who=who, count=count)["seconds"]
+        while len(steps) < count + MOST_UNDER_WAY and ranks.under_way(who=who):  # or its rest would cost nothing
+            steps += ranks.steps(who=who, count=1)["seconds"]
+        taken += len(steps)
+        seconds.append(statistics.mean(steps))
         ranks.lab.shape(UNSHAPED)
         losses.append(ranks.evaluate(who=who, average=who != "alone"))
         ranks.lab.shape(rate)
@@ -137,49 +144,59 @@ def train(ranks: Ranks, who: str, rate: str) -> tuple[float, list[float], list[f
 
 
 def step_seconds(ranks: Ranks, names: Sequence[str], blocks: int) -> dict[str, float]:
-    """Mean seconds of a step, everybody in turns. A block has whole periods, from one exchange's end to another's: what
-    runs on beside the steps after it is in the block in which it began."""
-    lengths, found = {}, {who: [] for who in names}
+    """Mean seconds of a step, everybody in turns, each round in another order. A block has whole periods, from one
+    exchange's end to another's: what runs on beside the steps after it is in the block in which it began. A period
+    before it does not count, as processors' caches are others' still, unless it is the wire's anyway."""
+    lengths, warm, found, dice = {}, {}, {who: [] for who in names}, random.Random(0)
     for who in names:
         every = period(who)
         ranks.steps(who=who, count=-(-2 // every) * every + overlap(who))
         typical = statistics.mean(ranks.steps(who=who, count=every)["seconds"])
         lengths[who] = every * max(1, round(BLOCK_SECONDS / (every * typical)))
+        warm[who] = every * math.ceil(2 / every) if every * typical < LONG_SECONDS else 0
     for turn in range(blocks):
         taking = [who for who in names if turn < LONG_BLOCKS or lengths[who] * found[who][0] < LONG_SECONDS]
-        turns = [(who, lengths[who]) for who in taking]
-        took = ranks.blocks(turns=turns, rest_seconds=ranks.lab.burst_seconds, warm_steps=0)
+        dice.shuffle(taking)
+        turns = [(who, lengths[who], warm[who]) for who in taking]
+        took = ranks.blocks(turns=turns, rest_seconds=ranks.lab.burst_seconds)
         for who, seconds in zip(taking, took, strict=True):
             found[who].append(seconds)
     return {who: statistics.mean(each) for who, each in found.items()}
 
 
-def race(ranks: Ranks, hosts: int, quick: bool, seeds: Sequence[int]) -> list[Run]:
-    """All seeds at all rates. What a step takes does not depend on the seed, and is measured once."""
+def dense_start(ranks: Ranks, who: str, took: Mapping[str, float]) -> float:
+    """Seconds that its first exchanges, in full width, take beyond its later ones. ``took``: of everybody's step."""
+    count = ranks.dense_start(who=who)
+    if who.startswith("local "):
+        own = period(who) * (took[who] - took["alone"])
+        return count * max(0.0, took["horovod"] - took["alone"] - own)
+    return count * max(0.0, took["ddp"] - took[who])
+
+
+def race(ranks: Ranks, hosts: int, quick: bool, seed: int) -> list[Run]:
+    """One seed at all rates."""
     fixed = people(quick)
     granted = ["horovod fp16", "ddp", "ddp fp16"]
     """Choices that only round: they are granted the losses of fp32."""
     runs = [Run(hosts, rate, {who: [] for who in (*DECIDE, *fixed, *granted)}) for rate in RATES[quick]]
-    took: dict[str, dict[str, float]] = {}
-    for seed in seeds:
-        ranks.model(name=MODEL, seed=seed)
-        learned = {}
-        for who in fixed:
-            learned[who] = train(ranks, who, UNSHAPED)
-            print(f"  {hosts} hosts, seed {seed}: {who} ended with {learned[who][2][-1]:.3f} bits", flush=True)
-        for run in runs:
-            for who in DECIDE:
-                run.curves[who].append(curve(*train(ranks, who, run.rate), STRETCH))
-                if who != "auto":
-                    print(f"  {who} at {run.rate}: {chosen(ranks, who)}", flush=True)
-            ranks.lab.shape(run.rate)
-            if run.rate not in took:
-                took[run.rate] = step_seconds(ranks, [*fixed, *granted], BLOCKS[quick])
-            for who in (*fixed, *granted):
-                began, _, losses = learned.get(who, learned["horovod"])
-                run.curves[who].append(curve(began, [took[run.rate][who]] * len(losses), losses, STRETCH))
-            for who, one in run.curves.items():
-                print(f"  {hosts} hosts, {run.rate}, seed {seed}: {describe(who, one[-1])}", flush=True)
+    ranks.model(name=MODEL, seed=seed)
+    learned = {}
+    for who in fixed:
+        learned[who] = train(ranks, who, UNSHAPED)
+        print(f"  {hosts} hosts, seed {seed}: {who} ended with {learned[who][2][-1]:.3f} bits", flush=True)
+    for run in runs:
+        for who in DECIDE:
+            run.curves[who].append(curve(*train(ranks, who, run.rate), STRETCH))
+            if who != "auto":
+                print(f"  {who} at {run.rate}: {chosen(ranks, who)}", flush=True)
+        ranks.lab.shape(run.rate)
+        took = step_seconds(ranks, [*fixed, *granted], BLOCKS[quick])
+        for who in (*fixed, *granted):
+            began, _, losses = learned.get(who, learned["horovod"])
+            began += dense_start(ranks, who, took)
+            run.curves[who].append(curve(began, [took[who]] * len(losses), losses, STRETCH))
+        for who, one in run.curves.items():
+            print(f"  {hosts} hosts, {run.rate}, seed {seed}: {describe(who, one[-1])}", flush=True)
     return runs
 
 
@@ -205,15 +222,16 @@ def judge(run: Run) -> list[Verdict]:
             for who in others
             if run.seconds(who, target) < math.inf
         ]
-        if pairs:
-            lead, who, target = min(pairs)
-            figures = f"{lead:.2f} x at {target:g} bits against {who} ({run.seconds(who, target):.1f} s)"
-            verdicts.append(Verdict(f"{where}: {line}", lead >= least, figures))
+        lead, who, target = min(pairs, default=(0.0, "", 0.0))
+        figures = f"{lead:.2f} x at {target:g} bits against {who} ({run.seconds(who, target):.1f} s)" if pairs else ""
+        figures = figures or f"none of {', '.join(others)} is at any of {', '.join(map(str, TARGETS))} bits"
+        verdicts.append(Verdict(f"{where}: {line}", lead >= least, figures))
 
     def final(line: str, mine: str) -> None:
         worse = statistics.mean(run.final(mine)) - statistics.mean(run.final("horovod"))
         figures = f"{worse:+.4f} bits, dense's seeds spread over {spread:.4f}"
-        verdicts.append(Verdict(f"{where}: {line}", worse <= spread, figures))
+        if len(run.final(mine)) > 1:  # else nobody knows what seeds do
+            verdicts.append(Verdict(f"{where}: {line}", worse <= spread, figures))
 
     best = min(local, key=lambda who: run.seconds(who, TARGETS[-1]))
     if run.rate in ("100mbit", "1gbit"):
@@ -235,8 +253,11 @@ STRAGGLER_SECONDS, MEETINGS = {True: 30.0, False: 60.0}, 6
 """What everybody trains for, and how often the loss is taken meanwhile."""
 WANDER_SECONDS, SPEEDS = 1.0, (0.3, 0.5, 0.7, 0.95)
 STALE = ("stale 3 every=4", "stale any every=4", "stale any every=8")
-BULK = ("auto", "horovod", "local 8 fp16")
+LOCK_STEPPED, WAITS = ("auto", "horovod"), "local 8 fp16"
+BULK = (*LOCK_STEPPED, WAITS)
 """Who exchanges all together."""
+COMMANDED = 8
+"""Steps that they are told to take at a time."""
 
 
 class Wander(threading.Thread):
@@ -245,13 +266,17 @@ class Wander(threading.Thread):
     def __init__(self, lab: Lab) -> None:
         super().__init__(daemon=True)
         self._lab, self._over, self._dice = lab, threading.Event(), random.Random(0)
+        self._failure: LabError | None = None
 
     def run(self) -> None:
-        while not self._over.is_set():
-            with contextlib.ExitStack() as slow:
-                for host in self._lab.hosts:
-                    slow.enter_context(self._lab.slow(host, self._dice.choice(SPEEDS)))
-                self._over.wait(WANDER_SECONDS)
+        try:
+            while not self._over.is_set():
+                with contextlib.ExitStack() as slow:
+                    for host in self._lab.hosts:
+                        slow.enter_context(self._lab.slow(host, self._dice.choice(SPEEDS)))
+                    self._over.wait(WANDER_SECONDS)
+        except LabError as failure:
+            self._failure = failure
 
     def __enter__(self) -> Wander:
         self.start()
@@ -260,6 +285,8 @@ class Wander(threading.Thread):
     def __exit__(self, *failure: object) -> None:
         self._over.set()
         self.join()
+        if self._failure:  # hosts have had one speed since
+            raise self._failure
 
 
 SPEEDS_OF_HOSTS: dict[str, Callable[[Lab], contextlib.AbstractContextManager[object]]] = {
@@ -268,16 +295,15 @@ SPEEDS_OF_HOSTS: dict[str, Callable[[Lab], contextlib.AbstractContextManager[obj
 }
 
 
-def straggle(ranks: Ranks, quick: bool, seeds: Sequence[int]) -> list[Run]:
-    """Everybody under every condition, for the same seconds."""
+def straggle(ranks: Ranks, quick: bool, seed: int) -> list[Run]:
+    """Everybody under every condition, for the same seconds; one seed."""
     runs = [Run(2, condition, {who: [] for who in (*BULK, *STALE)}) for condition in list(SPEEDS_OF_HOSTS)]
     ranks.lab.shape(UNSHAPED)
-    for seed in seeds:
-        ranks.model(name=MODEL, seed=seed)
-        for run in runs[: 1 if quick else None]:
-            for who, curves in run.curves.items():
-                curves.append(against_the_clock(ranks, who, SPEEDS_OF_HOSTS[run.rate], STRAGGLER_SECONDS[quick]))
-                print(f"  {run.rate}, seed {seed}: {describe(who, curves[-1])}", flush=True)
+    ranks.model(name=MODEL, seed=seed)
+    for run in runs[: 1 if quick else None]:
+        for who, curves in run.curves.items():
+            curves.append(against_the_clock(ranks, who, SPEEDS_OF_HOSTS[run.rate], STRAGGLER_SECONDS[quick]))
+            print(f"  {run.rate}, seed {seed}: {describe(who, curves[-1])}", flush=True)
     return runs[: 1 if quick else None]
 
 
@@ -288,7 +314,6 @@ def against_the_clock(
     ranks.forget(who=who)
     ranks.steps(who=who, count=0)
     part, spent, found = seconds / MEETINGS, 0.0, []
-    every = 8 if who.startswith("local") else 1
     while spent < seconds:
         with speeds(ranks.lab):
             began = time.monotonic()
@@ -296,7 +321,7 @@ def against_the_clock(
                 ranks.seconds(who=who, seconds=part)
             else:
                 while time.monotonic() < began + part:
-                    ranks.steps(who=who, count=every)
+                    ranks.steps(who=who, count=COMMANDED)
             spent += time.monotonic() - began
         found.append((spent, ranks.evaluate(who=who, average=True)))
     return found
@@ -305,15 +330,15 @@ def against_the_clock(
 def judge_stragglers(run: Run) -> list[Verdict]:
     """Whether it pays to wait for nobody."""
     loss = max(statistics.median(run.final("auto")), statistics.median(run.final("horovod")))
-    bulk = {who: run.seconds(who, loss) for who in ("auto", "horovod")}
+    bulk = {who: run.seconds(who, loss) for who in LOCK_STEPPED}
     stale = {who: run.seconds(who, loss) for who in STALE}
     soonest, best = min(bulk, key=lambda who: bulk[who]), min(stale, key=lambda who: stale[who])
     return [
         Verdict(
             f"{run.rate}: stale or asynchronous at least {STALE_SOONER} x sooner than the best of lock-step",
-            bulk[soonest] / stale[best] >= STALE_SOONER,
+            math.isfinite(bulk[soonest]) and bulk[soonest] / stale[best] >= STALE_SOONER,
             f"{bulk[soonest] / stale[best]:.2f} x at {loss:.3f} bits: {best} {stale[best]:.1f} s, {soonest} "
-            f"{bulk[soonest]:.1f} s",
+            f"{bulk[soonest]:.1f} s; {WAITS}, which waits, {run.seconds(WAITS, loss):.1f} s",
         )
     ]
 
@@ -393,14 +418,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name = f"rhythm-{hosts}-hosts" + "-quick" * options.quick
             before = earlier(HERE / "results" / f"{name}.json", options.after)
             with running(hosts, RATES[options.quick]) as ranks:
-                runs = joined(before, race(ranks, hosts, options.quick, seeds))
-            conclude(runs, [verdict for run in runs for verdict in judge(run)], name)
+                for seed in seeds:
+                    before = joined(before, race(ranks, hosts, options.quick, seed))
+                    conclude(before, [verdict for run in before for verdict in judge(run)], name)
     if "stragglers" in parts:
         name = "rhythm-stragglers" + "-quick" * options.quick
         before = earlier(HERE / "results" / f"{name}.json", options.after)
         with running(2, [], one_sided=True) as ranks:
-            runs = joined(before, straggle(ranks, options.quick, seeds))
-        conclude(runs, [verdict for run in runs for verdict in judge_stragglers(run)], name)
+            for seed in seeds:
+                before = joined(before, straggle(ranks, options.quick, seed))
+                conclude(before, [verdict for run in before for verdict in judge_stragglers(run)], name)
     if "prices" in parts:
         with running(2, []) as ranks:
             found = prices(ranks, seeds)
@@ -438,9 +465,16 @@ def earlier(path: Path, seeds: int) -> list[Run]:
 
 
 def joined(before: Sequence[Run], now: Sequence[Run]) -> list[Run]:
-    """Runs with the seeds of those before, if there are any."""
+    """Runs with the seeds of those before, if there are any.
+
+    Raises:
+        ValueError: those have other rates or other people.
+    """
     if not before:
         return list(now)
+    theirs, ours = ({run.rate: sorted(run.curves) for run in runs} for runs in (before, now))
+    if theirs != ours:
+        raise ValueError(f"The seeds before are of other rates or people: {theirs}. Now: {ours}")
     return [
         run._replace(curves={who: [*first.curves[who], *curves] for who, curves in run.curves.items()})
         for first, run in zip(before, now, strict=True)

@@ -67,15 +67,19 @@ def test_steps_are_compared_all_along_the_way() -> None:
 @pytest.mark.parametrize("mine", [5.0, 9.0])
 def test_a_race_is_judged_at_every_loss_that_the_other_reaches(mine: float) -> None:
     others = ("auto", "horovod", "ddp powersgd:4:2", "postlocal 16", "local 16 int4")
-    run = Run(2, "100mbit", {who: [training(10.0)] for who in others} | {"local auto auto": [training(mine)]})
+    run = Run(2, "100mbit", {who: [training(10.0)] * 2 for who in others} | {"local auto auto": [training(mine)] * 2})
     verdicts = {each.line.partition(": ")[2]: each for each in judge(run)}
     sooner = verdicts["every=auto at least 1.5 x sooner than auto and PowerSGD"]
     assert sooner.passed == (mine == 5.0) and sooner.figures.startswith(f"{10 / mine:.2f} x")
     assert verdicts["every=auto ends as dense does"].passed
-    worse = run.curves | {"local auto auto": [training(mine, (4.0, 3.3, 3.1, 2.95))]}
-    assert not {each.line: each for each in judge(run._replace(curves=worse))}[
-        "2 hosts, 100mbit: every=auto ends as dense does"
-    ].passed
+    worse = run.curves | {"local auto auto": [training(mine, (4.0, 3.3, 3.1, 2.95))] * 2}
+    ends = "2 hosts, 100mbit: every=auto ends as dense does"
+    assert not {each.line: each for each in judge(run._replace(curves=worse))}[ends].passed
+    alone = {who: curves[:1] for who, curves in run.curves.items()}
+    assert ends not in {each.line for each in judge(run._replace(curves=alone))}, "one seed does not say what seeds do"
+    nobody = run.curves | {who: [training(10.0, (4.5, 4.4, 4.3, 4.2))] * 2 for who in ("auto", "ddp powersgd:4:2")}
+    (unknown,) = (each for each in judge(run._replace(curves=nobody)) if "sooner than auto" in each.line)
+    assert not unknown.passed and unknown.figures.startswith("none of auto, ddp powersgd:4:2 is at any of")
 
 
 def test_stragglers_are_judged_where_lock_step_ends() -> None:
