@@ -329,6 +329,98 @@ class Planned(Exchange):
         self._log(ranks)
 
 
+# --- both bases in one pass -----------------------------------------------------------------------------------------
+
+
+class Both(Exchange):
+    """``lowrank`` that sends both sides in every step, each by a basis that earlier sums have taught.
+
+    Of a matrix G a rank sends ``A = G Q`` and ``W = G^T U``. Delivered is, by ``form``:
+
+    ``both``: what either basis spans, ``A Q^T + U W^T - U (U^T A) Q^T``; the next bases are those of W and A.
+    ``bothsvd``: the same; the next bases are the largest singular vectors of what was delivered.
+    ``bothdraw``: as ``both``, with a quarter of each basis drawn anew in every step.
+    ``nystrom``: ``Y C``, with Y the basis of the sum of A, and C by least squares from ``U^T Y C = W^T``; the next
+    bases are those of C and Y. U has ``more`` columns besides, drawn anew in every step.
+    """
+
+    damping = 0.03
+
+    def __init__(self, rank: int, spec: Spec, form: str, more: int = 0) -> None:
+        self.spec, self._form, self._rank, self._more = spec, form, rank, more
+        starts = np.cumsum([0, *spec.sizes]).tolist()
+        self._places = []
+        for number, shape in enumerate(spec.shapes):
+            rows, columns = most_square(shape)
+            if 2 * rank <= min(rows, columns):
+                self._places.append((starts[number], rows, columns))
+        self._draw = torch.Generator().manual_seed(5)
+        self._bases = [
+            (self._fresh(columns, rank), self._fresh(rows, rank + more)) for _, rows, columns in self._places
+        ]
+
+    @property
+    def bytes_a_step(self) -> float:
+        """Both sides."""
+        dense = self.spec.size - sum(rows * columns for _, rows, columns in self._places)
+        factors = sum(self._rank * (rows + columns) + self._more * columns for _, rows, columns in self._places)
+        return 4 * (dense + factors)
+
+    def _fresh(self, length: int, rank: int) -> Tensor:
+        return _basis(torch.randn(length, rank, generator=self._draw))
+
+    def add(self, grads: Sequence[Tensor]) -> Tensor:
+        """Both sides of every matrix."""
+        joined = self.joined(grads)
+        total, left = torch.stack(joined).sum(dim=0), [torch.zeros_like(grad) for grad in grads]
+        for number, (start, rows, columns) in enumerate(self._places):
+            end = start + rows * columns
+            matrices = [sent[start:end].view(rows, columns) for sent in joined]
+            arrive, self._bases[number] = self._exchanged(matrices, *self._bases[number])
+            for matrix, arrives, residual in zip(matrices, arrive, left, strict=True):
+                residual[start:end] = (matrix - arrives).flatten()
+            total[start:end] = sum(arrive[1:], arrive[0].clone()).flatten()
+        self.residuals = left
+        return total
+
+    def _exchanged(
+        self, matrices: Sequence[Tensor], right: Tensor, left: Tensor
+    ) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
+        """Every rank's part of what arrives, and the next bases."""
+        columns, rows = [matrix @ right for matrix in matrices], [matrix.t() @ left for matrix in matrices]
+        all_columns, all_rows = sum(columns[1:], columns[0].clone()), sum(rows[1:], rows[0].clone())
+        if self._form == "nystrom":
+            basis = _basis(all_columns)
+            cosines = left.t() @ basis
+            known = torch.eye(self._rank) * self.damping
+            solved = torch.linalg.solve(cosines.t() @ cosines + known, cosines.t())
+            arrive = [basis @ (solved @ row.t()) for row in rows]
+            more = torch.randn(len(basis), self._more, generator=self._draw)
+            return arrive, (_basis(all_rows @ solved.t()), _basis(torch.cat([basis, more], dim=1)))
+        arrive = [a @ right.t() + left @ (w - right @ (a.t() @ left)).t() for a, w in zip(columns, rows, strict=True)]
+        if self._form == "bothsvd":
+            u, _, v = torch.linalg.svd(sum(arrive[1:], arrive[0].clone()), full_matrices=False)
+            return arrive, (v[: self._rank].t().contiguous(), u[:, : self._rank].contiguous())
+        if self._form == "bothdraw":
+            drawn = self._rank // 4
+            kept = self._rank - drawn
+            parts = [
+                torch.cat([found[:, :kept], torch.randn(len(found), drawn, generator=self._draw)], dim=1)
+                for found in (_largest(all_rows), _largest(all_columns))
+            ]
+            return arrive, (_basis(parts[0]), _basis(parts[1]))
+        return arrive, (_basis(all_rows), _basis(all_columns))
+
+
+def _basis(columns: Tensor) -> Tensor:
+    return torch.linalg.qr(columns)[0]
+
+
+def _largest(columns: Tensor) -> Tensor:
+    """Left singular vectors, the largest first."""
+    return torch.linalg.svd(columns, full_matrices=False)[0]
+
+
 # --- command line -------------------------------------------------------------------------------------------------
 
 
@@ -344,6 +436,8 @@ class Asked:
     turned: dict[str, Any] = field(default_factory=dict)
     every: int | None = None
     relative: bool = False
+    both: str = ""
+    more: int = 0
 
 
 def read(text: str) -> Asked:
@@ -365,6 +459,8 @@ def read(text: str) -> Asked:
             asked.turned |= {"step": float(match[1])}
         elif match := re.fullmatch(r"planned(\d+)(r?)", word):
             asked.every, asked.relative = int(match[1]), bool(match[2])
+        elif match := re.fullmatch(r"(both|bothsvd|bothdraw|nystrom)(\d*)", word):
+            asked.both, asked.more = match[1], int(match[2] or 0)
         else:
             raise ValueError(f"Unknown word. Received: {word!r}")
     return asked
@@ -384,6 +480,8 @@ def train(text: str, task: Task, seed: int, steps: int, ranks: int) -> dict[str,
     elif asked.kept != 1.0:
         exchange = Fading(parse(asked.row), spec)
         exchange.kept = asked.kept
+    elif asked.both:
+        exchange = Both(parse(asked.row).rank, spec, asked.both, asked.more)  # type: ignore[attr-defined]
     elif asked.every is not None:
         exchange = Planned(parse(asked.row).rank, spec, asked.every, asked.relative, plans.append)  # type: ignore
     training.exchange = exchange
