@@ -73,8 +73,10 @@ demo: install
 # built once. What measures times, or computes on all cores, runs alone.
 PURE := not (jobs or lab or slurm)
 SHARED := $(PURE) or one_rank
-# Long tests that mostly tell what others tell run with EVERY_TEST=1 only.
+# Long tests that mostly tell what others tell, and three quarters of the examples of properties, run with EVERY_TEST=1
+# only.
 USUAL := $(if $(EVERY_TEST),, and not rarely)
+PROFILE := --hypothesis-profile $(if $(EVERY_TEST),full,check)
 # pytest ends with 5 where it was told to pick tests and there is none of them in this part.
 PICKED := $(if $(PYTEST_ARGS),|| [ $$? -eq 5 ])
 
@@ -101,9 +103,9 @@ types: $(CHECK)/.stamp
 # a framework that cannot be imported is a failure; without, its tests are left out.
 test: export ALL_FRAMEWORKS := 1
 test: install
-	cd tests && $(VENV)/bin/python -m pytest -q -n 2 -m "($(SHARED))$(USUAL)" . $(PYTEST_ARGS) $(PICKED)
-	cd tests && $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile -m "not ($(SHARED)) and not alone$(USUAL)" . $(PYTEST_ARGS) $(PICKED)
-	cd tests && $(VENV)/bin/python -m pytest -m "not ($(SHARED)) and alone$(USUAL)" . $(PYTEST_ARGS) $(PICKED)
+	cd tests && $(VENV)/bin/python -m pytest -q -n 2 $(PROFILE) -m "($(SHARED))$(USUAL)" . $(PYTEST_ARGS) $(PICKED)
+	cd tests && $(VENV)/bin/python -m pytest -q -n 2 $(PROFILE) --dist loadfile -m "not ($(SHARED)) and not alone$(USUAL)" . $(PYTEST_ARGS) $(PICKED)
+	cd tests && $(VENV)/bin/python -m pytest $(PROFILE) -m "not ($(SHARED)) and alone$(USUAL)" . $(PYTEST_ARGS) $(PICKED)
 
 # Pages in build/docs. A warning is an error: it is a link that leads nowhere, or a name that is gone.
 $(VENV)/.stamp-docs: $(VENV)/.stamp-package

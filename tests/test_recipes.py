@@ -56,7 +56,7 @@ def subprocess_source():
     ("name", "package", "epochs"),
     [
         ("cifar10_pytorch.py", "torch", 3),
-        ("cifar10_keras.py", "keras", 3),
+        pytest.param("cifar10_keras.py", "keras", 3, marks=pytest.mark.rarely),
         ("large_batch_pytorch.py", "pytorch_optimizer", 12),
         pytest.param("large_batch_keras.py", "keras", 12, marks=pytest.mark.rarely),
     ],

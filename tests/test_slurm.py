@@ -81,9 +81,9 @@ def state_at_the_end(job, timeout_seconds, ask=on_this_machine):
 @pytest.mark.parametrize(
     ("framework", "launcher"),
     [
-        ("pytorch", "mpirun"),
+        pytest.param("pytorch", "mpirun", marks=pytest.mark.rarely),
         ("pytorch", "horovodrun"),
-        ("pytorch", "srun"),
+        pytest.param("pytorch", "srun", marks=pytest.mark.rarely),
         ("keras", "mpirun"),
         pytest.param("keras", "horovodrun", marks=pytest.mark.rarely),
     ],

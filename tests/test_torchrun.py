@@ -28,6 +28,7 @@ def start(path, ranks=2, timeout_seconds=120, launcher=torchrun, **environment):
     return run(launcher(ranks, "python", str(path)), timeout_seconds, **environment)
 
 
+@pytest.mark.rarely  # test_packaging.py trains both where nothing else is installed
 @pytest.mark.parametrize("example", ["pytorch_digits.py", "pytorch_ddp.py"])
 def test_examples_under_torchrun(example):
     command = torchrun(2, "python", str(EXAMPLES / example), "--epochs", "12")
@@ -194,7 +195,7 @@ def test_starts_of_ranks_have_names_of_their_own():
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.rarely), 2])
 def test_torchrun_restarts_a_job_that_goes_on_from_its_checkpoint(nodes, tmp_path):
     """Killed once, the job ends with the weights of a job that was not. Each node counts its own ranks' failures."""
     body = """

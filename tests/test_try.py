@@ -83,12 +83,13 @@ def test_a_script_is_tried(tmp_path: Path) -> None:
     assert code == 0, output
     (line,) = (line for line in output.splitlines() if line.startswith("200mbit "))
     _, stock, fp16, auto, level, gain, _ = line.split()
-    assert float(auto) < float(fp16) < float(stock) and level.startswith("lowrank") and float(gain) > 1.2, output
+    assert float(auto) < float(fp16) < float(stock) and level.startswith("powersgd") and float(gain) > 1.2, output
     assert sum(line.startswith("~ ") for line in output.splitlines()) == 2
 
 
 @pytest.mark.alone
 @pytest.mark.lab
+@pytest.mark.rarely
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 def test_a_script_for_torchrun_is_tried_by_torchrun(tmp_path: Path) -> None:
     script = Path(__file__).parent.parent / "examples" / "pytorch_ddp.py"
