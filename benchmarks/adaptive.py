@@ -270,7 +270,7 @@ def best_level(ranks: Ranks, rounds: int) -> tuple[dict[str, float], dict[str, f
             ranks.steps(who=who, count=START_STEPS)
             errors = [window["error"] for window in windows(ranks, who)[-3:] if window["error"] is not None]
             error = statistics.median(errors) if errors else 0.0
-            prices[level] = price_of_delay(Settings().delay_price, error)
+            prices[level] = price_of_delay(Settings().delay_price * parse(level).delay_weight, error)
             if error > Settings().error_budget:
                 over.setdefault(level, error)
     people = [f"level {level}" for level in Settings().ladder if level not in over]

@@ -96,7 +96,7 @@ class Outcome(NamedTuple):
 
 def cost(job: Job | Trace, level: int) -> float:
     """Seconds of a step, times the price of delay."""
-    return job.seconds(level) * price_of_delay(PRICE_OF_DELAY, job.errors[level])
+    return job.seconds(level) * price_of_delay(PRICE_OF_DELAY * job.costs[level].delay_weight, job.errors[level])
 
 
 def training(errors: Sequence[float] = ERRORS) -> Training:

@@ -75,6 +75,11 @@ class Chain(Piecewise):
         return self.first.uses_products
 
     @property
+    def delay_weight(self) -> float:
+        """The first part's."""
+        return self.first.delay_weight
+
+    @property
     def memory_passes(self) -> float:
         """The first part's plus one: the second part's array is smaller."""
         return self.first.memory_passes + 1.0

@@ -147,6 +147,11 @@ class Compressor(ABC):
         return False
 
     @property
+    def delay_weight(self) -> float:
+        """What the level's residual delays a training, beside one as long of other levels (``docs/costs.md``)."""
+        return 1.0
+
+    @property
     def memory_passes(self) -> float:
         """Estimate of how often a bucket's 4 d bytes are read or written in a step by encoding, decoding and the
         residual: 2 is one copy of the gradient."""

@@ -26,6 +26,8 @@ class PowerSGD(LowRank):
     paper = "1905.13727"
     passes = 2
     memory_passes = 6.0
+    # What it holds back is small in this step's own directions, not what the last step's have missed.
+    delay_weight = 0.6
 
     @property
     def name(self) -> str:

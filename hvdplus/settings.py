@@ -138,7 +138,7 @@ class Settings:
         "auto (if that is faster), on, off, or the number of ranks that share",
     )
     ladder: tuple[str, ...] = _setting(
-        ("none", "fp16", "int8", "lowrank:32+fp16", "lowrank:16+fp16", "lowrank:8+fp16"),
+        ("none", "fp16", "int8", "powersgd:16+fp16", "lowrank:16+fp16", "powersgd:8+fp16", "powersgd:4+fp16"),
         _words,
         "levels that auto may choose from, least compression first",
     )

@@ -349,6 +349,7 @@ def test_the_log_opens_with_what_the_job_is_and_closes_with_what_it_came_to(tmp_
             "codec_ms": 0.0,
             "keeps_residual": name == "lowrank:4",
             "passes": 1,
+            "delay_weight": 1.0,
         }
         for name in LADDER
     }
@@ -669,7 +670,7 @@ def test_buckets_that_are_cut_anew_send_something_else(tmp_path: Path) -> None:
     kinds = [record["kind"] for record in records]
     (record,) = (record for record in records if record["kind"] == "resize")
     sent = {"payload_bytes": 2500, "last_bytes": 62, "messages": 4, "codec_ms": 1.234, "keeps_residual": False}
-    sent["passes"] = 1
+    sent |= {"passes": 1, "delay_weight": 1.0}
     assert record["levels"]["fp16"] == sent
     assert kinds.index("trace") < kinds.index("resize"), "what was seen before stands before"
     assert len(records[kinds.index("trace")]["steps"]) == 4
@@ -697,6 +698,21 @@ def test_what_is_forbidden_is_in_the_log_where_it_happened(tmp_path: Path) -> No
     other = make("none", "fp16", auto=True)
     other.leave_out_residuals()
     assert other.log.records == []
+
+
+def test_what_a_loss_scaler_has_forbidden_is_asked_anew_after_a_checkpoint() -> None:
+    """The script may train without one by now, or have given it to hvdplus."""
+    before = make(auto=True)
+    Run(before, milliseconds=SLOW).steps(40)
+    before.leave_out_residuals()
+    after = make(auto=True)
+    assert after.load(before.state())
+    run = Run(after, milliseconds=SLOW)
+    run.steps(200)
+    assert LOWRANK in {plan.level for plan in run.plans}
+    assert after.load(before.state()) and after.leave_out_residuals() is False
+    run.steps(40)
+    assert {plan.level for plan in run.plans[-38:]} <= {NONE, FP16}
 
 
 def test_a_level_over_the_error_budget_does_not_come_back() -> None:

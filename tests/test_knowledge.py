@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdplus.control.blocks import ALONE, NOISE_FLOOR, Block, Guess, block_of, ratio_of, shrunk
-from hvdplus.control.delay import settled
+from hvdplus.control.delay import expected, settled
 from hvdplus.control.knowledge import DRIFT, Knowledge
 from hvdplus.control.link import LevelCost
 from hvdplus.control.memory import from_plain, restore, to_plain
@@ -155,6 +155,26 @@ def test_no_reading_comes_to_more_than_ten_or_itself(error: float, age: int, car
 
 
 # -- levels ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_single_reading_outvotes_no_guess() -> None:
+    """It may be of an odd batch, and would price the level and those near it out for good."""
+    for level, neighbour in ((1, 2), (2, 1)):
+        near = tuple(LevelCost(round(8e6 * share), 0, 5) for share in (1.0, 0.1, 0.07))
+        guess, beside = expected(level, {}, near), expected(neighbour, {}, near)
+        assert expected(level, {level: [13.0]}, near) == guess and guess.mean < 1
+        assert expected(neighbour, {level: [13.0]}, near) == beside
+        assert expected(level, {level: [0.5, 13.0, 0.6]}, near) == Guess(0.6, 0.0)
+        assert expected(level, {level: [0.1]}, near).mean == 0.1, "no batch makes it smaller by chance"
+        assert 0.05 < expected(neighbour, {level: [0.1]}, near).mean < 0.2
+
+
+def test_a_levels_weight_is_in_its_price() -> None:
+    knowledge = known(0, 2, error=2.0)
+    assert knowledge.price(2) == pytest.approx(1 + 0.05 * 2.0)
+    knowledge.costs = (*COSTS[:2], COSTS[2]._replace(delay_weight=0.6))
+    assert knowledge.price(2) == pytest.approx(1 + 0.6 * 0.05 * 2.0) and knowledge.price(0) == 1
+
 
 COSTS = tuple(
     LevelCost(round(8e6 * share), round(1.6e6 * share), 5, codec)

@@ -87,8 +87,9 @@ class Config:
     explore: float = 0.02
     """Share of the time that trials of levels that are not expected to be better may cost, and bandwidth probes."""
     delay_price: float = 0.25
-    """κ; 0: only time counts. Fitted by ``benchmarks/delay.py``: 0.24 for the usual ladder, 0.28 (0.24 to 0.34) for all
-    levels tried, in trainings of 200 steps from the start; where they are longer, delay costs less."""
+    """κ; 0: only time counts. Fitted by ``benchmarks/delay.py`` to trainings of 200 steps from the start: 0.18 for
+    integers, 0.26 for ``topk``, 0.31 for ``lowrank``; where they are longer, delay costs less. A kind of level that is
+    far from it has a weight of its own, see ``LevelCost``."""
     critical_price: float = 2.0
     """Factor of κ in a critical phase, see ``phases.py``."""
     error_budget: float = 5.0
@@ -246,7 +247,8 @@ class Controller:
             return False
         steps, held = [each.step for each in self._window], self._turns[-1][1]
         extra = math.log(self._known.price(self.level) / self._known.price(self.held)) + self._need(self.level)
-        return hopeless(steps, held, extra, self.config.block_steps, settled=settled)
+        count = self.config.block_steps * (self._patience() if len(self._turns) > 1 else 1)
+        return hopeless(steps, held, extra, count, settled=settled)
 
     def _patience(self) -> int:
         """Factor by which a trial's blocks are longer: where steps are noisy, long turns cost less than many."""
@@ -254,7 +256,7 @@ class Controller:
         return max(1, min(LONGEST, round(math.sqrt(self._noise) / margin))) if margin else 1
 
     def _after_block(self, block: Block) -> Decision | None:
-        self._window = []
+        count, self._window = len(self._window), []
         news = self._known.is_news(self.level, block)
         self._doubt, changed = news and not self._doubt, news and self._doubt
         if self._doubt:
@@ -263,7 +265,7 @@ class Controller:
             self._lost = {}
         self._known.learn(self.level, block, held=self.level == self.held)
         if self.level == self.held:
-            noise = max(noise_of(block, self.config.pairs), QUIET)
+            noise = max(noise_of(block, self.config.pairs) * count / self.config.block_steps, QUIET)
             # The geometric mean of late: a step that stalled makes its block hundreds of times as noisy as others.
             self._noise = self._noise**0.8 * noise**0.2 if self._noise else noise
         if self.mode is Mode.TRIAL:
@@ -373,7 +375,8 @@ class Controller:
 
     def _enter(self, mode: Mode, level: int, why: str = "") -> Decision:
         if level != self.level:
-            self._carried = reached(self._known.error(self.level).mean, self._age, self._carried)
+            if self._age or self.costs[self.level].keeps_residual:  # else what was carried is under way still
+                self._carried = reached(self._known.error(self.level).mean, self._age, self._carried)
             self._age = 0
             self._exploring.level_changed()
         self.mode, self.level, self._window, self._doubt = mode, level, [], False

@@ -20,6 +20,8 @@ NEAR = 3.0
 """Factor between the bytes of such two levels, at most: beyond, they are seldom of one kind."""
 GUESS_ERROR, NEAR_ERROR = 0.7, 0.3
 """Standard deviations of such an e, as a share of it (``benchmarks/results/delay.txt``)."""
+SURE = 3
+"""Readings of a level's e that are no accident; a single one may be of an odd batch."""
 MOST_ERROR = 10.0
 """Of any level: one that sends a hundredth of the energy of gradient and residual in a step."""
 
@@ -27,12 +29,16 @@ MOST_ERROR = 10.0
 def expected(level: int, errors: Mapping[int, Sequence[float]], costs: Sequence[LevelCost]) -> Guess:
     """A level's e: as measured, or else as guessed from its bytes and from the level measured with about as many.
 
+    Fewer than ``SURE`` readings count where they are below the guess: an odd batch of small gradients makes e larger,
+    and would price a level and its neighbours out for good.
+
     Args:
         errors: level -> what its error comes to, by readings.
         costs: of every level.
     """
-    if level in errors:
-        return Guess(median(errors[level]), 0.0)
+    seen = errors.get(level, ())
+    if len(seen) >= SURE:
+        return Guess(median(seen), 0.0)
     if not costs[level].keeps_residual:
         return Guess(0.0, 0.0)
     sent = costs[level].payload_bytes
@@ -40,15 +46,27 @@ def expected(level: int, errors: Mapping[int, Sequence[float]], costs: Sequence[
     def distance(other: int) -> float:
         return abs(math.log(max(1, costs[other].payload_bytes) / max(1, sent)))
 
-    kept = [other for other in errors if costs[other].keeps_residual]
-    near = [other for other in kept if distance(other) < math.log(NEAR) and _left_out(other, costs)]
+    known = {other: median(errors[other]) for other in errors if costs[other].keeps_residual and other != level}
+    near = [
+        other
+        for other, error in known.items()
+        if (len(errors[other]) >= SURE or error < _by_bytes(other, costs))
+        and distance(other) < math.log(NEAR)
+        and _left_out(other, costs)
+    ]
     if not near:
-        error, spread = math.sqrt(ENERGY * _left_out(level, costs)), GUESS_ERROR
+        error, spread = _by_bytes(level, costs), GUESS_ERROR
     else:
         nearest = min(near, key=distance)
         times = _left_out(level, costs) / _left_out(nearest, costs)
-        error, spread = median(errors[nearest]) * times ** (POWER / 2), NEAR_ERROR
+        error, spread = known[nearest] * times ** (POWER / 2), NEAR_ERROR
+    if seen and median(seen) < error:
+        error, spread = median(seen), NEAR_ERROR
     return Guess(error, (spread * error) ** 2)
+
+
+def _by_bytes(level: int, costs: Sequence[LevelCost]) -> float:
+    return math.sqrt(ENERGY * _left_out(level, costs))
 
 
 def _left_out(level: int, costs: Sequence[LevelCost]) -> float:

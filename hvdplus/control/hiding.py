@@ -25,7 +25,7 @@ class Hiding:
 
     def see(self, block: Block, cost: LevelCost, link: Link) -> None:
         """Take in a block of a level that asks ``cost`` of the link."""
-        self.share = max(self.share, block.overlapped / block.busy)
+        self.share = max(self.share, min(block.overlapped, block.busy + block.codec) / block.busy)
         if straight := link.seconds(cost):  # the last bucket's share of this block's own sums, however long they take
             self.bound |= block.exposed > BOUND * block.comm * link.exposed(cost, math.inf) / straight > 0.0
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hvdplus.control.blocks import FAR, NOISE_FLOOR, Block, Guess
-from hvdplus.control.delay import expected, price_of_delay, settled
+from hvdplus.control.delay import SURE, expected, price_of_delay, settled
 from hvdplus.control.hiding import Hiding
 from hvdplus.control.link import MODEL_ERROR, LevelCost, LinkEstimate
 
@@ -40,8 +40,11 @@ PACKING, CODEC_ERROR, ALIKE_ERROR = 0.5, 0.3, 0.1
 """Seconds that a level with a residual takes to pack gradients and write means back, as a share of its codec's alone;
 standard deviations of a codec's time, as shares of it: of any, and where a level that packs likewise was measured.
 (0.5 to 0.8 on two cores, 2.3 for many small tensors; from ``lowrank`` to ``int8`` it hardly differs.)"""
-ERRORS_KEPT, SURE = 10, 3
-"""Readings of an error that are kept, and so many in a row that are no accident."""
+ERRORS_KEPT = 10
+"""Readings of an error that are kept."""
+MOST_PROBE_BENT = 5.0
+"""Largest factor by which a probe takes longer than the link's straight line says: one beyond it fell into a burst of
+others. (Links that carry the first bytes at any speed let one through in a fifteenth.)"""
 COMPUTATIONS = (1e-3, 1e-2, 1e-1, 1.0)
 """Seconds that the computation of a step may take, before one was seen; half of them may hide communication."""
 
@@ -160,7 +163,7 @@ class Knowledge:
         elif self.probe_bent:
             self.link = self.link.updated(cost, seconds / self.probe_bent, doubt / self.probe_bent**2)
         else:
-            self.probe_bent = self._bent(cost, seconds)
+            self.probe_bent = min(self._bent(cost, seconds), MOST_PROBE_BENT)
 
     def begin(self, sums: Sequence[tuple[int, float]]) -> None:
         """Before any step: take in what sums of so many bytes took, so many seconds."""
@@ -231,7 +234,11 @@ class Knowledge:
 
     def price(self, level: int) -> float:
         """By what factor a training at this level needs more steps."""
-        return price_of_delay(self.delay_price, self.error(level).mean)
+        return price_of_delay(self._kappa(level), self.error(level).mean)
+
+    def _kappa(self, level: int) -> float:
+        """κ of a level, at this time."""
+        return self.delay_price * self.costs[level].delay_weight
 
     def cost(self, level: int, held: int) -> Guess:
         """Logarithm of seconds times price. ``held``: the level that runs, whose link needs no guess."""
@@ -240,12 +247,14 @@ class Knowledge:
         if level in self.levels:
             variance = self.known_own(level).variance
         else:
-            variance = (self._codec(level).variance + self._exposed(level, busy).variance) / step**2
-        variance += self.delay_price**2 * self.error(level).variance / self.price(level) ** 2
+            codec = math.exp(2 * self.pace.mean) * self._codec(level).variance
+            variance = (codec + self._exposed(level, busy).variance) / step**2
+        variance += self._kappa(level) ** 2 * self.error(level).variance / self.price(level) ** 2
         if level != held:
-            hides = self.link.link.seconds(cost) <= self.hiding.least(busy)
+            hides = self._comm(level) <= self.hiding.least(busy)
             seen = cost._replace(payload_bytes=cost.last_bytes, messages=cost.passes) if hides else cost
-            variance += min(1.0, self.link.variance(seen) / step**2)
+            bent = self.levels[level].bent if level in self.levels else 1.0
+            variance += min(1.0, bent**2 * self.link.variance(seen) / step**2)
             if level in self.levels:  # measured on another link
                 variance += (BENT * (self._comm(level) - self.levels[level].comm) / step) ** 2
         return Guess(mean, variance)

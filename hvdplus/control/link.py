@@ -38,6 +38,8 @@ class LevelCost(NamedTuple):
     """Whether what is not sent stays in a residual, and so arrives late."""
     passes: int = 1
     """All-reduces of a bucket, one after the other."""
+    delay_weight: float = 1.0
+    """What a residual delays a training, beside one as long of other levels."""
 
     @classmethod
     def of_sum(cls, size: int) -> LevelCost:

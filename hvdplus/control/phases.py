@@ -29,7 +29,8 @@ class Phases:
     def observe(self, gradient_norm: float, learning_rate: float) -> None:
         """Take in one step. NaN: the norm was not measured; 0: the learning rate is unknown."""
         self.left = max(0, self.left - 1)
-        last, self._learning_rate = self._learning_rate, learning_rate
+        last = self._learning_rate
+        self._learning_rate = learning_rate or last
         fell = 0 < learning_rate * CRITICAL_CHANGE <= last
         if not math.isnan(gradient_norm):
             self._norms = [*self._norms[1 - 2 * READINGS :], gradient_norm]

@@ -136,7 +136,7 @@ class Coordinator:
         """
         if not self.fits(state):
             return False
-        controller, steps = state["controller"], state["steps"]
+        controller, steps = _asked_anew(state["controller"]), state["steps"]
         self._journal.write_trace(self.steps)
         self._close_window()
         self.schedule.load(state["schedule"])
@@ -183,7 +183,7 @@ class Coordinator:
         if counts and not metadata.nonfinite:
             self.schedule.commit(plan)
         times = StepTimes(*map(_whole_microseconds, metadata.times))
-        self.listener(times, metadata.learning_rate)
+        self.listener(times, metadata.learning_rate if math.isfinite(metadata.learning_rate) else 0.0)
         self._measure(self._known._replace(times=times), metadata)
         if label(self.ladder, plan) != label(self.ladder, self._measured):
             self._close_window()
@@ -369,6 +369,13 @@ def _finish_at_exit() -> None:
         for coordinator in list(_open):
             coordinator._journal.callbacks.clear()  # whatever they write to may have been closed
             coordinator.finish()
+
+
+def _asked_anew(memory: Any) -> Any:
+    """A controller's memory without what a loss scaler has forbidden: one that is still there forbids it again."""
+    if memory is None:
+        return None
+    return {**memory, "refused": {level: why for level, why in memory["refused"].items() if why != LOSS_SCALING}}
 
 
 def _config(settings: Settings) -> Config:

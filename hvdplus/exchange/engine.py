@@ -245,6 +245,7 @@ def level_costs(
             seconds,
             compressor.keeps_residual,
             compressor.passes,
+            compressor.delay_weight,
         )
         for compressor, seconds in zip(compressors, codec, strict=True)
     )

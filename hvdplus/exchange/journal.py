@@ -186,6 +186,7 @@ def costs_of_levels(names: Sequence[str], costs: Sequence[LevelCost]) -> dict[st
             "codec_ms": round(cost.codec * 1e6) / 1e3,
             "keeps_residual": cost.keeps_residual,
             "passes": cost.passes,
+            "delay_weight": cost.delay_weight,
         }
         for name, cost in zip(names, costs, strict=True)
     }

@@ -202,7 +202,9 @@ def delay_prices(records: Sequence[Record]) -> dict[str, float]:
     for level in {level_of(window) for window in windows}:
         same = [window for window in windows if level_of(window) == level]
         errors[level] = weighted_median([number_of(each["error"]) for each in same], [steps_in(each) for each in same])
-    return {name: price_of_delay(price, error) for name, error in errors.items() if error}
+    levels = run_of(records).get("levels") or {}
+    weights = {name: level.get("delay_weight", 1.0) for name, level in levels.items() if isinstance(level, dict)}
+    return {name: price_of_delay(price * weights.get(name, 1.0), error) for name, error in errors.items() if error}
 
 
 class Alone(NamedTuple):

@@ -72,6 +72,7 @@ def costs_of(record: Record) -> tuple[LevelCost, ...]:
             round(level["codec_ms"] * 1e3) / 1e6,
             level["keeps_residual"],
             level.get("passes", 1),
+            level.get("delay_weight", 1.0),
         )
         for level in record["levels"].values()
     )
