@@ -71,9 +71,7 @@ def run(args: argparse.Namespace) -> int:
     rootless.enter(["-m", "hvdplus.cli", *sys.argv[1:]])
     try:
         hosts, seconds = whole("--hosts", args.hosts), whole("--seconds", args.seconds)
-        rates = args.rates.split(",")
-        for rate in rates:
-            bits_per_second(rate)
+        rates = sorted(dict.fromkeys(args.rates.split(",")), key=bits_per_second)
         script = args.script[1:] if args.script[:1] == ["--"] else args.script
         if not script or not Path(script[0]).is_file():
             raise ValueError(f"hvdplus try wants a Python script. Received: {shlex.join(args.script) or 'nothing'}")
@@ -87,10 +85,10 @@ def run(args: argparse.Namespace) -> int:
     except RuntimeError as error:
         print(f"hvdplus try: {error}", file=sys.stderr)
         return 1
-    head = ("network", "stock", "fp16", "auto", "level", "to the same loss")
+    head = ("network", *WAYS, "level", "to the same loss")
     print("\n" + columns([head, *rows, *planned(logs, hosts)], range(1, 4)))
     print(
-        "\nMilliseconds a step. The last column is auto against the better of stock and fp16, with what delay costs. "
+        "\nMilliseconds a step. The last column is auto against the better of none and fp16, with what delay costs. "
         "\nAbove 1 it is sooner. Networks with a ~ are planned from the runs before, not measured. One run each: "
         "another try differs."
     )
@@ -121,7 +119,7 @@ def measured(
     Raises:
         RuntimeError: the script failed, or wrote no run log.
     """
-    cores = a_core_each(hosts) if (os.cpu_count() or 1) >= hosts else None
+    cores = a_core_each(hosts) if len(os.sched_getaffinity(0)) >= hosts else None
     rows, logs = [], []
     with Lab(hosts, UNSHAPED, cores) as lab:
         for rate in rates:

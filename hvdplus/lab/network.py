@@ -72,9 +72,10 @@ def unavailable() -> str | None:
     """Why there can be no lab here, in one sentence; None if there can."""
     if os.geteuid() != 0:
         return "The lab sets up network namespaces, which needs root."
-    missing = [tool for tool in ("ip", "tc") if not shutil.which(tool)]
-    if missing:
-        return f"The lab needs {' and '.join(missing)}: apt-get install iproute2."
+    for tools, package in ((("ip", "tc"), "iproute2"), (("unshare", "nsenter", "setpriv", "taskset"), "util-linux")):
+        missing = [tool for tool in tools if not shutil.which(tool)]
+        if missing:
+            return f"The lab needs {' and '.join(missing)}: apt-get install {package}."
     # Everything the lab asks of the kernel, in a namespace that is gone with the shell.
     probe = (
         "ip link add one type veth peer name two && ip link add three type bridge && mount -t tmpfs probe /dev/shm"
@@ -86,9 +87,15 @@ def unavailable() -> str | None:
     return None
 
 
+def own_cores() -> list[int]:
+    """The processor cores that this process may use; in a container, those that it was given."""
+    return sorted(os.sched_getaffinity(0))
+
+
 def a_core_each(hosts: int) -> dict[str, str]:
     """``cores`` of a `Lab` whose hosts are on different cores, as far as there are enough."""
-    return {f"h{i + 1}": str(i % (os.cpu_count() or 1)) for i in range(hosts)}
+    cores = own_cores()
+    return {f"h{i + 1}": str(cores[i % len(cores)]) for i in range(hosts)}
 
 
 class Lab:
@@ -116,7 +123,8 @@ class Lab:
         self.rates = dict.fromkeys(self.hosts, rate)
         """Of each host's link, as it is now."""
         bits_per_second(rate)
-        self._cores = {host: (cores or {}).get(host) or f"0-{(os.cpu_count() or 1) - 1}" for host in self.hosts}
+        everywhere = ",".join(map(str, own_cores()))
+        self._cores = {host: (cores or {}).get(host) or everywhere for host in self.hosts}
         self._groups: Path | None = None
         self._job: Job | None = None
         self._handlers: dict[signal.Signals, Any] = {}
@@ -142,9 +150,13 @@ class Lab:
 
     def close(self) -> None:
         """End what runs and remove everything. Safe to repeat."""
-        if self._job:
-            self._job.stop()
-        _remove(self.name)
+        for number in self._handlers:  # a second one would leave half of it behind
+            signal.signal(number, signal.SIG_IGN)
+        try:
+            if self._job:
+                self._job.stop()
+        finally:
+            _remove(self.name)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers.clear()
@@ -281,7 +293,7 @@ class Lab:
             try:
                 for host in self.hosts:
                     (self._groups / self._namespace(host)).mkdir()
-                join = f'echo $$ > "{self._groups}/{self.name}-$host/cgroup.procs"'
+                join = f'echo $$ > "{self._groups}/{self.name}-$host/cgroup.procs" || exit 125'
             except OSError:  # mounted read-only, as in many containers
                 self._groups = None
         ssh = self.folder / "bin" / "ssh"
