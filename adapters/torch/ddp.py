@@ -26,7 +26,7 @@ from torch.futures import Future
 
 from hvdplus.adapters.torch.backend import TorchBackend, loss_of, real_view, type_name
 from hvdplus.adapters.torch.ops import TorchOps
-from hvdplus.adapters.torch.optimizer import TYPES, fitting, load_settings
+from hvdplus.adapters.torch.optimizer import TYPES, fitting, load_settings, rate_of
 from hvdplus.agree import check_types, choose_ladder, choose_rhythm, join, next_instance
 from hvdplus.exchange import step
 from hvdplus.exchange.bucket import Bucket, BucketSet
@@ -330,7 +330,7 @@ def _gradients(bucket: GradBucket) -> list[torch.Tensor]:
 
 def _learning_rate(optimizer: torch.optim.Optimizer | None) -> float:
     """Of its groups as they are now: `load_state_dict` makes new ones. 0: it is gone, or has none."""
-    return 0.0 if optimizer is None else float(optimizer.param_groups[0].get("lr", 0.0))
+    return 0.0 if optimizer is None else rate_of(optimizer.param_groups)
 
 
 def _input_arrived(exchange: weakref.ref[HookExchange]) -> None:

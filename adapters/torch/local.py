@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,7 +84,7 @@ def wrap(
     wrapped._averaged = frozenset(id(p) for fragment in fragments for p in fragment.parameters)
     wrapped._locked, wrapped._backward_passes = None, passes
     for fragment in fragments:  # ranks agree on it, and the price of delay follows it
-        fragment.outer._learning_rate = functools.partial(_learning_rate, wrapped.param_groups)
+        fragment.outer._learning_rate = functools.partial(lockstep.rate_of, wrapped.param_groups)
     if rhythm.lock_steps:
         named = [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
         quiet = {**own, "run_log": ""}
@@ -392,8 +392,3 @@ def _check(optimizer: LocalSteps, ours: Mapping[str, Any]) -> None:
             raise ValueError(f"The state is of another model: fragment {number} has other groups of parameters.")
         if STATE_KEY in outer:
             checkpoint.check(outer[STATE_KEY], mine.outer._exchange.shapes)
-
-
-def _learning_rate(groups: Sequence[Mapping[str, Any]]) -> float:
-    """The first group's; 0: it has none."""
-    return float(groups[0].get("lr", 0.0))

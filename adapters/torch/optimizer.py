@@ -400,8 +400,7 @@ class Distributed(torch.optim.Optimizer):
                 self._known = frozenset(map(id, members))
 
     def _learning_rate(self) -> float:
-        """The first group's learning rate, which schedulers change with all others; 0: it has none."""
-        return float(self.param_groups[0].get("lr", 0.0))
+        return rate_of(self.param_groups)
 
     def _exchanging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def exchanged() -> Any:
@@ -435,6 +434,12 @@ class Distributed(torch.optim.Optimizer):
         if private.compiles():
             return
         handle = self._input_hook = register_module_forward_pre_hook(began)
+
+
+def rate_of(groups: Sequence[Mapping[str, Any]]) -> float:
+    """The largest of all groups' learning rates, which schedulers change together: one may be 0, of frozen layers. 0:
+    there are none."""
+    return max(float(group.get("lr", 0.0)) for group in groups)
 
 
 def check_groups(groups: Any) -> None:
