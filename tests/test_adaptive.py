@@ -81,12 +81,17 @@ class Steady:
 
 def test_those_of_whom_no_doubt_is_left_drop_out() -> None:
     ranks: Any = Steady(auto=0.01, dense=0.03, near=0.011)
-    wanted = {6: ["auto", "near"], 7: ["auto", "near"]}
-    seconds = in_turns(ranks, list(ranks.seconds), 6, lambda seconds: wanted.get(len(seconds["auto"]), []), 60.0)
+    wanted, noted = {6: ["auto", "near"], 7: ["auto", "near"]}, list[int]()
+
+    def note() -> None:
+        noted.append(len(ranks.rounds))
+
+    seconds = in_turns(ranks, list(ranks.seconds), 6, lambda each: wanted.get(len(each["auto"]), []), 60.0, note)
     assert [len(seconds[who]) for who in ("auto", "near", "dense")] == [8, 8, 6]
     assert all(sorted(turns) == ["auto", "dense", "near"] for turns in ranks.rounds[:6])
     assert len({tuple(turns) for turns in ranks.rounds}) > 1, "the order changes"
     assert against({"auto": [1.0, 1.0, 9.0], "dense": [2.0, 2.0]}, "dense").middle == pytest.approx(0.5)
+    assert len(ranks.rounds) == len(noted) == 8
 
 
 def test_rounds_end_when_their_time_is_over() -> None:
@@ -141,7 +146,10 @@ def test_delay_has_its_price_in_a_cell() -> None:
     levels = ["level int8", "level lowrank:8"]
     assert cheapest(seconds, levels, {}) == "level lowrank:8"
     assert cheapest(seconds, levels, {"lowrank:8": 1.1}) == "level int8"
-    assert against(seconds, "level lowrank:8", 1 / 1.1).middle == pytest.approx(1 / 0.98 / 1.1)
+    prices = {"lowrank:8": 1.1}
+    assert against(seconds, "level lowrank:8", prices).middle == pytest.approx(1 / 0.98 / 1.1)
+    ran = ["lowrank:8", "int8"]  # it left the level between its two blocks
+    assert against(seconds, "level int8", prices, ran).middle == pytest.approx(1.1**0.5)
 
 
 def test_parts_that_are_measured_on_two_hosts_are_refused_on_four(capsys: pytest.CaptureFixture[str]) -> None:

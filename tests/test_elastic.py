@@ -71,6 +71,7 @@ def test_ranks_come_and_go(tmp_path, undisturbed, script, level):
         assert np.abs(shared[0]).max() > 0
         assert np.allclose(shared[0], shared[1], atol=1e-6), "of a rank that leaves in order, nothing is lost"
     assert all(line["identical"] for lines in told for line in lines)
+    assert all(any(line["level"] for line in lines) for lines in told), "some of them were compared"
     survivors = [lines for lines in told if lines[0]["step"] == 1]
     (newcomers,) = (lines for lines in told if lines[0]["step"] != 1)
     assert len(survivors) == 2

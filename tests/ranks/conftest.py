@@ -45,6 +45,16 @@ def pytest_runtest_makereport(item, call):
         os._exit(1)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def as_expected(request):
+    """The job is the one that was asked for, and not by accident another, of fewer ranks or over another transport."""
+    hvd = getattr(request.module, "hvd", None)
+    if "EXPECTED_TRANSPORT" in os.environ and hvd and hasattr(hvd, "_require_world") and hvd.is_initialized():
+        transport = hvd._require_world().transport
+        assert transport.name == os.environ["EXPECTED_TRANSPORT"]
+        assert transport.size == int(os.environ["EXPECTED_RANKS"])
+
+
 def pytest_collection_modifyitems(items):
     """Leave out what is not about this launch."""
     size, again = int(os.environ.get("EXPECTED_RANKS", "1")), "LAUNCHED_BEFORE" in os.environ
