@@ -41,6 +41,8 @@ class Went(NamedTuple):
     sent_mb: float
     last: str
     """Its last line, if it is hvdplus's."""
+    there: bool = True
+    """Whether it came to the accuracy, before its steps were over."""
 
     @property
     def seconds(self) -> float:
@@ -105,7 +107,7 @@ def train(lab: Lab | None, framework: str, way: str, accuracy: str, runs: Path) 
     last = next((line for line in lines if line.startswith("hvdplus demo ")), "")
     said = f"  {FRAMEWORKS[framework]}, {WAYS[way]}: {points[-1]['accuracy']:.1%} after {points[-1]['seconds']:.1f} s"
     print(f"{said} of training ({time.monotonic() - began:.0f} s in all)", flush=True)
-    return Went(points, sent, last)
+    return Went(points, sent, last, points[-1]["accuracy"] >= float(accuracy))
 
 
 def rows(found: dict[tuple[str, str], Went]) -> list[tuple[str, ...]]:
@@ -122,7 +124,7 @@ def rows(found: dict[tuple[str, str], Went]) -> list[tuple[str, ...]]:
                 f"{end['step']:.0f}",
                 f"{1e3 * went.seconds / end['step']:.1f}",
                 f"{went.sent_mb:.1f}" if went.sent_mb == went.sent_mb else "-",
-                f"{stock.seconds / went.seconds:.1f} x",
+                f"{stock.seconds / went.seconds:.1f} x" if stock.there and went.there else "-",
             )
         )
     return made
