@@ -45,6 +45,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date
+from functools import partial
 from itertools import accumulate, groupby, pairwise
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
@@ -201,8 +202,10 @@ def in_turns(
     rounds: int,
     wanted: Callable[[Seconds], Sequence[str]],
     more_seconds: float,
+    noted: Callable[[], None] = lambda: None,
 ) -> Seconds:
-    """Blocks of everybody, round after round; then up to ``more_seconds`` more of those who are ``wanted`` still."""
+    """Blocks of everybody, round after round; then up to ``more_seconds`` more of those who are ``wanted`` still.
+    ``noted``: called after each round."""
     order = random.Random(0)
     lengths = {who: block_steps(statistics.median(ranks.steps(who=who, count=3)["seconds"])) for who in people}
     seconds: Seconds = {who: [] for who in people}
@@ -211,6 +214,7 @@ def in_turns(
         turns = [(who, lengths[who]) for who in order.sample(list(people), len(people))]
         for (who, _), took in zip(turns, ranks.blocks(turns=turns, rest_seconds=ranks.lab.burst_seconds), strict=True):
             seconds[who].append(took)
+        noted()
         done += 1
         if done == max(1, rounds):
             deadline = time.monotonic() + more_seconds
@@ -312,10 +316,13 @@ def cheapest(seconds: Seconds, people: Iterable[str], prices: Mapping[str, float
     return min(people, key=lambda who: statistics.median(seconds[who]) * prices.get(level_of(who), 1.0))
 
 
-def against(seconds: Seconds, rival: str, price: float = 1.0) -> Ratio:
-    """``auto``'s blocks over the rival's, in the rounds that it took part in, times what is the price there."""
-    found = ratio(seconds["auto"][: len(seconds[rival])], seconds[rival])
-    return Ratio(*(price * part for part in found))
+def against(seconds: Seconds, rival: str, prices: Mapping[str, float] | None = None, ran: Sequence[str] = ()) -> Ratio:
+    """``auto``'s blocks over the rival's, in the rounds that it took part in, each times its level's price of delay.
+    ``ran``: the levels of ``auto``'s."""
+    prices = prices or {}
+    mine = [took * prices.get(ran[place], 1.0) if ran else took for place, took in enumerate(seconds["auto"])]
+    theirs = [took * prices.get(level_of(rival), 1.0) for took in seconds[rival]]
+    return ratio(mine[: len(theirs)], theirs)
 
 
 def compare(ranks: Ranks, hosts: int, model: str, rate: str, rounds: int, more_seconds: float, limit: float) -> Cell:
@@ -323,15 +330,12 @@ def compare(ranks: Ranks, hosts: int, model: str, rate: str, rounds: int, more_s
     near: list[str] = []
     prices: dict[str, float] = {}
 
-    def price(oracle: str) -> float:
-        return prices.get(now, 1.0) / prices.get(level_of(oracle), 1.0)
-
     def undecided(seconds: Seconds) -> list[str]:
         levels = [who for who in seconds if who.startswith("level ")]
         oracle, dense = cheapest(seconds, levels, prices), cheapest(seconds, DENSE, {})
         rivals: list[str] = []
         for those, found, most in (
-            (levels, against(seconds, oracle, price(oracle)), limit),
+            (levels, against(seconds, oracle, prices, ran), limit),
             (DENSE, against(seconds, dense), DENSE_LIMIT),
         ):
             # Not as soon as a bound is within its limit: whoever looks often enough sees that once.
@@ -348,7 +352,9 @@ def compare(ranks: Ranks, hosts: int, model: str, rate: str, rounds: int, more_s
         now = ranks.steps(who="auto", count=1)["levels"][0]
         near += [now] * (now not in near)  # whatever a training of its own says of its error: `auto` runs it
         people = ["auto", *(f"level {level}" for level in near), *DENSE]
-        seconds = in_turns(ranks, people, rounds, undecided, more_seconds)
+        ran: list[str] = []
+        note = partial(lambda ran: ran.append(ranks.steps(who="auto", count=0)["level"]), ran)
+        seconds = in_turns(ranks, people, rounds, undecided, more_seconds, note)
         near = [level for level in near if level not in refused(ranks)]
     oracle, dense = cheapest(seconds, (f"level {level}" for level in near), prices), cheapest(seconds, DENSE, {})
     now = ranks.steps(who="auto", count=1)["levels"][0]
@@ -361,7 +367,7 @@ def compare(ranks: Ranks, hosts: int, model: str, rate: str, rounds: int, more_s
         now,
         level_of(oracle),
         dense,
-        against(seconds, oracle, price(oracle)),
+        against(seconds, oracle, prices, ran),
         against(seconds, dense),
         statistics.median(seconds[oracle]) * 1e3,
         levels,
@@ -801,7 +807,11 @@ def draw_cells(seen: Sequence[Cell], path: Path) -> None:
         points = [(x, cell.levels[level] / cell.levels["none"]) for x, cell in enumerate(seen) if level in cell.levels]
         if points:
             axis.plot(*zip(*points, strict=True), "o", label=level, alpha=0.7)
-    auto = [cell.against_oracle.middle * cell.oracle_ms / cell.levels["none"] for cell in seen]
+    prices = [cell.prices.get(cell.oracle, 1.0) / cell.prices.get(cell.auto, 1.0) for cell in seen]
+    auto = [
+        price * cell.against_oracle.middle * cell.oracle_ms / cell.levels["none"]
+        for price, cell in zip(prices, seen, strict=True)
+    ]
     axis.plot(range(len(seen)), auto, "_", color="black", markersize=18, markeredgewidth=2.5, label="auto")
     axis.set_xticks(range(len(seen)), [cell.name for cell in seen], rotation=60, ha="right")
     axis.set_ylabel("step, as a share of dense fp32")

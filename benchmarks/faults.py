@@ -411,6 +411,8 @@ def _change(lab: Lab, link: str) -> None:
 
 def _outcome(fault: Fault, code: int | None, output: str) -> str:
     ends = re.findall(r"rank \d at the end, identical (True|False)", output)
+    # Lines of code in tracebacks hold words such as "optimizer", and say nothing of the fault.
+    output = re.sub(r"(?m)^(\[\d+\]<\w+>:)? {4,}.*$", "", output)
     if code is None:
         return "told" if fault.link == "cut" and re.search(fault.right, output) else "hang"
     if code == 0:

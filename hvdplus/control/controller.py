@@ -246,9 +246,13 @@ class Controller:
         if self.mode is not Mode.TRIAL or self.level != self.challenger or len(self._window) < 3:
             return False
         steps, held = [each.step for each in self._window], self._turns[-1][1]
-        extra = math.log(self._known.price(self.level) / self._known.price(self.held)) + self._need(self.level)
+        extra = self._dearer() + self._need(self.level)
         count = self.config.block_steps * (self._patience() if len(self._turns) > 1 else 1)
         return hopeless(steps, held, extra, count, settled=settled)
+
+    def _dearer(self) -> float:
+        """Logarithm of the challenger's price of delay over that of the level held."""
+        return math.log(self._known.price(self.challenger) / self._known.price(self.held))
 
     def _patience(self) -> int:
         """Factor by which a trial's blocks are longer: where steps are noisy, long turns cost less than many."""
@@ -287,7 +291,7 @@ class Controller:
         """Try the level that promises most, or hold the present choice."""
         promises = self._promises()
         if not promises:
-            news = self.mode is not Mode.HOLD or self.level != self.held
+            news = self.mode is not Mode.HOLD
             words = f"{why}; {self.names[self.held]} is best"
             if error := self._known.error(self.held).mean:
                 words += f" (price of delay {self._known.price(self.held):.3f}, error {error:.2f})"
@@ -324,7 +328,7 @@ class Controller:
             self._turns,
             self.challenger,
             self._prior,
-            price=math.log(self._known.price(self.challenger) / self._known.price(self.held)),
+            price=self._dearer(),
             need=self._need(self.challenger),
             certainty=config.certainty,
             asked=config.certainty * self._burden(self.challenger),
