@@ -45,7 +45,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date
-from functools import partial
 from itertools import accumulate, groupby, pairwise
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
@@ -329,6 +328,8 @@ def compare(ranks: Ranks, hosts: int, model: str, rate: str, rounds: int, more_s
     """``auto``, which has had its time, against the oracle (``limit``: what is asked there) and against dense."""
     near: list[str] = []
     prices: dict[str, float] = {}
+    ran: list[str] = []
+    """Levels of ``auto``'s blocks."""
 
     def undecided(seconds: Seconds) -> list[str]:
         levels = [who for who in seconds if who.startswith("level ")]
@@ -344,6 +345,9 @@ def compare(ranks: Ranks, hosts: int, model: str, rate: str, rounds: int, more_s
                 rivals += those
         return ["auto", *rivals] if rivals else []
 
+    def note() -> None:
+        ran.append(ranks.steps(who="auto", count=0)["level"])
+
     while not near:  # what goes over the budget while it is measured is no oracle
         before = len(decisions(ranks))
         levels, prices, over = best_level(ranks, rounds // 2)
@@ -352,8 +356,7 @@ def compare(ranks: Ranks, hosts: int, model: str, rate: str, rounds: int, more_s
         now = ranks.steps(who="auto", count=1)["levels"][0]
         near += [now] * (now not in near)  # whatever a training of its own says of its error: `auto` runs it
         people = ["auto", *(f"level {level}" for level in near), *DENSE]
-        ran: list[str] = []
-        note = partial(lambda ran: ran.append(ranks.steps(who="auto", count=0)["level"]), ran)
+        ran.clear()
         seconds = in_turns(ranks, people, rounds, undecided, more_seconds, note)
         near = [level for level in near if level not in refused(ranks)]
     oracle, dense = cheapest(seconds, (f"level {level}" for level in near), prices), cheapest(seconds, DENSE, {})

@@ -31,6 +31,7 @@ from quality import (
     Task,
     Training,
     _hand_over,
+    _sum,
     aligned,
     error_of,
 )
@@ -231,6 +232,23 @@ class Fading(Summable):
         return super().joined(grads)
 
 
+# --- matrices -----------------------------------------------------------------------------------------------------
+
+
+def _projected(spec: Spec, rank: int) -> list[tuple[int, int, int]]:
+    """(Start, rows, columns) of the matrices that ``lowrank`` projects."""
+    starts, found = np.cumsum([0, *spec.sizes]).tolist(), []
+    for start, shape in zip(starts, spec.shapes, strict=False):
+        rows, columns = most_square(shape)
+        if 2 * rank <= min(rows, columns):
+            found.append((start, rows, columns))
+    return found
+
+
+def _basis(columns: Tensor) -> Tensor:
+    return torch.linalg.qr(columns)[0]
+
+
 # --- ranks by singular values -------------------------------------------------------------------------------------
 
 
@@ -241,12 +259,7 @@ class Planned(Exchange):
         """``every``: steps between two plans; 0: never. ``relative``: by each matrix' share of its own energy."""
         self.spec, self._every, self._relative, self._log = spec, every, relative, log
         self._side, self._step = 0, 0
-        starts = np.cumsum([0, *spec.sizes]).tolist()
-        self._places = []
-        for number, shape in enumerate(spec.shapes):
-            rows, columns = most_square(shape)
-            if 2 * rank <= min(rows, columns):
-                self._places.append((starts[number], rows, columns))
+        self._places = _projected(spec, rank)
         self._draw = torch.Generator().manual_seed(5)
         self.planned = [rank] * len(self._places)
         self._bases = [[self._fresh(length, rank) for length in (columns, rows)] for _, rows, columns in self._places]
@@ -263,7 +276,7 @@ class Planned(Exchange):
         return sum(r * (rows + columns) for r, (_, rows, columns) in zip(ranks, self._places, strict=True))
 
     def _fresh(self, length: int, rank: int) -> Tensor:
-        return torch.linalg.qr(torch.randn(length, rank, generator=self._draw))[0]
+        return _basis(torch.randn(length, rank, generator=self._draw))
 
     def add(self, grads: Sequence[Tensor]) -> Tensor:
         """One side."""
@@ -348,12 +361,7 @@ class Both(Exchange):
 
     def __init__(self, rank: int, spec: Spec, form: str, more: int = 0) -> None:
         self.spec, self._form, self._rank, self._more = spec, form, rank, more
-        starts = np.cumsum([0, *spec.sizes]).tolist()
-        self._places = []
-        for number, shape in enumerate(spec.shapes):
-            rows, columns = most_square(shape)
-            if 2 * rank <= min(rows, columns):
-                self._places.append((starts[number], rows, columns))
+        self._places = _projected(spec, rank)
         self._draw = torch.Generator().manual_seed(5)
         self._bases = [
             (self._fresh(columns, rank), self._fresh(rows, rank + more)) for _, rows, columns in self._places
@@ -379,7 +387,7 @@ class Both(Exchange):
             arrive, self._bases[number] = self._exchanged(matrices, *self._bases[number])
             for matrix, arrives, residual in zip(matrices, arrive, left, strict=True):
                 residual[start:end] = (matrix - arrives).flatten()
-            total[start:end] = sum(arrive[1:], arrive[0].clone()).flatten()
+            total[start:end] = _sum(arrive).flatten()
         self.residuals = left
         return total
 
@@ -388,7 +396,7 @@ class Both(Exchange):
     ) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
         """Every rank's part of what arrives, and the next bases."""
         columns, rows = [matrix @ right for matrix in matrices], [matrix.t() @ left for matrix in matrices]
-        all_columns, all_rows = sum(columns[1:], columns[0].clone()), sum(rows[1:], rows[0].clone())
+        all_columns, all_rows = _sum(columns), _sum(rows)
         if self._form == "nystrom":
             basis = _basis(all_columns)
             cosines = left.t() @ basis
@@ -399,7 +407,7 @@ class Both(Exchange):
             return arrive, (_basis(all_rows @ solved.t()), _basis(torch.cat([basis, more], dim=1)))
         arrive = [a @ right.t() + left @ (w - right @ (a.t() @ left)).t() for a, w in zip(columns, rows, strict=True)]
         if self._form == "bothsvd":
-            u, _, v = torch.linalg.svd(sum(arrive[1:], arrive[0].clone()), full_matrices=False)
+            u, _, v = torch.linalg.svd(_sum(arrive), full_matrices=False)
             return arrive, (v[: self._rank].t().contiguous(), u[:, : self._rank].contiguous())
         if self._form == "bothdraw":
             drawn = self._rank // 4
@@ -410,10 +418,6 @@ class Both(Exchange):
             ]
             return arrive, (_basis(parts[0]), _basis(parts[1]))
         return arrive, (_basis(all_rows), _basis(all_columns))
-
-
-def _basis(columns: Tensor) -> Tensor:
-    return torch.linalg.qr(columns)[0]
 
 
 def _largest(columns: Tensor) -> Tensor:
