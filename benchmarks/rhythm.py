@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import math
 import random
@@ -136,7 +137,7 @@ def train(ranks: Ranks, who: str, rate: str) -> tuple[float, list[float], list[f
         while len(steps) < count + MOST_UNDER_WAY and ranks.under_way(who=who):  # or its rest would cost nothing
             steps += ranks.steps(who=who, count=1)["seconds"]
         taken += len(steps)
-        seconds.append(statistics.mean(steps))
+        seconds.append(math.fsum(steps) / STRETCH)  # all that was spent, though a stretch may be longer
         ranks.lab.shape(UNSHAPED)
         losses.append(ranks.evaluate(who=who, average=who != "alone"))
         ranks.lab.shape(rate)
@@ -222,9 +223,11 @@ def judge(run: Run) -> list[Verdict]:
             for who in others
             if run.seconds(who, target) < math.inf
         ]
-        lead, who, target = min(pairs, default=(0.0, "", 0.0))
-        figures = f"{lead:.2f} x at {target:g} bits against {who} ({run.seconds(who, target):.1f} s)" if pairs else ""
-        figures = figures or f"none of {', '.join(others)} is at any of {', '.join(map(str, TARGETS))} bits"
+        if pairs:
+            lead, who, target = min(pairs)
+            figures = f"{lead:.2f} x at {target:g} bits against {who} ({run.seconds(who, target):.1f} s)"
+        else:
+            lead, figures = 0.0, f"none of {', '.join(others)} is at any of {', '.join(map(str, TARGETS))} bits"
         verdicts.append(Verdict(f"{where}: {line}", lead >= least, figures))
 
     def final(line: str, mine: str) -> None:
@@ -418,16 +421,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name = f"rhythm-{hosts}-hosts" + "-quick" * options.quick
             before = earlier(HERE / "results" / f"{name}.json", options.after)
             with running(hosts, RATES[options.quick]) as ranks:
-                for seed in seeds:
-                    before = joined(before, race(ranks, hosts, options.quick, seed))
-                    conclude(before, [verdict for run in before for verdict in judge(run)], name)
+                seed_by_seed(before, seeds, functools.partial(race, ranks, hosts, options.quick), judge, name)
     if "stragglers" in parts:
         name = "rhythm-stragglers" + "-quick" * options.quick
         before = earlier(HERE / "results" / f"{name}.json", options.after)
         with running(2, [], one_sided=True) as ranks:
-            for seed in seeds:
-                before = joined(before, straggle(ranks, options.quick, seed))
-                conclude(before, [verdict for run in before for verdict in judge_stragglers(run)], name)
+            seed_by_seed(before, seeds, functools.partial(straggle, ranks, options.quick), judge_stragglers, name)
     if "prices" in parts:
         with running(2, []) as ranks:
             found = prices(ranks, seeds)
@@ -462,6 +461,19 @@ def earlier(path: Path, seeds: int) -> list[Run]:
     if found != {seeds}:
         raise ValueError(f"--after {seeds} wants so many seeds in {path}. Received: {sorted(found) or 'no file'}")
     return runs
+
+
+def seed_by_seed(
+    before: Sequence[Run],
+    seeds: Sequence[int],
+    measured: Callable[[int], Sequence[Run]],
+    judged: Callable[[Run], Sequence[Verdict]],
+    name: str,
+) -> None:
+    """Measure one seed after the other; all so far are in results/ after each."""
+    for seed in seeds:
+        before = joined(before, measured(seed))
+        conclude(before, [verdict for run in before for verdict in judged(run)], name)
 
 
 def joined(before: Sequence[Run], now: Sequence[Run]) -> list[Run]:
