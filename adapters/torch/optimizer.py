@@ -437,9 +437,8 @@ class Distributed(torch.optim.Optimizer):
 
 
 def rate_of(groups: Sequence[Mapping[str, Any]]) -> float:
-    """The largest of all groups' learning rates, which schedulers change together: one may be 0, of frozen layers. 0:
-    there are none."""
-    return max(float(group.get("lr", 0.0)) for group in groups)
+    """The first learning rate that is not 0, as frozen layers' is; schedulers change them together. 0: all are."""
+    return next(filter(None, (float(group.get("lr", 0.0)) for group in groups)), 0.0)
 
 
 def check_groups(groups: Any) -> None:
