@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from hvdplus.cli.text import columns, whole
 from hvdplus.control.link import Wire, ring_all_reduce
-from hvdplus.lab import UNSHAPED, Job, Lab, LabError, a_core_each, bits_per_second, rootless
+from hvdplus.lab import UNSHAPED, Job, Lab, LabError, a_core_each, bits_per_second, own_cores, rootless
 from hvdplus.log.facts import DENSE, Record, Span, delay_prices, rhythm_of, run_of, spans_by_level, windows_of
 from hvdplus.log.forecast import best_level, costs_on, predict, what_the_run_showed
 from hvdplus.log.runlog import read
@@ -119,7 +119,7 @@ def measured(
     Raises:
         RuntimeError: the script failed, or wrote no run log.
     """
-    cores = a_core_each(hosts) if len(os.sched_getaffinity(0)) >= hosts else None
+    cores = a_core_each(hosts) if len(own_cores()) >= hosts else None
     rows, logs = [], []
     with Lab(hosts, UNSHAPED, cores) as lab:
         for rate in rates:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from hvdplus.control.blocks import Block, Guess, block_of, noise_of
 from hvdplus.control.delay import reached
 from hvdplus.control.exploring import Exploring
-from hvdplus.control.knowledge import Knowledge
+from hvdplus.control.knowledge import Knowledge, plausible
 from hvdplus.control.link import LevelCost, Link
 from hvdplus.control.memory import restore, to_plain
 from hvdplus.control.meter import StepTimes
@@ -403,5 +403,5 @@ def _check(controller: Controller) -> None:
         raise ValueError(f"its trial of {names[controller.challenger]} is not in turns")
     if not {level for level, _ in turns} <= set(known.levels):
         raise ValueError("it compares levels that it has not seen")
-    if controller._noise < 0 or not known.plausible([block for _, block in turns]):
+    if controller._noise < 0 or not plausible(known, [block for _, block in turns]):
         raise ValueError("it knows of steps that took less than no time")

@@ -188,22 +188,6 @@ class Knowledge:
                 regrets[level] += costs[level] / min(costs.values())
         return min(usable, key=lambda level: regrets[level])
 
-    def plausible(self, blocks: Sequence[Block]) -> bool:
-        """Whether all that should be above 0 is."""
-        link, pace, levels = self.link, self.pace, self.levels.values()
-        variances = [link.aa, link.bb, pace.variance, *(known.own.variance for known in levels)]
-        seconds = [*(known.busy for known in levels), *(known.step for known in levels)]
-        seconds += [known.bent for known in levels]
-        for block in blocks:
-            variances += [block.step_variance, block.busy_variance, block.rest_variance, block.comm_variance]
-            seconds += [block.step, block.busy]
-        rest = [self.probe_bent, link.alpha, link.beta, self.hiding.share]
-        rest += [*(known.codec for known in levels), *(block.rest for block in blocks)]
-        errors = [error for readings in self.errors.values() for error in readings]
-        logarithms = [abs(pace.mean), *(abs(known.own.mean) for known in levels)]
-        fits = all(self.errors.values()) and max(logarithms) < 50
-        return fits and min(variances) >= 0 and min(seconds, default=1.0) > 0 <= min(*rest, *errors)
-
     def learn_ratio(self, level: int, other: int, ratio: Guess) -> None:
         """``level`` was measured to take as long as ``other``, times ``ratio`` (a logarithm)."""
         own = self._model(other) + self.levels[other].own.mean + ratio.mean - self._model(level)
@@ -253,8 +237,7 @@ class Knowledge:
         if level != held:
             hides = self._comm(level) <= self.hiding.least(busy)
             seen = cost._replace(payload_bytes=cost.last_bytes, messages=cost.passes) if hides else cost
-            bent = self.levels[level].bent if level in self.levels else 1.0
-            variance += min(1.0, bent**2 * self.link.variance(seen) / step**2)
+            variance += min(1.0, self._own_bent(level) ** 2 * self.link.variance(seen) / step**2)
             if level in self.levels:  # measured on another link
                 variance += (BENT * (self._comm(level) - self.levels[level].comm) / step) ** 2
         return Guess(mean, variance)
@@ -296,13 +279,16 @@ class Knowledge:
 
     def _waits(self, level: int, hideable: float) -> float:
         """Seconds that a step waits for communication, if computation can hide ``hideable``."""
-        bent = self.levels[level].bent if level in self.levels else 1.0
+        bent = self._own_bent(level)
         return bent * self.link.link.exposed(self.costs[level], hideable / bent)
 
     def _comm(self, level: int) -> float:
         """Seconds of communication, hidden or not."""
-        straight = self.link.link.seconds(self.costs[level])
-        return straight * self.levels[level].bent if level in self.levels else straight
+        return self.link.link.seconds(self.costs[level]) * self._own_bent(level)
+
+    def _own_bent(self, level: int) -> float:
+        """``Level.bent``, as far as it was measured."""
+        return self.levels[level].bent if level in self.levels else 1.0
 
     def _bent(self, cost: LevelCost, comm: float) -> float:
         """``Level.bent`` of one whose communication takes ``comm`` seconds."""
@@ -326,3 +312,20 @@ class Knowledge:
         dense = self.levels[0].codec if 0 in self.levels else 0.0
         codec = alone + PACKING * alone * keeps + dense
         return Guess(codec, (CODEC_ERROR * codec) ** 2)
+
+
+def plausible(known: Knowledge, blocks: Sequence[Block]) -> bool:
+    """Whether all that should be above 0 is."""
+    link, pace, levels = known.link, known.pace, known.levels.values()
+    variances = [link.aa, link.bb, pace.variance, *(each.own.variance for each in levels)]
+    seconds = [*(each.busy for each in levels), *(each.step for each in levels)]
+    seconds += [each.bent for each in levels]
+    for block in blocks:
+        variances += [block.step_variance, block.busy_variance, block.rest_variance, block.comm_variance]
+        seconds += [block.step, block.busy]
+    rest = [known.probe_bent, link.alpha, link.beta, known.hiding.share]
+    rest += [*(each.codec for each in levels), *(block.rest for block in blocks)]
+    errors = [error for readings in known.errors.values() for error in readings]
+    logarithms = [abs(pace.mean), *(abs(each.own.mean) for each in levels)]
+    fits = all(known.errors.values()) and max(logarithms) < 50
+    return fits and min(variances) >= 0 and min(seconds, default=1.0) > 0 <= min(*rest, *errors)

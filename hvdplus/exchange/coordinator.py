@@ -183,7 +183,7 @@ class Coordinator:
         if counts and not metadata.nonfinite:
             self.schedule.commit(plan)
         times = StepTimes(*map(_whole_microseconds, metadata.times))
-        self.listener(times, metadata.learning_rate if math.isfinite(metadata.learning_rate) else 0.0)
+        self.listener(times, _known_rate(metadata))
         self._measure(self._known._replace(times=times), metadata)
         if label(self.ladder, plan) != label(self.ladder, self._measured):
             self._close_window()
@@ -395,11 +395,20 @@ def _whole_microseconds(seconds: float) -> float:
 
 def _observed(plan: Plan, metadata: Metadata) -> Observation:
     """The observation of a step without its times, which come with the next metadata."""
-    learning_rate = float(f"{metadata.learning_rate:.7g}") if math.isfinite(metadata.learning_rate) else 0.0
+    learning_rate = _seven_digits(_known_rate(metadata))
     unmeasured = Observation(StepTimes(), learning_rate=learning_rate, probe_bytes=plan.probe_bytes)
     gradient, residual = metadata.gradient_norm, metadata.residual_norm
     if not plan.measurement or not (math.isfinite(gradient) and math.isfinite(residual)):  # the step was not taken
         return unmeasured
-    error = metadata.error
-    error, gradient, cosine = (float(f"{value:.7g}") for value in (error, gradient, metadata.cosine))
+    error, gradient, cosine = map(_seven_digits, (metadata.error, gradient, metadata.cosine))
     return unmeasured._replace(error=error, gradient_norm=gradient, cosine=cosine)
+
+
+def _known_rate(metadata: Metadata) -> float:
+    """The learning rate; 0: it is not known."""
+    return metadata.learning_rate if math.isfinite(metadata.learning_rate) else 0.0
+
+
+def _seven_digits(value: float) -> float:
+    """As in the log, so that it holds exactly the values that decisions are made from."""
+    return float(f"{value:.7g}")
