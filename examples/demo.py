@@ -41,7 +41,7 @@ class Went(NamedTuple):
     sent_mb: float
     last: str
     """Its last line, if it is hvdplus's."""
-    there: bool = True
+    there: bool
     """Whether it came to the accuracy, before its steps were over."""
 
     @property
