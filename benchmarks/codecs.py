@@ -115,7 +115,8 @@ def _gradients(spec: Spec) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _warm(ops: Any, compressor: Compressor, spec: Spec, grad: Any) -> Context:
-    return compressor.warm_up(ops, compressor.init(ops, spec), grad)
+    ctx = compressor.init(ops, spec)
+    return compressor.learn(ops, ctx, compressor.ask(ops, ctx, grad)) if compressor.asks else ctx
 
 
 def measure(step: Callable[[], None], copy: Callable[[], None], repeats: int) -> Figure:

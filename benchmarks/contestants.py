@@ -41,10 +41,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn import functional
 
 import hvdplus.torch as hvd
-from hvdplus.agree import settings_of_exchanges
-from hvdplus.compression import parse
 from hvdplus.control.meter import StepTimes
-from hvdplus.settings import Settings
 
 
 class Perceptron(quality.Digits):
@@ -255,9 +252,9 @@ class Contestant:
 
     @property
     def level(self) -> str:
-        """That hvdplus runs next, or learns for in a dense step; elsewhere empty."""
+        """That hvdplus runs next; elsewhere empty."""
         coordinator = self.coordinator
-        return coordinator.ladder.names[coordinator.plan.warms_up or coordinator.plan.level] if coordinator else ""
+        return coordinator.ladder.names[coordinator.plan.level] if coordinator else ""
 
     def evaluate(self, average: bool) -> float:
         """Loss of this rank's model, or of the ``average`` of all ranks'; training goes on as if nothing had been."""
@@ -344,8 +341,6 @@ WARM_STEPS = 2
 """Before a block."""
 POST_LOCAL_WARM = 2
 """Steps in which PyTorch's local SGD still averages gradients."""
-LOCAL_WARM = settings_of_exchanges({}, Settings())["warm_steps"]
-"""Exchanges in full width before a level of local steps that learns from them."""
 
 
 class Job:
@@ -432,11 +427,7 @@ class Job:
             return int(detail.rpartition(":")[2])
         if kind == "postlocal":
             return POST_LOCAL_WARM
-        if kind not in ("level", "local") or "auto" in detail:
-            return 0
-        level = detail.split()[kind == "local"]
-        steps = LOCAL_WARM if kind == "local" else Settings().warm_steps
-        return steps if parse(level).needs_warmup else 0
+        return 0
 
     def evaluate(self, who: str, average: bool = False) -> float:
         return self._people[who].evaluate(average)

@@ -58,7 +58,7 @@ from typing import Any, NamedTuple
 
 import matplotlib
 import torch
-from quality import DENSE, TASKS, WARM_STEPS, Batch, Task, Training, aligned, error_of, loss_of, schedule
+from quality import DENSE, TASKS, Batch, Task, Training, aligned, error_of, loss_of, schedule
 from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
@@ -107,14 +107,7 @@ ASSUMED_KAPPA = 0.05
 ASSUMED_ENERGY = 0.02
 """What the controller's ``delay.py`` says: ``e² = ENERGY (1 / share - 1)``."""
 DRAWS = 1000
-STARTS = {
-    "no dense step": (0, 0),
-    "1 dense step, warms": (1, 1),
-    "2 dense steps, warm": (2, 2),
-    "10 dense steps, cold": (10, 0),
-    "10 dense steps, 2 warm": (10, WARM_STEPS),
-}
-"""Dense steps, and how many of them warm the context."""
+STARTS = {"no dense step": 0, "2 dense steps": 2, "10 dense steps": 10}
 START_LEVELS = ("lowrank:16+fp16", "lowrank:8+fp16")
 START_STEP = 40
 RESULTS = Path(__file__).parent / "results" / "delay"
@@ -303,13 +296,10 @@ def run(
     *,
     stop_at: float = -math.inf,
     dense_steps: int = DENSE_STEPS,
-    warm_steps: int = WARM_STEPS,
 ) -> Run:
     """One training; at a constant learning rate it ends once the smoothed loss is at ``stop_at``."""
     factor = schedule if setting.decays else constant
-    training = Training(
-        task, level, seed, steps, dense_steps, RANKS, warm_steps, optimizer=optimizer_of(setting), factor=factor
-    )
+    training = Training(task, level, seed, steps, dense_steps, RANKS, optimizer=optimizer_of(setting), factor=factor)
     observer, probe, exchange = Observer(training), probe_of(task), training.exchange
     seen: list[tuple[int, float]] = []
     final = math.inf
@@ -465,8 +455,7 @@ def measure_starts(task: Task, setting: Setting, seed: int, steps: int) -> list[
     """Every way to begin, and dense."""
     found = []
     for level, start in [(DENSE, "dense"), *((level, start) for level in START_LEVELS for start in STARTS)]:
-        dense_steps, warm_steps = STARTS.get(start, (DENSE_STEPS, 0))
-        level_run = run(task, setting, level, seed, steps, dense_steps=dense_steps, warm_steps=warm_steps)
+        level_run = run(task, setting, level, seed, steps, dense_steps=STARTS.get(start, DENSE_STEPS))
         curve = smooth(level_run.curve, SMOOTHED)
         found.append(Start(setting, seed, level, start, loss_at(curve, START_STEP), curve.losses[-1]))
     return found

@@ -7,9 +7,8 @@ Two tasks. ``digits``: a small CNN on scikit-learn's 1797 handwritten digits, SG
 ``text``: a transformer of characters on the source text of Python's own standard library, Adam, validation loss in bits
 a character. One process plays N ranks: from the same weights each computes the gradient of its own minibatch and
 encodes it with its own residual; payloads are added, decoded, divided by N and handed to the optimizer. As in a real
-run there are some dense steps first, the last of which warm the compressor's context, and vectors and tiny tensors
-travel whole. All rows of a seed share initial weights, data order, learning rates and schedule (tuned for dense), so
-rows are paired.
+run there are some dense steps first, and vectors and tiny tensors travel whole. All rows of a seed share initial
+weights, data order, learning rates and schedule (tuned for dense), so rows are paired.
 
 References, written here in plain torch with error feedback, none of which one ring all-reduce could carry:
 
@@ -79,7 +78,6 @@ ROWS = (
     "lowrank:8+fp16",
 )
 DENSE = "none"
-WARM_STEPS = 2
 SMOOTHED_STEPS = 50
 """Compressed steps at the end of a run of whose errors the median is reported."""
 SMALLEST_COMPRESSED = 256
@@ -327,9 +325,6 @@ class Exchange(ABC):
     def bytes_a_step(self) -> float:
         """What one rank sends, mean over the sides."""
 
-    def warm_up(self, total: Tensor) -> None:  # noqa: B027, most have nothing to learn
-        """Learn from a dense step's sum."""
-
     @abstractmethod
     def add(self, grads: Sequence[Tensor]) -> Tensor:
         """The sum of the ranks' buckets, as far as it arrives."""
@@ -346,7 +341,7 @@ class Summable(Exchange):
 
     def __init__(self, compressor: Compressor, spec: Spec) -> None:
         self.spec, self._compressor, self._ops = spec, compressor, TorchOps()
-        self._ctx = compressor.init(self._ops, spec)
+        self._ctx, self._to_ask = compressor.init(self._ops, spec), compressor.turns if compressor.asks else 0
 
     @property
     def bytes_a_step(self) -> float:
@@ -354,16 +349,16 @@ class Summable(Exchange):
         sizes = [compressor.payload_bytes(self.spec, side) for side in range(compressor.sides)]
         return sum(sizes) / compressor.turns
 
-    def warm_up(self, total: Tensor) -> None:
-        if self._compressor.needs_warmup:
-            self._ctx = self._compressor.warm_up(self._ops, self._ctx, total)
-
     def add(self, grads: Sequence[Tensor]) -> Tensor:
         compressor, ops, ctx = self._compressor, self._ops, self._ctx
         before: Sequence[Tensor | None] = self.residuals or [None] * len(grads)
         joined = self.joined(grads)
-        for _ in range(compressor.passes - 1):
-            ctx = compressor.advance(ops, ctx, _sum([compressor.encode(ops, ctx, sent) for sent in joined]))
+        for number in range(compressor.passes):
+            if self._to_ask:
+                ctx = compressor.learn(ops, ctx, _sum([compressor.ask(ops, ctx, sent) for sent in joined]))
+            if number < compressor.passes - 1:
+                ctx = compressor.advance(ops, ctx, _sum([compressor.encode(ops, ctx, sent) for sent in joined]))
+        self._to_ask = max(0, self._to_ask - 1)
         total: Tensor | None = None
         left = []
         for sent, residual in zip(joined, before, strict=True):
@@ -511,8 +506,6 @@ class Training:
     steps: int
     dense_steps: int
     ranks: int
-    warm_steps: int = WARM_STEPS
-    """The last dense steps, which warm the context."""
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
     """In place of the task's."""
     factor: Callable[[int, int], float] = schedule
@@ -556,10 +549,7 @@ class Training:
         """What arrives of the ranks' gradients."""
         if self.compresses(step):
             return self.exchange.add(grads)
-        total = torch.stack(list(grads)).sum(dim=0)
-        if step >= self.dense_steps - self.warm_steps:
-            self.exchange.warm_up(total)
-        return total
+        return torch.stack(list(grads)).sum(dim=0)
 
 
 def train(task: Task, row: str, seed: int, steps: int, dense_steps: int, ranks: int) -> Result:
@@ -718,8 +708,8 @@ def arguments() -> argparse.Namespace:
         parser.error(f"--tasks takes {', '.join(TASKS)}. Received: {', '.join(unknown)}")
     if asked.seeds < 2:
         parser.error(f"--seeds takes 2 or more: a spread needs two. Received: {asked.seeds}")
-    if asked.dense_steps < WARM_STEPS:
-        parser.error(f"--dense-steps takes {WARM_STEPS} or more. Received: {asked.dense_steps}")
+    if asked.dense_steps < 0:
+        parser.error(f"--dense-steps takes 0 or more. Received: {asked.dense_steps}")
     for row in asked.only:
         try:
             make_exchange(row, Spec(((64, 64),), ranks=asked.ranks))

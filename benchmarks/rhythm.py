@@ -12,8 +12,8 @@ see ``hvdplus.lab``).
 races       A byte-level transformer of 3.3 M parameters trains with AdamW on real text. As in ``adaptive.py``'s races,
             what a fixed choice learns in a step does not depend on the link: its curve is that of a training without
             limits, at the step time that it has at each rate. Who decides for itself trains at each rate. A local
-            step's time is that of a whole period, its exchange included; exchanges in full width at the start, from
-            which levels learn, are charged. Losses are those of the ranks' mean, between two exchanges, too.
+            step's time is that of a whole period, its exchange included; peers' dense steps at the start are charged.
+            Losses are those of the ranks' mean, between two exchanges, too.
 stragglers  The same training on links without limits, of two hosts whose speed differs: one has half the time of its
             core, or both change theirs every second. Everybody trains for the same seconds.
 prices      What local steps and late means cost in steps: trainings of the same number of steps, with more and more
@@ -166,12 +166,8 @@ def step_seconds(ranks: Ranks, names: Sequence[str], blocks: int) -> dict[str, f
 
 
 def dense_start(ranks: Ranks, who: str, took: Mapping[str, float]) -> float:
-    """Seconds that its first exchanges, in full width, take beyond its later ones. ``took``: of everybody's step."""
-    count = ranks.dense_start(who=who)
-    if who.startswith("local "):
-        own = period(who) * (took[who] - took["alone"])
-        return count * max(0.0, took["horovod"] - took["alone"] - own)
-    return count * max(0.0, took["ddp"] - took[who])
+    """Seconds that its first steps, dense ones, take beyond its later ones. ``took``: of everybody's step."""
+    return ranks.dense_start(who=who) * max(0.0, took["ddp"] - took[who])
 
 
 def race(ranks: Ranks, hosts: int, quick: bool, seed: int) -> list[Run]:

@@ -177,9 +177,9 @@ class Rotated(IntB):
         """By way of ``decode``."""
         return grad - self.decode(ops, ctx, payload)
 
-    def warm_up(self, ops: Any, ctx: Any, total: Tensor) -> Any:
-        """From the turned sum."""
-        return super().warm_up(ops, ctx, self.turn(ctx.spec, total, back=False))
+    def ask(self, ops: Any, ctx: Any, grad: Tensor) -> Tensor:
+        """About the turned gradient."""
+        return super().ask(ops, ctx, self.turn(ctx.spec, grad, back=False))
 
     def turn(self, spec: Spec, bucket: Tensor, back: bool) -> Tensor:
         """The rotation or its inverse; what does not fill a block stays."""

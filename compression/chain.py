@@ -65,9 +65,9 @@ class Chain(Piecewise):
         return self.first.passes
 
     @property
-    def needs_warmup(self) -> bool:
+    def asks(self) -> bool:
         """If either part does."""
-        return self.first.needs_warmup or self.second.needs_warmup
+        return self.first.asks or self.second.asks
 
     @property
     def uses_products(self) -> bool:
@@ -105,14 +105,20 @@ class Chain(Piecewise):
         outer = self.first.advance(ops, self._outer(ctx), self._between(ops, ctx, total))
         return self._joined(ctx, outer, {ctx.side: inner})
 
-    def warm_up(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
-        """Warm up the first part, then the second part on the payload that the first would send."""
-        outer = self.first.warm_up(ops, self._outer(ctx), total)
-        inners = {}
-        for side in range(self.sides):
-            payload = self.first.encode(ops, outer._replace(side=side), total)
-            inners[side] = self.second.warm_up(ops, self._inner(ctx, side), payload)
-        return self._joined(ctx, outer, inners)
+    def ask(self, ops: Ops[Array], ctx: Context[Array], grad: Array) -> Array:
+        """What the second part asks about the first one's payload; where it asks nothing, what the first part asks.
+
+        One question is enough: what the first part would ask rides along with its payload, once that has a step size.
+        """
+        if not self.second.asks:
+            return self.first.ask(ops, self._outer(ctx), grad)
+        return self.second.ask(ops, self._inner(ctx), self.first.encode(ops, self._outer(ctx), grad))
+
+    def learn(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
+        """The context of the part that asked."""
+        if not self.second.asks:
+            return self._joined(ctx, self.first.learn(ops, self._outer(ctx), total), {})
+        return self._joined(ctx, self._outer(ctx), {ctx.side: self.second.learn(ops, self._inner(ctx), total)})
 
     def can_reuse(self, other: Compressor) -> bool:
         """If the first part does, and both second parts are ``fp16``, which learns nothing."""

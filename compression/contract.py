@@ -130,8 +130,9 @@ class Compressor(ABC):
         return True
 
     @property
-    def needs_warmup(self) -> bool:
-        """Whether dense steps have to precede the level, for ``warm_up`` to learn from."""
+    def asks(self) -> bool:
+        """Whether a sum of ``ask``, of few bytes, precedes every pass of a side's first step, for ``learn`` to make the
+        context from."""
         return False
 
     @property
@@ -224,18 +225,36 @@ class Compressor(ABC):
         return ops.constant("no overflow", lambda: np.zeros((), np.bool_))
 
     def taught(
-        self, ops: Ops[Array], ctx: Context[Array], grad: Array, summed: Callable[[Array, int], Array]
+        self,
+        ops: Ops[Array],
+        ctx: Context[Array],
+        grad: Array,
+        summed: Callable[[Array, int, bool], Array],
+        first: bool = False,
     ) -> Context[Array]:
-        """The context of the step's last pass. ``summed``: (payload, pass) -> sum over ranks."""
-        for number in range(self.passes - 1):
-            payload = self.encode(ops, ctx, grad)
-            ctx = self.advance(ops, ctx, summed(payload, number) if payload.shape[0] else payload)
-            ctx = ctx._replace(side=number + 1)
+        """The context of the step's last pass.
+
+        Args:
+            summed: (payload, pass, whether it is what the pass asks) -> sum over ranks.
+            first: whether it is the side's first step.
+        """
+        for number in range(self.passes):
+            if first and self.asks:
+                told = self.ask(ops, ctx, grad)
+                ctx = self.learn(ops, ctx, summed(told, number, True) if told.shape[0] else told)
+            if number < self.passes - 1:
+                payload = self.encode(ops, ctx, grad)
+                ctx = self.advance(ops, ctx, summed(payload, number, False) if payload.shape[0] else payload)
+                ctx = ctx._replace(side=number + 1)
         return ctx
 
-    def warm_up(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
-        """A better first context, from a dense step's ``total``: the bucket's gradients, summed over ranks."""
-        return ctx
+    def ask(self, ops: Ops[Array], ctx: Context[Array], grad: Array) -> Array:
+        """What a rank tells the others before it encodes ``grad`` for the first time (1-D): see ``asks``."""
+        return grad[:0]
+
+    def learn(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
+        """The context to encode ``grad`` with, from the sum of what all ranks told."""
+        return self.advance(ops, ctx, total)
 
     def can_reuse(self, other: Compressor) -> bool:
         """Whether ``reuse_context`` accepts a context of ``other``."""

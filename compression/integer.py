@@ -4,19 +4,19 @@ Every rank rounds to integers of magnitude L = floor((2^(B-1) - 1) / N) at most,
 a lane of B bits. Lanes are packed into int32 or int64 words (Horovod's PyTorch binding reduces no 8- or 16-bit
 integers) and stay signed, so a ring adds them exactly. The step size, the distance of two levels, is a power of two,
 equal on all ranks. Every run of the body (a tensor, small ones joined) has a step size of its own. It follows from the
-root mean squares (RMS) of the last step, whose logarithms travel in the payload as integers. Only the louder ranks'
-count, so that a rank with hardly any gradient does not have the others clipped. Rounding to a level is the only
-rounding error: zero is exact, and contexts are integers alone. Values beyond the levels are clipped and counted. A
-clipped value overflows if the body's largest value is also above 64 times that of the last steps (the geometric mean
-over the louder ranks); the tail's by itself.
+root mean squares (RMS) of the last step, whose logarithms travel in the payload as integers; in the first step they are
+summed before anything is encoded (``ask``). Only the louder ranks' count, so that a rank with hardly any gradient does
+not have the others clipped. Rounding to a level is the only rounding error: zero is exact, and contexts are integers
+alone. Values beyond the levels are clipped and counted. A clipped value overflows if the body's largest value is also
+above 64 times that of the last steps (the geometric mean over the louder ranks); the tail's by itself.
 
 Nearest rounding is off by at most half a step size where it does not clip, and the residual keeps the difference (error
 feedback). Stochastic rounding is right on average, and its residual stays below one step size.
 
 Sent: d B / 8 bytes (more where B does not divide the word: see ``_word``). The tail (vectors, tiny tensors) travels in
 lanes of 32 bits with a step size of about N millionths of its RMS. Shared scales, one for each tensor, and levels per
-rank are as in integer all-reduces of the literature (e.g. IntSGD, arXiv 2102.08374). While the step size is unknown (no
-warm-up, and nothing measured), a step sends nothing; the residual, if the level keeps one, keeps the gradient.
+rank are as in integer all-reduces of the literature (e.g. IntSGD, arXiv 2102.08374). While the step size is unknown
+(all gradients so far were zero), a step sends nothing; the residual, if the level keeps one, keeps the gradient.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Integer(Piecewise):
 
     kind = "quantiser"
     learns = "the step: last step's root mean square"
-    needs_warmup = True
+    asks = True
 
     @property
     def memory_passes(self) -> float:
@@ -240,21 +240,20 @@ class Integer(Piecewise):
         step = ctx.state[0][parts + 1 : parts + 2] + 1
         return ctx._replace(state=(ops.concat([exponents, clipped, step, largest]),))
 
-    def warm_up(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
-        """Step sizes for gradients whose sum is ``total``, on the assumption that ranks' gradients are independent."""
+    def ask(self, ops: Ops[Array], ctx: Context[Array], grad: Array) -> Array:
+        """The measurements alone."""
         if not ctx.spec.size:
-            return ctx
-        share, nothing = ctx.spec.ranks**-0.5, ops.integers(ops.rms(total[:0]))
-        body, tail = total[: ctx.spec.body], total[ctx.spec.body :]
-        runs = [total[a:b] for a, b in pairwise(accumulate(runs_of(ctx.spec), initial=0))]
-        rms = ops.concat([ops.reshape(ops.rms(run) * share, (1,)) for run in runs])
+            return grad[:0]
+        nothing, body, tail = ops.integers(ops.rms(grad[:0])), grad[: ctx.spec.body], grad[ctx.spec.body :]
+        runs = [grad[a:b] for a, b in pairwise(accumulate(runs_of(ctx.spec), initial=0))]
+        rms = ops.concat([ops.reshape(ops.rms(run), (1,)) for run in runs])
         measured = self._measure(
             ops,
             ctx,
             Packing(body, self._state(ctx).clipped, rms, None, largest_of(ops, body)),
-            Packing(tail, nothing, ops.rms(tail) * share, None, largest_of(ops, tail)),
+            Packing(tail, nothing, ops.rms(tail), None, largest_of(ops, tail)),
         )
-        return self.advance(ops, ctx, measured)
+        return ops.integers(measured, self._word(ctx.spec.ranks))
 
     def _offsets(self, ops: Ops[Array], spec: Spec) -> Array:
         """PER_OCTAVE * log2(step size / RMS) for every run and the tail (int32)."""

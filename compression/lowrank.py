@@ -135,23 +135,6 @@ class LowRank(Projection):
                 state[-1] = state[-1] * (known + (1.0 - known) * math.sqrt(longest))
         return Context(ctx.spec, 1 - ctx.side, tuple(state))
 
-    def warm_up(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
-        """One whole power iteration on the reduced gradient: both sides' bases.
-
-        For chains that warm up anyway. By itself no level of this kind asks for dense steps: random bases are as good a
-        start (``benchmarks/results/delay.txt``), and on a slow link a dense step takes as long as fifty others.
-        """
-        starts, state = _starts(ctx.spec), list(ctx.state)
-        for number, group in enumerate(self._groups(ctx.spec)):
-            matrices = [_matrix(ops, total, group, starts[tensor]) for tensor in group.tensors]
-            for side, length in ((1, group.rows), (0, group.columns)):
-                basis = state[2 * number + 1 - side]
-                sent = [ops.matmul(matrix, basis[i], transpose_a=side == 0) for i, matrix in enumerate(matrices)]
-                flat = ops.concat([ops.reshape(factor, (length * self.rank,)) for factor in sent])
-                state[2 * number + side] = _orthonormal(ops, ops.reshape(flat, (len(sent), length, self.rank)))
-                state[-1] = largest_of(ops, ops.concat([flat, state[-1]]))
-        return ctx._replace(state=tuple(state))
-
     def can_reuse(self, other: Compressor) -> bool:
         """Any ``lowrank`` or ``powersgd``: bases with more or fewer columns are a start."""
         return isinstance(other, LowRank)

@@ -3,8 +3,9 @@
 Top-k sparsification with error feedback (Lin et al.: Deep Gradient Compression, arXiv 1712.01887; Stich et al., arXiv
 1809.07599), made summable: all ranks send the same blocks, chosen by the sum of their energies, which travelled in the
 last step's payload. A block's energy is the root mean square of *its residual after sending + its fresh gradient*, the
-best guess of the next step's block: energies from before sending would choose half of the same blocks again. A rank
-overflows if a block's energy is far beyond the largest of the last steps: the block would arrive a step late.
+best guess of the next step's block: energies from before sending would choose half of the same blocks again. In the
+first step they are summed before anything is encoded (``ask``). A rank overflows if a block's energy is far beyond the
+largest of the last steps: the block would arrive a step late.
 
 Sent: 4 k bytes for k elements, and 4 bytes a block. Work: two arrays are read to measure the blocks, the sent blocks
 are copied. Different from the papers: whole blocks instead of elements, one choice for all ranks, one step late, root
@@ -28,7 +29,7 @@ class TopK(BlockSelection):
 
     learns = "the choice: block energies that rode along one step earlier"
     paper = "1712.01887, 1809.07599"
-    needs_warmup = True
+    asks = True
     memory_passes = 5.0
 
     def init(self, ops: Ops[Array], spec: Spec) -> Context[Array]:
@@ -61,15 +62,13 @@ class TopK(BlockSelection):
         cut = self.cut(ctx.spec)
         if not cut.blocks:
             return ctx
-        return self._choose(ops, ctx, total[-cut.blocks :], total[-cut.blocks :])
+        energies = total[-cut.blocks :]
+        return ctx._replace(state=(ops.top(energies, cut.chosen), follow(ops, ctx.state[1], energies)))
 
-    def warm_up(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
-        """Choose the blocks with most energy in the reduced gradient."""
+    def ask(self, ops: Ops[Array], ctx: Context[Array], grad: Array) -> Array:
+        """Every block's energy."""
         cut = self.cut(ctx.spec)
-        if not cut.blocks:
-            return ctx
-        # The scale is the largest element: no less than any block's RMS, and the same bits on every CPU.
-        return self._choose(ops, ctx, ops.row_rms(self._matrix(ops, cut, total)), total[: cut.end])
+        return ops.row_rms(self._matrix(ops, cut, grad)) if cut.blocks else grad[:0]
 
     def overflows(self, ops: Ops[Array], ctx: Context[Array], grad: Array, payload: Array) -> Array:
         """Whether the energy of any block, sent or not, is far beyond the largest of the last steps."""
@@ -77,7 +76,3 @@ class TopK(BlockSelection):
         if not cut.blocks:
             return super().overflows(ops, ctx, grad, payload)
         return beyond(ops, ctx.state[1], payload[-self.measured(cut.blocks) :])
-
-    def _choose(self, ops: Ops[Array], ctx: Context[Array], energies: Array, values: Array) -> Context[Array]:
-        chosen = ops.top(energies, self.cut(ctx.spec).chosen)
-        return ctx._replace(state=(chosen, follow(ops, ctx.state[1], values)))

@@ -2,7 +2,7 @@
 
 ``topk`` without its step of delay. The first pass sums every block's energy, the root mean square of residual +
 gradient over the block, and delivers nothing; the second sends the blocks whose summed energies are largest. So a block
-is chosen by what it holds now, not by what it was expected to hold, and no dense steps have to show the first choice.
+is chosen by what it holds now, not by what it was expected to hold, and nobody has to ask for the first choice.
 
 Sent: what ``topk`` of the same share sends, and a number; but there are two all-reduces a bucket, one after the other.
 Work: the bucket is read twice to measure it, the sent blocks are copied. A rank overflows if the root mean square of
@@ -26,7 +26,7 @@ class TopK2(TopK):
     learns = "the choice: block energies, summed in the first pass"
     passes = 2
     sides = 2
-    needs_warmup = False
+    asks = False
     memory_passes = 4.0
 
     def measured(self, blocks: int) -> int:
@@ -43,10 +43,7 @@ class TopK2(TopK):
 
     def encode(self, ops: Ops[Array], ctx: Context[Array], grad: Array, residual: Array | None = None) -> Array:
         """Every block's energy; in the second pass chosen blocks, dense elements, the measurement."""
-        if ctx.side:
-            return super().encode(ops, ctx, grad, residual)
-        cut = self.cut(ctx.spec)
-        return ops.row_rms(self._matrix(ops, cut, grad)) if cut.blocks else grad[:0]
+        return super().encode(ops, ctx, grad, residual) if ctx.side else self.ask(ops, ctx, grad)
 
     def advance(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
         """Choose the blocks with most energy in the first pass's sum, follow the scale of the second one's."""
@@ -56,13 +53,6 @@ class TopK2(TopK):
         elif cut.blocks:
             chosen = ops.top(total, cut.chosen)
         return Context(ctx.spec, 1 - ctx.side, (chosen, scale))
-
-    def warm_up(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
-        """Choose the blocks with most energy in the reduced gradient, for the second part of a chain to learn from."""
-        cut = self.cut(ctx.spec)
-        if not cut.blocks:
-            return ctx
-        return ctx._replace(state=(ops.top(ops.row_rms(self._matrix(ops, cut, total)), cut.chosen), ctx.state[1]))
 
     def layout(self, spec: Spec, side: int) -> Layout:
         """Energies; blocks in front, dense elements and the measurement behind."""

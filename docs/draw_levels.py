@@ -31,8 +31,8 @@ def sent(name: str) -> tuple[np.ndarray, float]:
     """What arrives of the last gradient, with error feedback; bytes of fp32 over bytes sent."""
     ops, spec, compressor = NumpyOps(), Spec(((ROWS, COLUMNS),), ranks=2), parse(name)
     ctx = compressor.init(ops, spec)
-    if compressor.needs_warmup:
-        ctx = compressor.warm_up(ops, ctx, 2 * gradient(0).ravel())
+    if compressor.asks:
+        ctx = compressor.learn(ops, ctx, 2 * compressor.ask(ops, ctx, gradient(0).ravel()))
     left = np.zeros(spec.size, np.float32)
     mean = left
     for step in range(LEARNED):

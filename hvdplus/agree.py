@@ -85,8 +85,7 @@ def choose_ladder(compression: Any, settings: Settings, world: World, ops: Ops[A
             f"their contexts drift apart. The ranks differ in {'; '.join(world.differences)}. Use fp16 or none, or "
             "make them equal."
         )
-    # Dense warm-up steps precede a level that learns.
-    return Ladder(["none", compressor] if compressor.needs_warmup else [compressor]), False
+    return Ladder([compressor]), False
 
 
 def asked_for(compression: Any, settings: Settings) -> tuple[Any, bool]:
@@ -155,10 +154,8 @@ def choose_rhythm(compression: Any, every: int | str | None, settings: Settings)
 def settings_of_exchanges(given: Mapping[str, Any] | None, resolved: Settings) -> dict[str, Any]:
     """What an optimizer that exchanges drifts is wrapped with, where the user has ``given`` these settings."""
     own = {**(given or {}), "dense_steps": 0, "every": 1, "staleness": 0}
-    # What a level of integers learns beforehand is the size of values, and one drift shows it.
-    for name, value in (("ladder", LADDER), ("warm_steps", 1)):
-        if name not in resolved.origins:
-            own[name] = value
+    if "ladder" not in resolved.origins:
+        own["ladder"] = LADDER
     return own
 
 

@@ -147,11 +147,6 @@ class Settings:
         _at_least(0),
         "steps without compression at the start of auto, and in lock-step before local steps; 0: as few as it takes",
     )
-    warm_steps: int = _setting(
-        2,
-        _at_least(0),
-        "dense warm-up steps from which a level learns before it begins; 0: it learns from its own first step",
-    )
     every: int | str = _setting(
         1,
         _auto_or_at_least_1,

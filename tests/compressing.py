@@ -95,6 +95,16 @@ def ops_of(framework: str) -> Ops:
     return OPS[framework].make()
 
 
+def asked(ops: Ops, compressor: Compressor, ctx: Context, grads: Sequence[Any]) -> Context:
+    """``ctx``, with which ranks encode their ``grads`` (NumPy or the framework's) for the first time."""
+    told = [compressor.ask(ops, ctx, _of(ops, grad)) for grad in grads] if compressor.asks else []
+    return compressor.learn(ops, ctx, add(told) if told[0].shape[0] else told[0]) if told else ctx
+
+
+def _of(ops: Ops, grad: Any) -> Any:
+    return ops.from_numpy(grad) if isinstance(grad, np.ndarray) else grad
+
+
 # -- algorithms --------------------------------------------------------------------------------------------------------
 
 

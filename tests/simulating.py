@@ -26,7 +26,6 @@ ERRORS = (0.0, 0.0, 0.3, 0.45, 0.7)
 """What e comes to at each level: about as in ``benchmarks/results/delay.txt``."""
 LOSSY = 2
 """Least level that keeps a residual."""
-WARM_STEPS = 2
 """Dense steps before a level of integers."""
 DRAIN_STEPS = 10
 NORM_STEPS = 5
@@ -227,7 +226,7 @@ def drive(
 ) -> Course:
     """Run ``steps`` steps of a job (that changes) under the controller that ``make`` makes.
 
-    Figures arrive one step late. The controller does not see steps that warm a level up.
+    Figures arrive one step late.
     ``events(step, controller)`` is called before every step.
     """
     at = job if callable(job) else lambda step: job
@@ -241,7 +240,7 @@ def drive(
     if hasattr(controller, "begin"):  # a controller of another version may have to begin without
         controller.begin([(size, seconds * _shaken(dice, start.noise.wire)) for size, seconds in start.probes])
     late: tuple[int, Observation] | None = None
-    running = drains = warms_up = age = 0
+    running = drains = age = 0
     wave = 0.0
     for step in range(steps):
         events(step, controller)
@@ -252,18 +251,16 @@ def drive(
                 course.decisions.append((step, decision))
         if level != running:
             drains = DRAIN_STEPS if keeps[running] and not keeps[level] else 0
-            warms_up = WARM_STEPS if start.names[level].startswith("int") else 0
             running, age = level, 0
         job_now = at(step)
         late = None
         course.levels.append(level)
-        course.ran.append(0 if warms_up else level)
+        course.ran.append(level)
         course.modes.append(mode)
         course.seconds += job_now.seconds(course.ran[-1])
         wave = 0.9 * wave + math.sqrt(1 - 0.9**2) * dice.gauss(0, 1)
         flushes, drains = drains > 0, max(0, drains - 1)
-        if warms_up or (flushes and not sees_flushes):
-            warms_up = max(0, warms_up - 1)
+        if flushes and not sees_flushes:
             continue
         times, sounding = reduce_times(job_now.step(level, dice, wave)), 0 if flushes else controller.probe_bytes()
         if sounding:

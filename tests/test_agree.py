@@ -62,12 +62,8 @@ class Own(Compressor):
 
     name = "own"
 
-    def __init__(self, needs_warmup: bool, uses_products: bool = False) -> None:
-        self._warms, self._uses_products = needs_warmup, uses_products
-
-    @property
-    def needs_warmup(self) -> bool:
-        return self._warms
+    def __init__(self, uses_products: bool = False) -> None:
+        self._uses_products = uses_products
 
     @property
     def uses_products(self) -> bool:
@@ -96,17 +92,17 @@ class Own(Compressor):
         ("fp16", ("fp16",)),
         ("randomk:0.1", ("randomk:0.1",)),
         ("lowrank", ("lowrank:4",)),
-        ("int4:stochastic", ("none", "int4:stochastic")),
-        ("qsgd:8", ("none", "qsgd:8")),
-        ("topk:0.05+int8", ("none", "topk:0.05+int8")),
-        ("randomk:0.1+int8", ("none", "randomk:0.1+int8")),
+        ("int4:stochastic", ("int4:stochastic",)),
+        ("qsgd:8", ("qsgd:8",)),
+        ("topk:0.05+int8", ("topk:0.05+int8",)),
+        ("randomk:0.1+int8", ("randomk:0.1+int8",)),
         ("randomk:0.1+fp16", ("randomk:0.1+fp16",)),
         ("lowrank:2+fp16", ("lowrank:2+fp16",)),
-        ("lowrank:2+int8", ("none", "lowrank:2+int8")),
+        ("lowrank:2+int8", ("lowrank:2+int8",)),
     ],
 )
-def test_a_fixed_level_stands_alone_or_above_dense_steps_that_teach_it(asked: str, names: tuple[str, ...]) -> None:
-    """By name from the script or from the environment, or as an object: it runs as the last of its ladder."""
+def test_a_fixed_level_stands_alone(asked: str, names: tuple[str, ...]) -> None:
+    """By name from the script or from the environment, or as an object."""
     assert names_of(asked) == (names, False)
     assert names_of("auto", compression=asked) == (names, False)
     assert names_of(parse(asked)) == (names, False)
@@ -114,21 +110,15 @@ def test_a_fixed_level_stands_alone_or_above_dense_steps_that_teach_it(asked: st
 
 def test_what_a_script_says_comes_before_the_environment() -> None:
     assert names_of("fp16", compression="topk:0.1") == (("fp16",), False)
-    assert names_of(TopK(0.1), compression="fp16") == (("none", "topk:0.1"), False)
+    assert names_of(TopK(0.1), compression="fp16") == (("topk:0.1",), False)
     assert names_of(Halving, compression="fp16") == (("Halving",), False)
 
 
-@pytest.mark.parametrize(
-    "compressor", [TopK(0.1), Chain(LowRank(2), IntB(8)), Chain(TopK(0.1, 64), IntB(8)), Own(needs_warmup=True)]
-)
+@pytest.mark.parametrize("compressor", [TopK(0.1), Chain(LowRank(2), IntB(8)), Chain(TopK(0.1, 64), IntB(8)), Own()])
 def test_a_compressor_object_is_used_as_it_is(compressor: Compressor) -> None:
     ladder, auto = choose(compressor)
-    assert (ladder.names, auto) == (("none", compressor.name), False)
+    assert (ladder.names, auto) == ((compressor.name,), False)
     assert ladder.compressors[-1] is compressor
-
-
-def test_a_compressor_of_ones_own_that_learns_nothing_stands_alone() -> None:
-    assert names_of(Own(needs_warmup=False)) == (("own",), False)
 
 
 # -- Horovod's classes -------------------------------------------------------------------------------------------------
@@ -166,7 +156,7 @@ def test_horovods_two_names_mean_ours_unless_the_environment_has_a_wish(name: st
     for written in horovods(name):
         assert names_of(written) == ((level,), False)
         assert choose(written)[0].compressors == (parse(level),), "ours, which knows how to send an overflow again"
-        assert names_of(written, compression="topk:0.1") == (("none", "topk:0.1"), False)
+        assert names_of(written, compression="topk:0.1") == (("topk:0.1",), False)
         assert names_of(written, compression="none") == (("none",), False)
 
 
@@ -209,9 +199,7 @@ def test_a_ladder_with_a_level_twice_is_refused() -> None:
 # -- worlds ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "asked", ["lowrank:4", LowRank(4), "lowrank:4+fp16", Own(needs_warmup=True, uses_products=True)]
-)
+@pytest.mark.parametrize("asked", ["lowrank:4", LowRank(4), "lowrank:4+fp16", Own(uses_products=True)])
 def test_ranks_that_differ_cannot_run_a_fixed_level_of_products(asked: str | Compressor) -> None:
     """The message says in what they differ and what would work."""
     name = asked if isinstance(asked, str) else asked.name

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from compressing import Case, add, blocks_of, every_framework, norm, once, ops_of
+from compressing import Case, add, asked, blocks_of, every_framework, norm, once, ops_of
 from frameworks import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -162,8 +162,8 @@ def test_the_blocks_with_most_energy_are_sent(framework: str) -> None:
     expected = energies[::8].copy()
     expected[first] /= 2
     assert chosen.tolist() == sorted(np.argsort(-expected, kind="stable")[:10].tolist())
-    warmed = ops.to_numpy(compressor.warm_up(ops, ctx, ops.from_numpy(grads[0])).state[0])
-    assert warmed.tolist() == sorted(np.argsort(-energies[::8])[:10].tolist())
+    first = ops.to_numpy(asked(ops, compressor, ctx, grads).state[0])
+    assert first.tolist() == sorted(np.argsort(-energies[::8])[:10].tolist())
 
 
 @every_framework
@@ -181,7 +181,7 @@ def test_what_rides_along_is_the_root_mean_square_of_what_the_next_step_will_hav
     spec = Spec(((100,),))
     rng = np.random.default_rng(1)
     fresh, residual = rng.standard_normal((2, 100)).astype(np.float32)
-    ctx = compressor.warm_up(ops, compressor.init(ops, spec), ops.from_numpy(fresh))
+    ctx = asked(ops, compressor, compressor.init(ops, spec), [fresh])
     joined = fresh + residual
     payload = ops.to_numpy(compressor.encode(ops, ctx, ops.from_numpy(joined), ops.from_numpy(residual)))
     stays = joined.copy().reshape(20, 5)
@@ -240,5 +240,5 @@ def test_blocks_of_very_different_scale_are_told_apart(framework: str) -> None:
     spec = Spec(((40,),))
     norms = np.array([1, 1e-25, 0, 1e-24, 1e3, 0, 3e-25, 1e-26, 2e-24, 0])
     grad = np.repeat(norms, 4).astype(np.float32)
-    warmed = compressor.warm_up(ops, compressor.init(ops, spec), ops.from_numpy(grad))
-    assert ops.to_numpy(warmed.state[0]).tolist() == [0, 3, 4, 6, 8]
+    ctx = asked(ops, compressor, compressor.init(ops, spec), [grad])
+    assert ops.to_numpy(ctx.state[0]).tolist() == [0, 3, 4, 6, 8]

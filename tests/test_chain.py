@@ -11,6 +11,7 @@ from compressing import (
     Case,
     add,
     after_steps,
+    asked,
     every_framework,
     heard_in,
     in_numpy,
@@ -127,7 +128,7 @@ def test_a_chain_is_what_its_parts_are(level: str) -> None:
     assert compressor.keeps_residual and compressor.needs_finite_check and not compressor.may_overflow
     assert compressor.kind == second.kind and compressor.sides == first.sides
     assert compressor.uses_products == first.uses_products
-    assert compressor.needs_warmup == (first.needs_warmup or second.needs_warmup)
+    assert compressor.asks == (first.asks or second.asks)
     assert compressor.memory_passes > first.memory_passes
     for part in (first, second):
         assert part.learns == "nothing" or part.learns in compressor.learns
@@ -200,16 +201,18 @@ def test_what_the_first_part_wants_precise_is_precise(level: str, framework: str
 
 @every_framework
 @pytest.mark.parametrize("level", ["lowrank:4+int8", "lowrank:4+fp16", "topk:0.1:16+int8", "lowrank:1+int16"])
-def test_one_dense_step_warms_both_parts(level: str, framework: str) -> None:
-    """Bases or blocks, and the steps of every side: at once nearly as good as the first part alone."""
+def test_a_first_step_asks_for_what_both_parts_need(level: str, framework: str) -> None:
+    """The step of the side, or the blocks: at once nearly as good as the first part alone, which chooses its own blocks
+    where the second part has asked."""
     ops, compressor = ops_of(framework), chain(level)
     spec, rng = Spec(((24, 16),), tail=6), np.random.default_rng(2)
     matrix = (rng.standard_normal((24, 1)) @ rng.standard_normal((1, 16))).ravel()
     grad = np.concatenate([matrix, rng.standard_normal(6)]).astype(np.float32)
-    ctx = compressor.warm_up(ops, compressor.init(ops, spec), ops.from_numpy(grad))
-    first = compressor.first.warm_up(ops, compressor.first.init(ops, spec), ops.from_numpy(grad))
+    ctx = compressor.init(ops, spec)
+    first = compressor.first.init(ops, spec)
     for side in range(compressor.sides):
-        arrived, _ = once(ops, compressor, ctx._replace(side=side), grad)
+        ctx = asked(ops, compressor, ctx._replace(side=side), [grad])
+        arrived, _ = once(ops, compressor, ctx, grad)
         alone, _ = once(ops, compressor.first, first._replace(side=side), grad)
         assert norm(arrived - alone) <= 0.05 * norm(grad)
 

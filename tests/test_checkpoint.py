@@ -212,8 +212,8 @@ def not_finite(array: np.ndarray) -> np.ndarray:
 
 
 DAMAGE: dict[str, tuple[Edit, str]] = {
-    "format": (put("format", 1), "of format 4. Received: 1"),
-    "no format": (without("format"), "of format 4. Received: None"),
+    "format": (put("format", 1), "of format 5. Received: 1"),
+    "no format": (without("format"), "of format 5. Received: None"),
     **{f"no {name}": (without(name), f"the state has no {name}") for name in checkpoint.FIELDS},
     **{
         f"{name} is text": (put(name, "a lot"), "damaged|another model")
@@ -275,17 +275,17 @@ DAMAGE: dict[str, tuple[Edit, str]] = {
     "sides": (put("coordinator/schedule/sides", [0, 0, 2]), "sides has to be one a level"),
     "sides short": (put("coordinator/schedule/sides", [0, 0]), "sides has to be one a level"),
     "flush_left negative": (put("coordinator/schedule/flush_left", -1), "flush_left has to be a number of steps"),
-    "warm_up_left NaN": (put("coordinator/schedule/warm_up_left", math.nan), "warm_up_left has to be a number"),
+    "asking_left NaN": (put("coordinator/schedule/asking_left", math.nan), "asking_left has to be a number"),
     "no schedule": (put("coordinator/schedule", None), "schedule has to be a dictionary"),
     "plan short": (put("coordinator/plan", [2, 0]), "its plan has to be"),
-    "plan long": (put("coordinator/plan", [2, 0, 1.0, 0, False, 0, 0]), "its plan has to be"),
+    "plan long": (put("coordinator/plan", [2, 0, 1.0, False, 0, 0, 0]), "its plan has to be"),
     "plan level": (put("coordinator/plan/0", 3), "its plan has to be"),
     "plan level half": (put("coordinator/plan/0", 2.0), "its plan has to be"),
     "plan side": (put("coordinator/plan/1", 2), "its plan has to be"),
-    "plan fraction NaN": (put("coordinator/plan", [0, 0, math.nan, 0, False, 0]), "its plan has to be"),
-    "plan fraction large": (put("coordinator/plan", [0, 0, 2.0, 0, False, 0]), "its plan has to be"),
+    "plan fraction NaN": (put("coordinator/plan", [0, 0, math.nan, False, 0, 0]), "its plan has to be"),
+    "plan fraction large": (put("coordinator/plan", [0, 0, 2.0, False, 0, 0]), "its plan has to be"),
     "plan fraction small": (put("coordinator/plan/2", 0.5), "its plan has to be"),
-    "plan warms_up": (put("coordinator/plan/3", 7), "its plan has to be"),
+    "plan asks": (put("coordinator/plan/3", 1), "its plan has to be"),
     "plan norms": (put("coordinator/plan/4", "yes"), "its plan has to be"),
     "plan probe": (put("coordinator/plan/5", 1 << 50), "its plan has to be"),
 }  # fmt: skip
@@ -387,7 +387,7 @@ def test_what_auto_remembers_at_any_time_is_not_taken_for_damage(steps: int, tmp
 
 @pytest.mark.parametrize("value", [None, "a state", 3, []])
 def test_what_is_no_state_at_all_is_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match="This hvdplus reads states of format 4. Received: "):
+    with pytest.raises(ValueError, match="This hvdplus reads states of format 5. Received: "):
         exchange(Local()).load(value)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from compressing import add, every_framework, ops_of
+from compressing import add, asked, every_framework, ops_of
 
 from hvdplus.compression import Context, Ops, Spec, parse
 from hvdplus.exchange.codec import receive_bucket, send_bucket
@@ -18,14 +18,9 @@ def gradients(step: int) -> list[np.ndarray]:
     return [np.random.default_rng([step, rank]).standard_normal(SPEC.size, np.float32) for rank in range(RANKS)]
 
 
-def warmed(ops: Ops, level: str) -> Context:
+def ready(ops: Ops, level: str) -> Context:
     compressor = parse(level)
-    ctx = compressor.init(ops, SPEC)
-    return (
-        compressor.warm_up(ops, ctx, add([ops.from_numpy(grad) for grad in gradients(99)]))
-        if compressor.needs_warmup
-        else ctx
-    )
+    return asked(ops, compressor, compressor.init(ops, SPEC), gradients(99))
 
 
 @every_framework
@@ -33,7 +28,7 @@ def warmed(ops: Ops, level: str) -> Context:
 def test_what_is_not_sent_is_left(framework: str, level: str) -> None:
     """gradients + residuals before = what arrived + residuals after, over some steps whose contexts learn."""
     ops, compressor = ops_of(framework), parse(level)
-    ctx, left = warmed(ops, level), [np.zeros(SPEC.size, np.float32)] * RANKS
+    ctx, left = ready(ops, level), [np.zeros(SPEC.size, np.float32)] * RANKS
     for step in range(4):
         ctx = ctx._replace(side=step % compressor.sides)
         vectors = [grad + held for grad, held in zip(gradients(step), left, strict=True)]
@@ -89,7 +84,7 @@ def test_plain_steps_look_for_nothing(framework: str, level: str) -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_not_finite_is_seen_before_the_sum(framework: str, level: str, value: float) -> None:
     ops, compressor = ops_of(framework), parse(level)
-    ctx, (grad, *_) = warmed(ops, level), gradients(1)
+    ctx, (grad, *_) = ready(ops, level), gradients(1)
     grad[7] = value
     with np.errstate(all="ignore"):
         out = send_bucket(ops, compressor, ctx, ops.from_numpy(grad), None, 0.0, True)

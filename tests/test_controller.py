@@ -26,7 +26,6 @@ from simulating import (
     LOSSY,
     NAMES,
     NOISES,
-    WARM_STEPS,
     Course,
     Job,
     Noise,
@@ -131,10 +130,9 @@ def test_so_many_steps_are_dense_as_are_asked_for(dense_steps: int) -> None:
 @given(jobs)
 @some_examples
 def test_else_the_start_lasts_a_few_steps(job: Job) -> None:
-    """It is the level's steps that count, not those that warm it up."""
     course = drive(job, 40)
     first, level = course.decisions[0][0], course.levels[0]
-    assert first == START_SETTLES + START_STEPS + (WARM_STEPS if NAMES[level] == "int8" else 0)
+    assert first == START_SETTLES + START_STEPS
     assert set(course.levels[: first + 1]) == {level}
 
 

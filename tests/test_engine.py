@@ -20,6 +20,7 @@ from hvdplus.adapters.numpy.backend import NumpyExchange, Rows
 from hvdplus.adapters.transports.in_process import ORDERS as KINDS
 from hvdplus.adapters.transports.in_process import InProcess, run
 from hvdplus.compression import Array, Compressor, Context, Ops, Spec, parse
+from hvdplus.compression.integer import Integer
 from hvdplus.exchange import checkpoint, sparse
 from hvdplus.exchange.plan import Plan
 
@@ -249,7 +250,9 @@ def test_fp16_that_overflows_is_sent_again_in_full_width(negotiates: bool | str)
 @ORDERS
 @pytest.mark.parametrize("level", LEVELS[1:])
 def test_a_gradient_too_large_for_the_payload_does_not_stay_for_ever(level: str, negotiates: bool | str) -> None:
-    """Nor does one whose sum is beyond float32: the steps after it are finite, on a device those from the fourth on."""
+    """Nor does one whose sum is beyond float32: the steps after it are finite, on a device those from the fourth on.
+    (Integers without a residual clip it, and go on.)"""
+    clips = isinstance(parse(level), Integer) and not parse(level).keeps_residual
 
     def body(transport: Any) -> None:
         x = exchange(transport, level)
@@ -260,7 +263,7 @@ def test_a_gradient_too_large_for_the_payload_does_not_stay_for_ever(level: str,
                 x.commit()
                 finite.append(all(np.isfinite(one).all() for one in got))
         late = 3 if transport.waits_on_device else 0
-        assert finite[0] and not all(finite[1 : 2 + late]) and all(finite[2 + late :]), finite
+        assert finite[0] and all(finite[1 : 2 + late]) == clips and all(finite[2 + late :]), finite
 
     run(2, body, negotiates=negotiates)
 
@@ -616,27 +619,30 @@ def test_rows_have_the_gradients_type(dtype: str, negotiates: bool | str) -> Non
 
 @ORDERS
 @pytest.mark.parametrize("level", ["int8", "topk:0.2:16+int8"])
-def test_contexts_learn_from_rows_in_warm_up(level: str, negotiates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table whose rows are shared in the steps that lead up to a level is known to it as one that travels whole."""
+def test_a_table_whose_rows_are_shared_learns_in_a_levels_first_step(level: str, negotiates: bool) -> None:
+    """As much as one that travels whole: later it may do so."""
     shapes = [(400, 6), (24, 20)]
 
-    def learned(transport: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        x = exchange(transport, level, shapes, warm_steps=2)
-        for step in range(2):
-            assert x.plan.warms_up
-            x.reduce([lookups(step, transport.rank, 400), gradients(step, transport.rank, shapes)[1]])
+    def learned(shared: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        def body(transport: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
+            x = exchange(transport, level, shapes)
+            assert x.plan.asks
+            x.reduce([lookups(0, transport.rank, 400), gradients(0, transport.rank, shapes)[1]])
             x.commit()
-        assert not x.plan.warms_up
-        shares = any(".rows." in name for name, _ in transport.sent)
-        assert shares == (sparse.SHARED > 0)
-        (state,) = (state for state in x.states if state.bucket.parameters == (0,))
-        fresh = x.ladder.compressors[1].init(x.ops, state.bucket.spec)
-        return [np.array(array) for array in state.contexts[1].state], list(fresh.state)
+            assert not x.plan.asks
+            assert any(".rows." in name for name, _ in transport.sent) == (shared > 0)
+            (state,) = (state for state in x.states if state.bucket.parameters == (0,))
+            fresh = x.ladder.compressors[0].init(x.ops, state.bucket.spec)
+            return [np.array(array) for array in state.contexts[0].state], list(fresh.state)
 
-    (rows, fresh), _ = run(2, learned, negotiates=negotiates)
-    monkeypatch.setattr(sparse, "SHARED", 0.0)
-    (whole, _), _ = run(2, learned, negotiates=negotiates)
-    assert all(np.array_equal(one, other) for one, other in zip(rows, whole, strict=True))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sparse, "SHARED", shared)
+            return run(2, body, negotiates=negotiates)[0]
+
+    rows, fresh = learned(sparse.SHARED)
+    whole, _ = learned(0.0)
+    if level == "int8":
+        assert np.array_equal(rows[0][:2], whole[0][:2]), "the same step sizes"
     assert not all(np.array_equal(one, other) for one, other in zip(rows, fresh, strict=True)), "it did learn"
 
 
@@ -894,7 +900,7 @@ def test_auto_over_a_ladder(negotiates: bool | str) -> None:
     names = ["none", "fp16", "int8", "lowrank:2"]
 
     def body(transport: Any) -> None:
-        x = exchange(transport, names, auto=True, dense_steps=10**6, warm_steps=2, drain_steps=2)
+        x = exchange(transport, names, auto=True, dense_steps=10**6, drain_steps=2)
         assert x.coordinator.costs[0].codec == 0 and all(cost.codec > 0 for cost in x.coordinator.costs[1:])
         assert transport.gather_objects(x.coordinator.costs) == [x.coordinator.costs] * 3
         ran = []
@@ -908,8 +914,8 @@ def test_auto_over_a_ladder(negotiates: bool | str) -> None:
             if x.ladder.plain(ran[-1]):
                 for one, other in zip(got, mean(step, 3), strict=True):
                     np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-        told = [plan.level or -plan.warms_up for plan in ran]
-        assert told == [0] * 7 + [3] * 6 + [1] * 6 + [-2] * 2 + [2] * 3
+        assert [plan.level for plan in ran] == [0] * 7 + [3] * 6 + [1] * 6 + [2] * 5
+        assert [step for step, plan in enumerate(ran) if plan.asks] == [19]
         assert [plan.flush_fraction for plan in ran[13:17]] == [1 / 2, 1.0, 0.0, 0.0]
 
     run(3, body, negotiates=negotiates)
@@ -1066,8 +1072,10 @@ def test_a_device_sends_values_far_beyond_the_level_whole_two_steps_later(level:
                 np.testing.assert_allclose(total, held, rtol=1e-5, atol=5.0 if "fp16" in level else 0.1)
             assert identical(transport, got)
             norms.append(norm_of(held_back(x)))
-        # Once all is sent, integers' steps are for a step as large as the large values made them.
-        assert max(norms[2:]) < 0.02 * min(norms[:2]) and norms[-1] < 4.0 * before
+        # Once all is sent, integers' steps stay for a while as large as the large values made them; what is rounded by
+        # chance may be off by a whole one.
+        assert max(norms[2:]) < 0.05 * min(norms[:2])
+        assert norms[-1] < 4.0 * before or (level.endswith("stochastic") and norms[-1] < 0.9 * max(norms[2:]))
         assert any(".left" in name for name, _ in transport.sent)
 
     run(2, body, negotiates="on a device")

@@ -18,12 +18,11 @@ OP_NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*")
 def every_plan(ladder: Ladder) -> list[Plan]:
     """All plans that a ladder allows, with a few shares of a residual."""
     return [
-        Plan(level, side, fraction)
+        Plan(level, side, fraction, asks)
         for level, compressor in enumerate(ladder.compressors)
         for side in range(compressor.sides)
         for fraction in ((1.0,) if compressor.keeps_residual else (0.0, 0.1, 1.0))
-    ] + [
-        Plan(warms_up=level) for level, compressor in enumerate(ladder.compressors) if level and compressor.needs_warmup
+        for asks in ((False, True) if compressor.asks else (False,))
     ]
 
 
@@ -31,27 +30,18 @@ def every_plan(ladder: Ladder) -> list[Plan]:
 
 
 def test_variants_of_the_ladder() -> None:
-    """A level without a residual needs a second variant that flushes one, a level with one has one for every side;
-    for a level that learns there is a dense one from which it does."""
+    """A level without a residual needs a second variant that flushes one, a level with one has one for every side; of a
+    level that asks there is each with and without it."""
     assert Ladder(("none", "lowrank:4", "qsgd:8", "randomk:0.1")).variants == (
         Variant(0, 0, False),
         Variant(0, 0, True),
         Variant(1, 0, False),
         Variant(1, 1, False),
         Variant(2, 0, False),
+        Variant(2, 0, False, asks=True),
         Variant(2, 0, True),
+        Variant(2, 0, True, asks=True),
         Variant(3, 0, False),
-        Variant(0, 0, False, warms_up=2),
-    )
-
-
-def test_the_first_level_is_never_warmed_up() -> None:
-    """Steps before it would have to run at it."""
-    assert Ladder(("lowrank:4", "int8")).variants == (
-        Variant(0, 0, False),
-        Variant(0, 1, False),
-        Variant(1, 0, False),
-        Variant(0, 0, False, warms_up=1),
     )
 
 
@@ -63,7 +53,7 @@ def test_every_plan_has_its_variant(names: tuple[str, ...]) -> None:
     for plan in every_plan(ladder):
         number = ladder.variant(plan)
         variant = ladder.variants[number]
-        assert (variant.level, variant.side, variant.warms_up) == (plan.level, plan.side, plan.warms_up)
+        assert (variant.level, variant.side, variant.asks) == (plan.level, plan.side, plan.asks)
         lossless = not ladder.compressors[plan.level].keeps_residual
         assert variant.flushes == (lossless and plan.flush_fraction > 0)
         used.add(number)
@@ -71,29 +61,27 @@ def test_every_plan_has_its_variant(names: tuple[str, ...]) -> None:
 
 
 def test_a_step_is_checked_if_anything_would_keep_or_hide_what_is_not_finite() -> None:
-    """Residuals and contexts keep it; integers hide it, also where there is no residual. A dense step does neither."""
+    """Residuals keep it; integers hide it, also where there is no residual. A dense step does neither."""
     ladder = Ladder(NAMES)
     checked = {
-        (ladder.names[plan.level], plan.flush_fraction, ladder.names[plan.warms_up]): ladder.needs_finite_check(plan)
-        for plan in every_plan(ladder)
+        (ladder.names[plan.level], plan.flush_fraction): ladder.needs_finite_check(plan) for plan in every_plan(ladder)
     }
-    free = {(name, 0.0, "none") for name in ("none", "fp16")}
+    free = {(name, 0.0) for name in ("none", "fp16")}
     assert {plan for plan, checks in checked.items() if not checks} == free
-    assert checked["qsgd:8", 0.0, "none"], "its integers hide NaN"
-    assert checked["none", 0.1, "none"] and checked["fp16", 0.1, "none"], "a residual is flushed"
-    assert checked["none", 0.0, "qsgd:8"] and checked["none", 0.0, "topk:0.2"], "contexts learn"
+    assert checked["qsgd:8", 0.0], "its integers hide NaN"
+    assert checked["none", 0.1] and checked["fp16", 0.1], "a residual is flushed"
 
 
-@pytest.mark.parametrize("plan", [Plan(1, 1), Plan(0, warms_up=1), Plan(1, warms_up=2), Plan(0, 0, 0.5, warms_up=2)])
+@pytest.mark.parametrize("plan", [Plan(1, 1), Plan(0, asks=True), Plan(2, 0, 1.0, asks=True)])
 def test_a_plan_that_the_ladder_does_not_know_is_an_error(plan: Plan) -> None:
-    """No such side; a level that learns nothing; a step that is not dense; one that flushes and teaches at once."""
+    """No such side; levels that have nothing to ask."""
     ladder = Ladder(("none", "fp16", "lowrank:4"))
     assert not ladder.allows(plan)
     with pytest.raises(ValueError):
         ladder.variant(plan)
 
 
-@pytest.mark.parametrize("plan", [Plan(3), Plan(-1), Plan(0, warms_up=3), Plan(0, warms_up=-1), Plan(0, -1)])
+@pytest.mark.parametrize("plan", [Plan(3), Plan(-1), Plan(0, asks=1), Plan(0, -1)])
 def test_a_plan_for_another_ladder_is_not_allowed(plan: Plan) -> None:
     """As one in a damaged checkpoint."""
     assert not Ladder(("none", "fp16", "lowrank:4")).allows(plan)
@@ -108,7 +96,12 @@ def test_plain_steps_send_gradients_as_they_are() -> None:
     ladder = Ladder(NAMES)
     assert [plan for plan in every_plan(ladder) if ladder.plain(plan)] == [Plan()]
     flushing = [plan for plan in every_plan(ladder) if ladder.flushes(plan)]
-    assert flushing == [Plan(level, 0, fraction) for level in range(3) for fraction in (0.1, 1.0)]
+    assert flushing == [
+        Plan(level, 0, fraction, asks)
+        for level in range(3)
+        for fraction in (0.1, 1.0)
+        for asks in ((False, True) if level == 2 else (False,))
+    ]
 
 
 def test_levels_are_spelled_in_one_way() -> None:
@@ -122,7 +115,7 @@ def test_levels_may_be_objects() -> None:
     ladder = Ladder(("none", parse("topk:0.1+int8"), own, "fp16"))
     assert ladder.names == ("none", "topk:0.1+int8", "Own", "fp16")
     assert ladder.compressors[2] is own
-    assert ladder.variants[-1] == Variant(0, 0, False, warms_up=1)
+    assert ladder.variants[3] == Variant(1, 0, False, asks=True)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +142,7 @@ def test_an_unknown_level_is_refused(level: str) -> None:
 
 
 def test_tensor_names_tell_apart_what_has_another_length() -> None:
-    """One name a (bucket, level, side), the same whatever is flushed or learned: then its shape never changes."""
+    """One name a (bucket, level, side), the same whatever is flushed or asked: then its shape never changes."""
     ladder = Ladder(NAMES)
     names: dict[str, set[tuple[int, int, int]]] = {}
     for prefix in ("hvdplus", "hvdplus.1"):
@@ -161,6 +154,3 @@ def test_tensor_names_tell_apart_what_has_another_length() -> None:
     assert all(len(uses) == 1 for uses in names.values())
     sides = sum(compressor.sides for compressor in ladder.compressors)
     assert len(names) == 2 * 4 * sides
-    assert ladder.tensor_name("hvdplus", 0, Plan(warms_up=2)) == ladder.tensor_name("hvdplus", 0, Plan()), (
-        "both are dense"
-    )

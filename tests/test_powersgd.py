@@ -102,7 +102,7 @@ def test_with_nothing_to_learn_there_is_no_first_pass(spec: Spec, level: str, fr
     grad = ops.from_numpy(drawn(1, spec=spec))
     asked: list[int] = []
 
-    def summed(payload: object, number: int) -> object:
+    def summed(payload: object, number: int, _: int) -> object:
         asked.append(number)
         return payload
 
@@ -120,7 +120,7 @@ def test_a_far_gradient_is_noticed_though_the_first_pass_has_seen_it() -> None:
         _, _, ctx = one_step(ops, "powersgd:2", ctx, [drawn(step, rank) for rank in range(3)])
     for factor, far in ((1.0, False), (3.0, False), (1e4, True)):
         grad = factor * drawn(9, 0)
-        taught = compressor.taught(ops, ctx, grad, lambda payload, _: payload)
+        taught = compressor.taught(ops, ctx, grad, lambda payload, *_: payload)
         assert bool(compressor.send(ops, taught, grad.copy(), None).overflow) is far, factor
 
 
@@ -137,7 +137,7 @@ def test_a_plan_has_no_side_for_a_pass() -> None:
     ladder = Ladder(["none", "lowrank:2", "powersgd:2"])
     assert sum(variant.level == 2 for variant in ladder.variants) == 1
     assert not ladder.allows(Plan(2, 1, 1.0)) and ladder.allows(Plan(2, 0, 1.0))
-    schedule = Schedule(ladder, flush_steps=2, warm_up_steps=2)
+    schedule = Schedule(ladder, flush_steps=2)
     schedule.set_level(1)
     for _ in range(3):
         schedule.commit(schedule.next_plan())

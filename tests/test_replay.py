@@ -62,7 +62,7 @@ class Run:
             plan = self.coordinator.plan
             times = [StepTimes()] * RANKS
             if self._ran:
-                times = self.job.step(0 if self._ran.warms_up else self._ran.level, self.dice)
+                times = self.job.step(self._ran.level, self.dice)
                 took = self.job.probe(self._ran.probe_bytes) if self._ran.probe_bytes else 0.0
                 times = [each._replace(step=each.step + took, probe=took) for each in times]
             norms = {}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hvdplus.cli import main
-from hvdplus.log.facts import DRAINING, WARMING, Record, stretches
+from hvdplus.log.facts import DRAINING, Record, stretches
 from hvdplus.log.picture import picture
 from hvdplus.log.runlog import RunLog, read
 from hvdplus.log.table import table
@@ -276,17 +276,6 @@ def test_stretches_weigh_windows_by_their_steps() -> None:
     assert first.exposed_share == pytest.approx(8 / 19.8)
 
 
-def test_dense_steps_that_teach_a_level_stand_apart() -> None:
-    """In a stretch of their own, neither dense nor of the level."""
-    job = Job().run("none", 20).run(WARMING, 2, DENSE_BOUND).run("lowrank:4", 20)
-    assert [(span.level, span.steps) for span in stretches(job.records)] == [
-        ("none", 20),
-        (WARMING, 2),
-        ("lowrank:4", 20),
-    ]
-    assert re.search(r"^20-21 +warming ", table(job.records), re.MULTILINE)
-
-
 def test_what_the_records_do_not_hold_is_a_dash() -> None:
     log = RunLog(None)
     log.write("window", first_step=0, last_step=9, level="none")
@@ -462,26 +451,6 @@ CASES: dict[str, tuple[Callable[[], Job], str]] = {
         "Compression did not pay: the best level tried, fp16, took 19.7 ms a step against 19.8 ms dense (1.01 x; its "
         "computation and input wait took 7.60 ms longer), so 115 of 137 steps ran uncompressed.",
     ),
-    "warming is no level": (
-        lambda: (
-            Job(compression="lowrank:4", ladder=["none", "lowrank:4"])
-            .run(WARMING, 12, (9.0, 0.0, 0.0, 0.0))
-            .run("lowrank:4", 100)
-        ),
-        "100 of 112 steps ran at level lowrank:4, as asked for (13.0 ms, communication 0% of the step); too few ran "
-        "dense to compare with.",
-    ),
-    "warming is no level, nor dense": (
-        lambda: (
-            Job()
-            .run("none", 15)
-            .run(WARMING, 10, (9.0, 0.0, 0.0, 0.0))
-            .run("lowrank:4", 12, (19.0, 0.6, 0.1, 0.0))
-            .run("none", 100)
-        ),
-        "Compression did not pay: the best level tried, lowrank:4, took 19.7 ms a step against 19.8 ms dense (1.01 x; "
-        "its computation and input wait took 7.60 ms longer), so 115 of 137 steps ran uncompressed.",
-    ),
     "nearly nothing": (
         lambda: Job().run("none", 3),
         "Too little was measured (3 steps) to say what hvdplus did.",
@@ -582,14 +551,6 @@ def test_draining_lies_below_dense(drawn: Callable[[Job], Any]) -> None:
     job = Job().run("none", 15).run("lowrank:4", 12).decide("none", "does not pay").run(DRAINING, 10, DENSE_BOUND)
     figure = drawn(job.run("none", 100))
     assert [label.get_text() for label in figure.axes[1].get_yticklabels()] == [DRAINING, *SENT]
-
-
-def test_warming_lies_below_dense_beside_draining(drawn: Callable[[Job], Any]) -> None:
-    """Both are dense steps, on the ways from dense and back."""
-    job = Job().run("none", 15).run(WARMING, 2, DENSE_BOUND).run("lowrank:4", 12).run(DRAINING, 10, DENSE_BOUND)
-    job.run("none", 100)
-    labels = [label.get_text() for label in drawn(job).axes[1].get_yticklabels()]
-    assert set(labels[:2]) == {WARMING, DRAINING} and labels[2:] == list(SENT)
 
 
 def test_numbers_of_decisions_do_not_overlap(drawn: Callable[[Job], Any]) -> None:

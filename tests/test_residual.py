@@ -55,14 +55,11 @@ class Rank:
         transport: Any,
         *,
         drain_steps: int = 10,
-        warm_steps: int = 2,
         seed: int = 0,
         shapes: Sequence[tuple[int, ...]] = SHAPES,
     ) -> None:
         self.transport, self.shapes = transport, shapes
-        self.exchange = NumpyExchange(
-            shapes, transport, LADDER, drain_steps=drain_steps, warm_steps=warm_steps, bucket_bytes=BUCKET_BYTES
-        )
+        self.exchange = NumpyExchange(shapes, transport, LADDER, drain_steps=drain_steps, bucket_bytes=BUCKET_BYTES)
         self.exchange.coordinator.set_level(0)  # the test turns the dial
         self.exchange.follow(self.exchange.coordinator.advance())
         self.rng = np.random.default_rng([seed, transport.rank])
@@ -201,9 +198,7 @@ def walk(rank: Rank, schedule: Sequence[Stretch], drain_steps: int) -> None:
             bad = i % rank.transport.size if i in stretch.bad else None
             plan = rank.step(bad_rank=bad, taken=i not in stretch.skipped)
             # The first step's plan was made before.
-            assert (
-                not i or plan.level == level or (plan.warms_up == level and not plan.level and not plan.flush_fraction)
-            )
+            assert not i or plan.level == level
     rank.go("none")
     flushed = 0
     while rank.plan.flush_fraction:
@@ -222,7 +217,7 @@ def walk(rank: Rank, schedule: Sequence[Stretch], drain_steps: int) -> None:
 def test_gradients_are_what_was_sent_plus_what_is_left(
     schedule: list[Stretch], ranks: int, negotiates: bool, seed: int
 ) -> None:
-    """Random changes of level, steps that are not finite or not taken, flushes and warm-ups cut short."""
+    """Random changes of level, steps that are not finite or not taken, flushes and first steps cut short."""
     on(ranks, lambda rank: walk(rank, schedule, 10), negotiates=negotiates, seed=seed)
 
 
@@ -240,7 +235,7 @@ def every_change() -> list[str]:
 
 @pytest.mark.parametrize("negotiates", [False, True])
 def test_every_change_of_level(negotiates: bool) -> None:
-    """Every ordered pair of levels; some flushes and warm-ups end, some are interrupted."""
+    """Every ordered pair of levels; some flushes end, some are interrupted."""
     lengths = [5, 2, 7]
     schedule = [Stretch(level, lengths[i % 3], (1,) if i % 2 else ()) for i, level in enumerate(every_change())]
     on(2, lambda rank: walk(rank, schedule, 3), negotiates=negotiates, drain_steps=3, seed=3)
@@ -252,9 +247,6 @@ def test_the_residual_holds_what_the_level_cannot_send(level: str) -> None:
 
     def body(rank: Rank) -> None:
         rank.go(level)
-        while rank.plan.warms_up:
-            rank.step()
-            assert rank.outstanding() == 0, "dense steps lose nothing"
         for _ in range(6):
             rank.step()
             assert rank.outstanding() > (0.01 if level == "int8" else 0.1)
@@ -264,7 +256,7 @@ def test_the_residual_holds_what_the_level_cannot_send(level: str) -> None:
 
 @pytest.mark.parametrize("level", ["none", "fp16", "qsgd:8"])
 def test_a_residual_is_flushed_in_equal_parts(level: str) -> None:
-    """Never at once, which would be a gradient several times too large; a level that learns does so first."""
+    """Never at once, which would be a gradient several times too large."""
 
     def body(rank: Rank) -> None:
         rank.go("lowrank:1")
@@ -272,9 +264,6 @@ def test_a_residual_is_flushed_in_equal_parts(level: str) -> None:
             rank.step()
         rank.go(level)
         held = rank.residual()
-        while rank.plan.warms_up:
-            rank.step()
-            assert same(rank.residual(), held), "it waits meanwhile"
         fractions = []
         for left in (4, 3, 2, 1, 0):
             fractions.append(rank.step().flush_fraction)
@@ -326,7 +315,7 @@ def test_steps_that_are_not_taken_flush_nothing() -> None:
 
 
 def test_a_step_that_was_not_taken_leaves_nothing_to_the_level_that_begins() -> None:
-    """The decision came with it, so that the next step is the first one of the new level's warm-up."""
+    """The decision came with it, so that the next step is the new level's first."""
 
     def body(rank: Rank) -> None:
         rank.go("lowrank:4")
@@ -345,14 +334,14 @@ def test_a_step_that_was_not_taken_leaves_nothing_to_the_level_that_begins() -> 
 
 @pytest.mark.parametrize("level", [name for name in LADDER if parse(name).needs_finite_check])
 def test_steps_that_are_not_finite_teach_nothing(level: str) -> None:
-    """Neither a level that runs nor one that is warmed up, and residuals stay as they are, whoever met the NaN."""
+    """Neither in a level's first step nor later, and residuals stay as they are, whoever met the NaN."""
 
     def body(rank: Rank) -> None:
         rank.go("topk:0.2:16" if level != "topk:0.2:16" else "int8")
         for _ in range(4):
             rank.step()
         rank.go(level)
-        for _ in range(6):  # warming up first, where the level does
+        for _ in range(6):
             learned, plan = rank.learned(level), rank.plan
             for bad_rank in (0, 3):
                 assert rank.step(bad_rank=bad_rank) == plan  # and checks that nothing stays of it
@@ -363,33 +352,12 @@ def test_steps_that_are_not_finite_teach_nothing(level: str) -> None:
     on(4, body)
 
 
-@pytest.mark.parametrize("level", [name for name in KEEPING if parse(name).needs_warmup])
-def test_a_residual_waits_while_the_next_level_learns(level: str) -> None:
-    """Untouched, then all of it joins the level's own error feedback."""
-
-    def body(rank: Rank) -> None:
-        rank.go("randomk:0.3:16")
-        for _ in range(5):
-            rank.step()
-        rank.go(level)
-        held = rank.residual()
-        for _ in range(3):
-            assert rank.step() == Plan(warms_up=LADDER.index(level))
-            assert same(rank.residual(), held)
-        assert rank.step().flush_fraction == 1.0
-        assert not same(rank.residual(), held)
-
-    on(2, body, warm_steps=3)
-
-
 @pytest.mark.parametrize("level", [name for name in LADDER if "int8" in name or name == "qsgd:8"])
 def test_what_was_learned_counts_from_the_first_step_on(level: str) -> None:
-    """A step that no dense one led up to would know of no scale, and send nothing."""
+    """One that did not ask would know of no scale, and send nothing."""
 
     def body(rank: Rank) -> None:
         rank.go(level)
-        for _ in range(2):
-            rank.step()
         before = rank.arrived
         assert rank.step().level == LADDER.index(level)
         for now, old in zip(rank.arrived, before, strict=True):
@@ -440,9 +408,9 @@ def test_coming_back_to_a_lossy_level_takes_the_rest_along() -> None:
 
     def body(rank: Rank) -> None:
         for level, steps, expected in (
-            ("topk:0.2:16", 6, [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]),  # two dense steps teach it
+            ("topk:0.2:16", 4, [1.0] * 4),
             ("none", 1, [1 / 4]),
-            ("topk:0.2:16", 5, [0.0, 0.0, 1.0, 1.0, 1.0]),  # a second flushing step was under way
+            ("topk:0.2:16", 3, [1.0] * 3),  # a second flushing step was under way
             ("fp16", 1, [1 / 4]),
         ):
             rank.go(level)

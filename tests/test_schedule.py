@@ -1,4 +1,4 @@
-"""The plans of coming steps: warm-up before a level, flushing the residual after it, alternating sides."""
+"""The plans of coming steps: asking at a level's first ones, flushing the residual after it, alternating sides."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def test_sides_alternate_only_when_every_rank_was_finite() -> None:
 
 
 def test_each_level_remembers_its_own_side() -> None:
-    """Across other levels, and across the dense steps that lead up to it again."""
-    coordinator = make("none", "lowrank:4+int8", auto=True, warm_steps=1, drain_steps=2)
-    warming, side_0, side_1 = Plan(warms_up=1), Plan(1, 0, 1.0), Plan(1, 1, 1.0)
+    """Across other levels, and across the steps that ask again."""
+    coordinator = make("none", "lowrank:4+int8", auto=True, drain_steps=2)
+    first_0, first_1, side_0, side_1 = (Plan(1, side, 1.0, asks) for asks in (True, False) for side in (0, 1))
     go(coordinator, "lowrank:4+int8")
-    assert steps(coordinator, 4) == [warming, side_0, side_1, side_0]
+    assert steps(coordinator, 5) == [first_0, first_1, side_0, side_1, side_0]
     go(coordinator, "none")
     assert steps(coordinator, 4) == [Plan(0, 0, 0.5), Plan(0, 0, 1.0), Plan(), Plan()]
     go(coordinator, "lowrank:4+int8")
-    assert steps(coordinator, 3) == [warming, side_1, side_0]
+    assert steps(coordinator, 3) == [first_1, first_0, side_1]
 
 
 @pytest.mark.parametrize("names", [LADDER, ("none", "fp16"), ("fp16", "none"), ("none", "qsgd:8"), ("fp16",)])
@@ -63,24 +63,25 @@ def test_a_new_level_begins_with_the_next_plan() -> None:
 
 
 @pytest.mark.parametrize("level", ["int8", "qsgd:8", "topk:0.2:16", "lowrank:4+int8"])
-@pytest.mark.parametrize("warm_steps", [0, 1, 2, 5])
-def test_a_level_that_learns_is_led_up_to_by_dense_steps(level: str, warm_steps: int) -> None:
-    """As many as the settings say, before the run's first step at it and whenever it is come back to."""
-    coordinator = make("none", level, warm_steps=warm_steps, drain_steps=1)
+def test_first_steps_of_a_level_that_learns_ask(level: str) -> None:
+    """One for every side, the run's first ones and whenever it is come back to."""
+    coordinator = make("none", level, drain_steps=1)
+    sides = coordinator.ladder.compressors[1].turns
     for _ in range(3):
-        assert steps(coordinator, warm_steps) == [Plan(warms_up=1)] * warm_steps
-        assert {plan.level for plan in steps(coordinator, 4)} == {1}
+        plans = steps(coordinator, sides + 3)
+        assert {plan.level for plan in plans} == {1}
+        assert [plan.asks for plan in plans] == [True] * sides + [False] * 3
         go(coordinator, "none")
-        steps(coordinator, 3)
+        assert not any(plan.asks for plan in steps(coordinator, 3))
         go(coordinator, level)
 
 
-def test_two_dense_steps_are_the_default() -> None:
-    assert steps(make("none", "topk:0.2:16"), 4) == [Plan(warms_up=1)] * 2 + [Plan(1, 0, 1.0)] * 2
+def test_a_fixed_level_asks_with_nothing_beside_it() -> None:
+    assert steps(make("topk:0.2:16"), 3) == [Plan(0, 0, 1.0, True), *[Plan(0, 0, 1.0)] * 2]
 
 
-def test_levels_that_learn_nothing_beforehand_begin_at_once() -> None:
-    coordinator = make("none", "fp16", "lowrank:4", auto=True, warm_steps=3)
+def test_levels_that_learn_nothing_beforehand_ask_nothing() -> None:
+    coordinator = make("none", "fp16", "lowrank:4", auto=True)
     for level in ("fp16", "none", "fp16"):
         go(coordinator, level)
         assert step(coordinator) == Plan(coordinator.ladder.names.index(level))
@@ -92,12 +93,12 @@ def test_levels_that_learn_nothing_beforehand_begin_at_once() -> None:
 
 def test_only_steps_of_finite_gradients_teach() -> None:
     """Whether a rank said so of what it sent, or all ranks saw it in the sums."""
-    coordinator = make("none", "topk:0.2:16", warm_steps=2)
-    for told, healthy in (((), False), (BAD, True), ((), True), (BAD, False), ((), False)):
-        assert coordinator.plan._replace(measurement=0) == Plan(warms_up=1)
+    coordinator = make("none", "topk:0.2:16")
+    for told, healthy in (((), False), (BAD, True), (BAD, False), ((), False)):
+        assert coordinator.plan._replace(measurement=0) == Plan(1, 0, 1.0, True)
         coordinator.observe(coordinator.plan, heard(*(told or (Report(),) * 2)), healthy)
         coordinator.advance()
-    assert steps(coordinator, 2) == [Plan(warms_up=1), Plan(1, 0, 1.0)]
+    assert steps(coordinator, 2) == [Plan(1, 0, 1.0, True), Plan(1, 0, 1.0)]
 
 
 def test_a_sum_that_is_not_finite_turns_no_side_and_flushes_nothing() -> None:
@@ -114,60 +115,60 @@ def test_a_sum_that_is_not_finite_turns_no_side_and_flushes_nothing() -> None:
     assert steps(coordinator, 2) == [Plan(0, 0, 1 / 3), Plan(0, 0, 1 / 2)]
 
 
-def test_a_residual_waits_while_the_next_level_learns() -> None:
-    """Flushed in these steps it would teach contexts that the gradients are larger than they are."""
+def test_a_residual_joins_the_next_level_in_its_first_step() -> None:
+    """What ranks ask about is what they will send."""
     coordinator = make("none", "topk:0.2:16", "int8", auto=True)
     go(coordinator, "topk:0.2:16")
     steps(coordinator, 4)
     go(coordinator, "int8")
-    assert steps(coordinator, 4) == [Plan(warms_up=2)] * 2 + [Plan(2, 0, 1.0)] * 2
+    assert steps(coordinator, 3) == [Plan(2, 0, 1.0, True), *[Plan(2, 0, 1.0)] * 2]
 
 
-def test_a_level_without_a_residual_learns_first_and_flushes_then() -> None:
+def test_a_level_without_a_residual_flushes_while_it_asks() -> None:
     coordinator = make("none", "lowrank:4", "qsgd:8", auto=True, drain_steps=4)
     go(coordinator, "lowrank:4")
     steps(coordinator, 4)
     go(coordinator, "none")
     assert steps(coordinator, 1) == [Plan(0, 0, 1 / 4)]
     go(coordinator, "qsgd:8")  # and goes on where the flush was
-    assert steps(coordinator, 3) == [Plan(warms_up=2)] * 2 + [Plan(2, 0, 1 / 3)]
+    assert steps(coordinator, 1) == [Plan(2, 0, 1 / 3, True)]
     go(coordinator, "none")
     assert steps(coordinator, 1) == [Plan(0, 0, 1 / 2)]
     go(coordinator, "qsgd:8")
-    assert steps(coordinator, 4) == [Plan(warms_up=2)] * 2 + [Plan(2, 0, 1.0), Plan(2, 0, 0.0)]
+    assert steps(coordinator, 2) == [Plan(2, 0, 1.0, True), Plan(2, 0, 0.0)]
 
 
-def test_a_warm_up_that_is_cut_short_starts_from_the_beginning() -> None:
-    coordinator = make("none", "topk:0.2:16", "int8", auto=True, warm_steps=3)
+def test_asking_that_is_cut_short_starts_from_the_beginning() -> None:
+    coordinator = make("none", "lowrank:4+int8", "lowrank:1+int8", auto=True)
     for level in (1, 2, 1):
         coordinator.set_level(level)
         coordinator.advance()
-        assert steps(coordinator, 2) == [Plan(warms_up=level)] * 2
+        assert step(coordinator)._replace(side=0) == Plan(level, 0, 1.0, True)
     go(coordinator, "none")
-    assert coordinator.plan.warms_up == 0
-    go(coordinator, "int8")
-    assert steps(coordinator, 4) == [Plan(warms_up=2)] * 3 + [Plan(2, 0, 1.0)]
+    assert not coordinator.plan.asks
+    go(coordinator, "lowrank:4+int8")
+    assert [plan.asks for plan in steps(coordinator, 3)] == [True, True, False]
 
 
 @pytest.mark.parametrize("other", ["none", "fp16"])
-def test_a_warm_up_called_off_in_its_last_plan_leaves_no_trace(other: str) -> None:
+def test_a_level_called_off_in_its_first_plan_leaves_no_trace(other: str) -> None:
     """The plan is made, then the level is changed from outside (loss scaling), then the plan's step is taken: the
-    residual that waited is flushed all the same."""
+    residual is flushed all the same."""
     coordinator = make("none", "fp16", "topk:0.2:16", "int8", auto=True, drain_steps=2)
     go(coordinator, "topk:0.2:16")
     steps(coordinator, 4)
     go(coordinator, "int8")
     coordinator.set_level(coordinator.ladder.names.index(other))
-    assert step(coordinator).warms_up, "under way"
+    assert step(coordinator).asks, "under way"
     assert [plan.flush_fraction for plan in steps(coordinator, 3)] == [1 / 2, 1.0, 0.0]
 
 
-def test_a_step_that_taught_another_level_does_not_count() -> None:
+def test_a_step_in_which_another_level_asked_does_not_count() -> None:
     coordinator = make("none", "topk:0.2:16", "int8", auto=True)
     go(coordinator, "topk:0.2:16")
     coordinator.set_level(2)
-    assert step(coordinator) == Plan(warms_up=1)
-    assert steps(coordinator, 3) == [Plan(warms_up=2)] * 2 + [Plan(2, 0, 1.0)]
+    assert step(coordinator) == Plan(1, 0, 1.0, True)
+    assert steps(coordinator, 2) == [Plan(2, 0, 1.0, True), Plan(2, 0, 1.0)]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +177,7 @@ def test_a_step_that_taught_another_level_does_not_count() -> None:
 )
 @pytest.mark.parametrize("before", [3, 4])
 def test_a_level_that_follows_the_last_one_goes_on_from_there(first: str, second: str, before: int) -> None:
-    """It takes over contexts, so it is not warmed up, and it takes its turn at the side whose turn it is."""
+    """It takes over contexts, so it asks nothing, and it takes its turn at the side whose turn it is."""
     coordinator = make("none", first, second, auto=True)
     go(coordinator, first)
     steps(coordinator, before)
@@ -191,13 +192,13 @@ def test_a_level_that_follows_the_last_one_goes_on_from_there(first: str, second
     ("first", "second"),
     [("lowrank:4", "lowrank:4+int8"), ("lowrank:4+int8", "lowrank:1+int8"), ("int8", "qsgd:8"), ("lowrank:4", "int8")],
 )
-def test_a_level_that_does_not_follow_is_warmed_up(first: str, second: str) -> None:
+def test_a_level_that_does_not_follow_asks(first: str, second: str) -> None:
     coordinator = make("none", first, second, auto=True)
     go(coordinator, first)
     steps(coordinator, 5)
     go(coordinator, second)
-    assert steps(coordinator, 2) == [Plan(warms_up=2)] * 2
-    assert step(coordinator).level == 2
+    plan = step(coordinator)
+    assert (plan.level, plan.asks) == (2, True)
 
 
 def test_a_level_follows_only_the_last_one() -> None:
@@ -256,31 +257,25 @@ def test_without_a_lossy_level_before_there_is_nothing_to_flush() -> None:
 
 
 def test_changing_its_mind_before_a_step_leaves_no_trace() -> None:
-    """No share of a residual is ever more than all of it, or negative, none is flushed while a level learns, and only
-    the level that was asked for last runs or learns."""
+    """No share of a residual is ever more than all of it, or negative, and only the level that was asked for last runs
+    or asks."""
     names = ("none", "fp16", "qsgd:8", "topk:0.2:16", "lowrank:4", "lowrank:1")
     coordinator = make(*names, auto=True, drain_steps=2)
     rng = np.random.default_rng(0)
-    wanted = warmed = 0
+    wanted = asked = 0
     for _ in range(2000):
         if rng.random() < 0.4:
             for level in rng.integers(0, len(names), rng.integers(1, 4)):
-                warmed = 0 if level != wanted else warmed
+                asked = 0 if level != wanted else asked
                 coordinator.set_level(wanted := int(level))
             coordinator.advance()
         told = BAD if rng.random() < 0.2 else ()
         plan = step(coordinator, *told)
         assert 0.0 <= plan.flush_fraction <= 1.0
         assert plan.flush_fraction == 1.0 or not coordinator.ladder.compressors[plan.level].keeps_residual
-        if plan.warms_up:
-            assert plan == Plan(warms_up=wanted)
-            warmed += not told
-            assert warmed <= 2
-        else:
-            assert plan.level == wanted
-            assert warmed == 2 or not coordinator.ladder.compressors[wanted].needs_warmup or wanted >= 4, (
-                "all but those that follow"
-            )
+        assert plan.level == wanted
+        assert plan.asks == (not asked and coordinator.ladder.compressors[wanted].asks)
+        asked += plan.asks and not told
     go(coordinator, "topk:0.2:16")
     steps(coordinator, 3)
     go(coordinator, "none")
@@ -317,7 +312,7 @@ def test_a_flush_that_was_not_taken_before_a_level_that_keeps_residuals_is_over(
 
 @pytest.mark.parametrize(("level", "fractions"), [("none", [1 / 2, 1.0, 0.0]), ("lowrank:4", [1.0, 1.0, 1.0])])
 def test_a_residual_from_elsewhere_is_flushed_where_the_level_keeps_none(level: str, fractions: list[float]) -> None:
-    coordinator = make("none", level, drain_steps=2, warm_steps=1) if level != "none" else make("none", drain_steps=2)
+    coordinator = make("none", level, drain_steps=2) if level != "none" else make("none", drain_steps=2)
     if level != "none":
         steps(coordinator, 1)
     coordinator.flush()
@@ -327,10 +322,8 @@ def test_a_residual_from_elsewhere_is_flushed_where_the_level_keeps_none(level: 
 # -- states ------------------------------------------------------------------------------------------------------------
 
 
-def schedule(*names: str, flush_steps: int = 4, warm_up_steps: int = 2) -> Schedule:
-    return Schedule(
-        Ladder(names or ("none", "lowrank:4", "int8")), flush_steps=flush_steps, warm_up_steps=warm_up_steps
-    )
+def schedule(*names: str, flush_steps: int = 4) -> Schedule:
+    return Schedule(Ladder(names or ("none", "lowrank:4", "lowrank:4+int8")), flush_steps=flush_steps)
 
 
 def walk(one: Schedule, levels: list[int]) -> list[Plan]:
@@ -345,7 +338,7 @@ def walk(one: Schedule, levels: list[int]) -> list[Plan]:
 
 @pytest.mark.parametrize("before", range(1, 16))
 def test_a_loaded_schedule_goes_on_where_the_saved_one_was(before: int) -> None:
-    """In the middle of a warm-up, of a flush, and between two sides."""
+    """Between two steps that ask, in the middle of a flush, and between two sides."""
     course = [0, 1, 1, 1, 1, 1, 0, 0, 2, 2, 2, 0, 0, 1, 1, 1, 1, 1]
     one, other = schedule(), schedule()
     walk(one, course[:before])
@@ -359,7 +352,8 @@ def test_a_loaded_schedule_goes_on_where_the_saved_one_was(before: int) -> None:
     [
         {"level": 3}, {"level": -1}, {"level": "none"}, {"level": None},
         {"sides": [0, 2, 0]}, {"sides": [0, 0]}, {"sides": [0, -1, 0]}, {"sides": 1}, {"sides": [1, 0, 0]},
-        {"flush_left": -1}, {"flush_left": None}, {"flush_left": "many"}, {"warm_up_left": -2}, {"warm_up_left": []},
+        {"flush_left": -1}, {"flush_left": None}, {"flush_left": "many"}, {"asking_left": -2}, {"asking_left": []},
+        {"asking_left": 1},
     ],
     ids=str,
 )  # fmt: skip
@@ -381,8 +375,8 @@ def test_no_more_steps_are_left_than_the_settings_ask_for() -> None:
     one = schedule(flush_steps=2)
     one.load({**one.state(), "flush_left": 10**9})
     assert [plan.flush_fraction for plan in walk(one, [0, 0, 0])] == [1 / 2, 1.0, 0.0]
-    one.load({**one.state(), "level": 2, "warm_up_left": 10**9})
-    assert [plan.warms_up for plan in walk(one, [2, 2, 2])] == [2, 2, 0]
+    with pytest.raises(ValueError, match="asking_left has to be at most 2"):
+        one.load({**one.state(), "level": 2, "asking_left": 3})
 
 
 def test_there_is_a_variant_for_every_plan() -> None:

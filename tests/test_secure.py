@@ -67,8 +67,7 @@ def test_masks_cancel_whatever_the_words(data: st.DataObject, dtype: str, ranks:
 @ORDERS
 def test_means_are_bit_for_bit_those_without_masks(level: str, ranks: int, negotiates: bool) -> None:
     def body(transport: Any) -> None:
-        # Steps without norms and warm-up, as secure aggregation has none.
-        hidden, bare = exchange(transport, level), exchange(transport, level, secure_aggregation=False, warm_steps=0)
+        hidden, bare = exchange(transport, level), exchange(transport, level, secure_aggregation=False)
         for step in range(6):
             mine = gradients(step, transport.rank)
             order = [2, 0, 1] if negotiates else None

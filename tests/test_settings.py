@@ -26,7 +26,6 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "two_level": st.sampled_from(("auto", "on", "off")) | st.integers(2, 10**6),
     "ladder": st.sampled_from((("none",), ("none", "fp16", "lowrank:1"), ("none", "topk:0.05+int8"))),
     "dense_steps": st.integers(0, 10**6),
-    "warm_steps": WHOLE,
     "every": st.integers(1, 10**6) | st.just("auto"),
     "outer": st.sampled_from(("average", "nesterov")),
     "overlap_steps": st.integers(0, 10**6),
@@ -78,7 +77,7 @@ def test_an_empty_environment_gives_the_defaults() -> None:
     assert Settings.load(environ={}) == Settings.load({}, {}) == Settings()
     assert Settings.load(environ={"PATH": "/bin", "HOROVOD_SIZE": "2", CONFIG: ""}) == Settings()
     assert Settings().compression == "auto" and Settings().ladder[0] == "none"
-    assert (Settings().warm_steps, Settings().dense_steps, Settings().error_budget) == (2, 0, 5.0), "as in the docs"
+    assert (Settings().dense_steps, Settings().error_budget) == (0, 5.0), "as in the docs"
 
 
 def test_every_setting_is_tried_here() -> None:
@@ -95,7 +94,6 @@ def test_every_setting_is_tried_here() -> None:
         ("HVDPLUS_DENSE_STEPS", "1", "dense_steps", 1),
         ("HVDPLUS_DELAY_PRICE", "0", "delay_price", 0.0),
         ("HVDPLUS_DELAY_PRICE", "0.1", "delay_price", 0.1),
-        ("HVDPLUS_WARM_STEPS", "5", "warm_steps", 5),
         ("HVDPLUS_DRAIN_STEPS", "25", "drain_steps", 25),
         ("HVDPLUS_ERROR_BUDGET", "0.5", "error_budget", 0.5),
         ("HVDPLUS_ERROR_BUDGET", "3", "error_budget", 3.0),
@@ -124,7 +122,7 @@ NAMES = "a list of names, or names with commas between them"
         ("ladder", "none,,fp16", NAMES),
         ("drain_steps", "0", WHOLE_FROM_1),
         ("drain_steps", "ten", WHOLE_FROM_1),
-        ("warm_steps", "-1", "a whole number of at least 0"),
+        ("dense_steps", "-1", "a whole number of at least 0"),
         ("drain_steps", "", WHOLE_FROM_1),
         ("drain_steps", "2.5", WHOLE_FROM_1),
         ("error_budget", "0", "a number above 0"),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from compressing import add, every_framework, norm, ops_of
+from compressing import add, asked, every_framework, norm, ops_of
 
 from hvdplus.compression import Context, Ops, Spec, parse
 
@@ -28,12 +28,15 @@ def energies(vector: np.ndarray) -> np.ndarray:
     return np.sqrt(np.square(vector[: COUNT * BLOCK].reshape(COUNT, BLOCK).astype(np.float64)).mean(axis=1))
 
 
-def one_step(ops: Ops, level: str, ctx: Context, vectors: Sequence[np.ndarray]) -> tuple[np.ndarray, list, Context]:
+def one_step(
+    ops: Ops, level: str, ctx: Context, vectors: Sequence[np.ndarray], first: bool = False
+) -> tuple[np.ndarray, list, Context]:
     """(sum that arrives, every rank's residual, next context) of a step in which all ranks take part."""
     compressor = parse(level)
-    given = [ops.from_numpy(vector) for vector in vectors]
-    firsts = [compressor.encode(ops, ctx._replace(side=0), vector) for vector in given]
-    taught = compressor.advance(ops, ctx._replace(side=0), add(firsts))._replace(side=1)
+    ctx = asked(ops, compressor, ctx._replace(side=0), vectors if first else ())
+    payloads = [compressor.encode(ops, ctx, ops.from_numpy(vector)) for vector in vectors]
+    taught = compressor.advance(ops, ctx, add(payloads))._replace(side=1)
+    taught = asked(ops, compressor, taught, vectors if first else ())
     sent = [compressor.send(ops, taught, ops.from_numpy(vector.copy()), None) for vector in vectors]
     total = add([one.payload for one in sent])
     arrived = ops.to_numpy(compressor.decode(ops, taught, total)).astype(np.float64)
@@ -63,10 +66,10 @@ def test_it_holds_back_less_than_a_choice_of_the_last_step(second: str, framewor
     for level in (LEVEL, LEVEL.replace("topk2", "topk")):
         level += second
         compressor = parse(level)
-        ctx = compressor.warm_up(ops, compressor.init(ops, SPEC), ops.from_numpy(sum(drawn(0, r) for r in range(3))))
+        ctx = asked(ops, compressor, compressor.init(ops, SPEC), [drawn(0, r) for r in range(3)])
         vectors = [drawn(1, rank) for rank in range(SPEC.ranks)]
         if "topk2" in level:
-            _, left, _ = one_step(ops, level, ctx, vectors)
+            _, left, _ = one_step(ops, level, ctx, vectors, first=True)
         else:
             left = [ops.to_numpy(compressor.send(ops, ctx, ops.from_numpy(v.copy()), None).left) for v in vectors]
         held[level] = norm(np.concatenate(left)) / norm(np.concatenate(vectors))
@@ -78,7 +81,7 @@ def test_both_passes_together_send_the_bytes_of_topk_and_a_number() -> None:
     one, two = parse("topk:0.1:8"), parse(LEVEL)
     assert two.payload_bytes(SPEC, 0) == 4 * COUNT
     assert two.step_bytes(SPEC) - 4 == one.step_bytes(SPEC) == 4 * (COUNT + round(0.1 * COUNT) * BLOCK + SPEC.tail)
-    assert two.turns == 1 and not two.needs_warmup
+    assert two.turns == 1 and not two.asks
 
 
 @every_framework
@@ -86,15 +89,15 @@ def test_both_passes_together_send_the_bytes_of_topk_and_a_number() -> None:
 @pytest.mark.parametrize("spec", [Spec(((2, 3),), ranks=2, tail=4), Spec((), ranks=2, tail=3)])
 def test_with_nothing_to_choose_there_is_no_first_pass(spec: Spec, level: str, framework: str) -> None:
     ops, compressor = ops_of(framework), parse(level)
-    grad, asked = drawn(1, spec=spec), []
+    grad, passes = drawn(1, spec=spec), []
 
-    def summed(payload: object, number: int) -> object:
-        asked.append(number)
+    def summed(payload: object, number: int, _: int) -> object:
+        passes.append(number)
         return payload
 
-    ctx = compressor.warm_up(ops, compressor.init(ops, spec), ops.from_numpy(grad))
-    ctx = compressor.taught(ops, ctx, ops.from_numpy(grad), summed)
-    assert asked == [] and compressor.payload_bytes(spec, 0) == 0
+    ctx = compressor.taught(ops, compressor.init(ops, spec), ops.from_numpy(grad), summed)
+    ctx = asked(ops, compressor, ctx, [grad])
+    assert passes == [] and compressor.payload_bytes(spec, 0) == 0
     sent = compressor.send(ops, ctx, ops.from_numpy(grad.copy()), None)
     arrived = ops.to_numpy(compressor.decode(ops, ctx, sent.payload))
     np.testing.assert_allclose(arrived, grad, atol=np.abs(grad).max() / 20)
@@ -110,9 +113,8 @@ def test_a_chain_learns_its_step_from_blocks_that_will_be_sent(framework: str) -
         values[:384] *= 1e-4
         return values
 
-    ctx = compressor.warm_up(ops, compressor.init(ops, SPEC), ops.from_numpy(sum(quiet(rank) for rank in range(3))))
     vectors = [quiet(10 + rank) for rank in range(3)]
-    _, left, _ = one_step(ops, LEVEL + "+int8", ctx, vectors)
+    _, left, _ = one_step(ops, LEVEL + "+int8", compressor.init(ops, SPEC), vectors, first=True)
     assert norm(np.concatenate(left)) < 0.97 * norm(np.concatenate(vectors))
 
 
@@ -131,7 +133,9 @@ def test_a_block_that_is_not_finite_is_seen(bad: float, framework: str) -> None:
     for second in ("", "+fp16", "+int8"):
         compressor, vector = parse(LEVEL + second), drawn(2, 0)
         vector[3 * BLOCK + 1] = bad
-        ctx = compressor.warm_up(ops, compressor.init(ops, SPEC), ops.from_numpy(drawn(2, 1)))._replace(side=1)
+        ctx = asked(ops, compressor, compressor.init(ops, SPEC), [drawn(2, 1)])
+        told = compressor.encode(ops, ctx, ops.from_numpy(drawn(2, 1)))
+        ctx = asked(ops, compressor, compressor.advance(ops, ctx, told)._replace(side=1), [drawn(2, 1)])
         assert 3 in ops.to_numpy(ctx.state[0]).tolist(), "it is chosen here, and not below"
         for chosen in (ctx, ctx._replace(state=(ops.from_numpy(np.arange(9, 9 + 12, dtype=np.int32)), *ctx.state[1:]))):
             with np.errstate(all="ignore"):  # NumPy says so of infinity - infinity
@@ -148,7 +152,7 @@ def test_few_far_blocks_are_sent_and_many_overflow(framework: str) -> None:
     one, all_of_them = drawn(9, 0), 1e4 * drawn(9, 0)
     one[2 * BLOCK : 3 * BLOCK] += 100
     for vector, far in ((one, False), (all_of_them, True)):
-        taught = compressor.taught(ops, ctx, ops.from_numpy(vector), lambda payload, _: payload)
+        taught = compressor.taught(ops, ctx, ops.from_numpy(vector), lambda payload, *_: payload)
         sent = compressor.send(ops, taught, ops.from_numpy(vector.copy()), None)
         assert bool(ops.to_numpy(sent.overflow)) is far
         assert far or not ops.to_numpy(sent.left)[2 * BLOCK : 3 * BLOCK].any()

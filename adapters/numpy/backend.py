@@ -243,8 +243,6 @@ class NumpyExchange(EagerExchange[np.ndarray]):
     ) -> None:
         """``level``: a level, or all levels of a ladder, of which the last runs unless ``auto`` chooses."""
         ladder = Ladder([level] if isinstance(level, str) else level)
-        if isinstance(level, str) and ladder.compressors[0].needs_warmup:
-            ladder = Ladder(["none", level])
         backend = NumpyBackend(shapes, dtypes, weights)
         backend.on_host = not transport.waits_on_device
         super().__init__(

@@ -28,7 +28,7 @@ class Exchanged(NamedTuple):
     left: Any
     """1-D: the next residual; empty: it stays as it is."""
     context: Any
-    """1-D: the next context of the level that the step learns for; empty: there is none."""
+    """1-D: the level's next context; empty: there is none."""
     finite: Any
     overflow: Any
     sum_finite: Any
@@ -72,30 +72,31 @@ def _branch(
     values: Mapping[int, tf.Tensor],
 ) -> Callable[[], Exchanged]:
     ops, bucket = x.ops, state.bucket
-    plan = Plan(used.level, used.side, float(used.flushes), used.warms_up)
-    compressor, learner = x.compressor(bucket, used.level), x.ladder.compressors[used.warms_up]
+    plan = Plan(used.level, used.side, float(used.flushes), used.asks)
+    compressor = x.compressor(bucket, used.level)
     check = bucket.compressible and x.ladder.needs_finite_check(plan)
     held = residual if compressor.keeps_residual or used.flushes else None
     own_type = x.ladder.plain(plan) and x.sums(bucket.dtype)
     yes, no, nothing = tf.constant(True), tf.constant(False), tf.zeros(0)
 
-    def context(level: int) -> Context[tf.Tensor]:
-        known = state.contexts.get(level)
-        return Context(bucket.spec, used.side, ()) if known is None else known.context(used.side, values[level])
-
     def name(side: int) -> str:
         return x.ladder.tensor_name(x.prefix, bucket.number, used._replace(side=side))
 
     def checksum() -> tf.Tensor:
-        levels = values.keys() & {used.level, used.warms_up or used.level} if check else ()
-        return tf.add_n([ops.checksum(values[level]) for level in levels] or [tf.constant(0, tf.int64)])
+        return ops.checksum(values[used.level]) if check and used.level in values else tf.constant(0, tf.int64)
+
+    def context() -> Context[tf.Tensor]:
+        known = state.contexts.get(used.level)
+        return Context(bucket.spec, used.side, ()) if known is None else known.context(used.side, values[used.level])
+
+    def sum_of(payload: tf.Tensor, number: int, asked: bool) -> tf.Tensor:
+        return x.sum(payload, name(used.side + number) + ".ask" * asked)
 
     def run() -> Exchanged:
-        ctx = context(used.level)
         sent = vector if own_type else tf.cast(vector, wide(bucket.dtype))
         if held is not None:
             sent = add(sent, held, 1.0 if compressor.keeps_residual else fraction)
-        ctx = compressor.taught(ops, ctx, sent, lambda payload, number: x.sum(payload, name(number)))
+        ctx = compressor.taught(ops, context(), sent, sum_of, used.asks)
         out = send_bucket(ops, compressor, ctx, sent, held, fraction, check)
         total = x.sum(out.payload, name(ctx.side))
         summed, after, sum_finite = receive_bucket(ops, compressor, ctx, total, 1.0, check)
@@ -103,8 +104,6 @@ def _branch(
             # Every rank holds this same sum, so every rank sends the bucket again, in full width.
             summed = tf.cond(sum_finite, lambda decoded=summed: decoded, lambda: x.sum(sent, f"{name(ctx.side)}.again"))
             sum_finite = ops.all_finite(summed)
-        if used.warms_up and check:
-            after = learner.warm_up(ops, context(used.warms_up), summed)
         return Exchanged(
             tf.cast(summed, wide(bucket.dtype)),
             nothing if out.left is None else out.left,
@@ -117,14 +116,14 @@ def _branch(
         )
 
     def share() -> Exchanged:
-        """Exchange rows: exact, so the residual waits. Contexts learn from them only in warm-up."""
+        """Exchange rows: exact, so the residual waits. Contexts learn only what ranks ask."""
         dense, rows_name = tf.cast(vector, wide(bucket.dtype)), f"{name(used.side)}.rows"
         total, sent_bytes = _sum_of_rows(x, dense, union, state.height, rows_name)
-        after = nothing
-        if check:
-            after = values.get(used.level, nothing)
-            if used.warms_up:
-                after = tensors.flat(learner.warm_up(ops, context(used.warms_up), total).state)
+        after = values.get(used.level, nothing) if check else nothing
+        if used.asks and compressor.asks and check:
+            ctx = context()
+            told = sum_of(compressor.ask(ops, ctx, dense), 0, True)
+            after = tensors.flat(compressor.learn(ops, ctx, told).state)
         sum_finite = ops.all_finite(total) if check else yes
         return Exchanged(total, nothing, after, yes, no, sum_finite, checksum(), sent_bytes)
 

@@ -211,7 +211,7 @@ class GraphExchange(VariablesExchange):
         step = Coming(*ran.tolist())
         used = self.ladder.variants[int(step.variant)]
         measurement, probe_bytes = int(step.measurement), int(step.probe_bytes)
-        plan = Plan(used.level, used.side, step.fraction, used.warms_up, measurement, probe_bytes)
+        plan = Plan(used.level, used.side, step.fraction, used.asks, measurement, probe_bytes)
         metadata = read(total, self.transport.size)
         if "weights" in metadata.odd:
             everyone = self.transport.gather_objects(weights.tolist())

@@ -95,7 +95,7 @@ def keep(
                 if state.held is not None and residuals:
                     state.next_held.assign(_pending(state, part, absent))
                     pends = True
-                known = state.contexts.get(used.warms_up or used.level)
+                known = state.contexts.get(used.level)
                 if known is not None:
                     learned = tf.ensure_shape(part.context, known.variable.shape)
                     known.variable.assign(tf.cond(learns, lambda new=learned: new, known.variable.read_value))

@@ -213,9 +213,8 @@ class VariablesExchange(Exchange[tf.Tensor]):
     def note_taken(self) -> None:
         """The optimizer has taken the step."""
         self.not_taken = self.consolidated = False
-        plan = self.coordinator.plan
-        # If the coming plan neither adds a residual nor lets it wait, this step has sent the last of it.
-        outstanding = bool(plan.flush_fraction or plan.warms_up)
+        # If the coming plan adds none of the residual, this step has sent the last of it.
+        outstanding = bool(self.coordinator.plan.flush_fraction)
         for state in self.states:
             state.outstanding = outstanding and state.held is not None
         if self.alone and not outstanding:

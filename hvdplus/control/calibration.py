@@ -91,15 +91,17 @@ def _seconds(
 ) -> float:
     """Seconds that a level takes for these buckets, in a graph less the time of one that does nothing."""
     residuals = [ops.from_numpy(grad) for grad in grads]
-    states = [
-        compressor.warm_up(ops, compressor.init(ops, spec), residual).state
-        for spec, residual in zip(specs, residuals, strict=True)
-    ]
+    states = []
+    for spec, residual in zip(specs, residuals, strict=True):
+        ctx = compressor.init(ops, spec)
+        if compressor.asks:
+            ctx = compressor.learn(ops, ctx, compressor.ask(ops, ctx, residual))
+        states.append(ctx.state)
 
     def work(grads: Sequence[Array], residuals: Sequence[Array], states: Sequence[State[Array]]) -> Any:
         sound, after, results = [], [], []
         for spec, grad, residual, state in zip(specs, grads, residuals, states, strict=True):
-            ctx = compressor.taught(ops, Context(spec, 0, tuple(state)), grad, lambda payload, _: payload)
+            ctx = compressor.taught(ops, Context(spec, 0, tuple(state)), grad, lambda payload, *_: payload)
             if compressor.keeps_residual:
                 payload, left, finite, _ = compressor.send(ops, ctx, grad, residual)
                 results.append(left)

@@ -54,7 +54,7 @@ def settle(x: EagerExchange[EagerArray]) -> None:
 def _settle_contexts(
     x: EagerExchange[EagerArray], states: Sequence[BucketState[EagerArray]], sound: EagerArray
 ) -> None:
-    level = x.plan.warms_up or x.plan.level
+    level = x.plan.level
     following: list[EagerArray] = []
     before: list[EagerArray] = []
     for state in states:

@@ -169,6 +169,8 @@ class BucketState(Generic[Array]):
     """Parameters whose gradient of this step is not here yet."""
     taught: Context[Array] | None = None
     """The context as the step's passes so far have taught it; None: as it was before the step."""
+    asked: bool = False
+    """Whether the step's present pass has asked."""
     payload: Array = NOT_YET
     """The vector, encoded."""
     summed: list[Array] = field(default_factory=list)
@@ -208,7 +210,7 @@ class BucketState(Generic[Array]):
         """Free the arrays of one step, so that the next forward pass can use the memory."""
         self.missing = set(self.bucket.parameters)
         self.payload = self.handle = self.total = self.mean = NOT_YET
-        self.summed = []
+        self.summed, self.asked = [], False
         self.taught = self.next_context = self.finite = self.overflow = self.sum_finite = None
 
 

@@ -40,7 +40,7 @@ from hvdplus.transport import Transport
 if TYPE_CHECKING:
     from hvdplus.exchange.engine import Exchange
 
-FORMAT = 4
+FORMAT = 5
 """Format number of the states that exchanges return."""
 KEEP_LOCAL = "own"
 """Value of ``rank`` in a state that stays on its rank."""
@@ -101,8 +101,7 @@ def save(x: Exchange[Array]) -> dict[str, Any]:
 def _of_others(x: Exchange[Array]) -> dict[int, None]:
     """Over two levels, parameters whose residual another rank of this host may have: every rank's state names the same
     ones, as what is to be flushed follows from them."""
-    plan = x.coordinator.plan
-    outstanding = plan.flush_fraction or plan.warms_up
+    outstanding = x.coordinator.plan.flush_fraction
     states = x.states if x.two_level and outstanding and not x.consolidated else []
     return dict.fromkeys(i for state in states if state.bucket.compressible for i in state.bucket.parameters)
 

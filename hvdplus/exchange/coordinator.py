@@ -52,7 +52,7 @@ class Coordinator:
         self.ranks = ranks
         self.log = log
         self.costs = _rounded(costs)
-        self.schedule = Schedule(ladder, flush_steps=settings.drain_steps, warm_up_steps=settings.warm_steps)
+        self.schedule = Schedule(ladder, flush_steps=settings.drain_steps)
         self._journal = Journal(log, settings.window_steps)
         self._controller = Controller(ladder.names, self.costs, _config(settings)) if auto else None
         lossy = any(compressor.keeps_residual for compressor in ladder.compressors)
@@ -324,7 +324,7 @@ class Coordinator:
         self._journal.add_step(seen, metadata.loss, metadata.compute)
         if self._journal.window_is_full:
             self._close_window()
-        if not self._controller or self._measured.warms_up:  # such a step is dense, and says nothing of any level
+        if not self._controller:
             return
         level, seen = self._measured.level, seen._replace(flushes=self.ladder.flushes(self._measured))
         self._journal.add_observation(level, seen)

@@ -192,8 +192,8 @@ class EagerExchange(Exchange[EagerArray]):
         """The optimizer has taken the step: pending residuals become residuals."""
         self.not_taken = self.consolidated = False
         self.reporter.taken()
-        # If the coming plan neither flushes nor warms up, this step has sent the last of the residual.
-        outstanding = self.plan.flush_fraction or self.plan.warms_up
+        # If the coming plan adds none of the residual, this step has sent the last of it.
+        outstanding = self.plan.flush_fraction
         for state in self.states:
             if state.pending is not None or state.handed_over:
                 if self.backend.shares_memory(state.pending, state.flat):

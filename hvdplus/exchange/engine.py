@@ -59,7 +59,7 @@ class Exchange(ABC, Generic[Array]):
         """
         self.ops = ops
         self.shapes, self.dtypes = list(shapes), list(dtypes)
-        settings = secure.without_dense_sums(settings)
+        settings = secure.without_host_sums(settings)
         self.transport, self.settings, self.ladder = transport, settings, ladder
         self.bare = transport
         """What carries metadata. If ranks aggregate securely, only these are sent as they are."""

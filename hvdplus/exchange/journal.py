@@ -13,7 +13,7 @@ from hvdplus.control.controller import Decision, Observation
 from hvdplus.control.link import LevelCost
 from hvdplus.control.meter import median_times
 from hvdplus.exchange.plan import Ladder, Plan
-from hvdplus.log.facts import DRAINING, WARMING
+from hvdplus.log.facts import DRAINING
 from hvdplus.log.runlog import TIMES, RunLog
 from hvdplus.transport import World
 
@@ -170,9 +170,7 @@ class Journal:
 
 
 def label(ladder: Ladder, plan: Plan) -> str:
-    """Name in the run log of a step that runs ``plan``: its level, ``WARMING`` or ``DRAINING``."""
-    if plan.warms_up:
-        return WARMING
+    """Name in the run log of a step that runs ``plan``: its level, or ``DRAINING``."""
     return DRAINING if ladder.flushes(plan) else ladder.names[plan.level]
 
 

@@ -63,7 +63,7 @@ def settle(x: EagerExchange[EagerArray], state: BucketState[EagerArray], healthy
         return
     if healthy:
         if learns and state.next_context is not None:
-            state.contexts[x.plan.warms_up or x.plan.level] = state.next_context
+            state.contexts[x.plan.level] = state.next_context
         return
     state.pending, state.handed_over = None, False
     if x.compressor(state.bucket, x.plan.level).needs_finite_check:  # deliver NaN, as a plain all-reduce would

@@ -1,4 +1,5 @@
-"""Buckets that take more than one sum, one after the other: first over a host's ranks, or the first pass of a level.
+"""Buckets that take more than one sum, one after the other: first over a host's ranks, what a level asks in its first
+step, the first pass of a level.
 
     send ─► first sum, asynchronous ─► it is there, or the backward pass is over ─► encode ─► the next sum
 

@@ -17,8 +17,8 @@ class Variant(NamedTuple):
     side: int
     flushes: bool
     """Whether a residual is flushed on the way back to dense."""
-    warms_up: int = 0
-    """A level whose contexts learn from this dense step; 0: none."""
+    asks: bool = False
+    """Whether it is the side's first step, before which the ranks ask each other what they have to know."""
 
 
 class Plan(NamedTuple):
@@ -30,8 +30,8 @@ class Plan(NamedTuple):
     """Which of the compressor's alternating sides is sent."""
     flush_fraction: float = 0.0
     """Share of the residual that joins the gradient; 0: no residual is outstanding, or it waits."""
-    warms_up: int = 0
-    """A level whose contexts learn from this dense step; 0: none."""
+    asks: bool = False
+    """Whether it is the side's first step, before which the ranks ask each other what they have to know."""
     measurement: int = 0
     """Number of the measurement of gradients and residuals that ranks make in this step, from 1 on; 0: none."""
     probe_bytes: int = 0
@@ -51,34 +51,27 @@ class Ladder:
         if len(set(self.names)) != len(self.names):
             raise ValueError(f"The ladder names a level twice. Received: {', '.join(self.names)}")
         self.variants: tuple[Variant, ...] = tuple(
-            variant
+            Variant(level, side, flushes, asks)
             for level, compressor in enumerate(self.compressors)
             for side in range(compressor.turns)
-            for variant in (
-                [Variant(level, side, False)]
-                if compressor.keeps_residual
-                else [Variant(level, side, False), Variant(level, side, True)]
-            )
-        ) + tuple(
-            Variant(0, 0, False, warms_up=level)
-            for level, compressor in enumerate(self.compressors)
-            if level and compressor.needs_warmup
+            for flushes in ([False] if compressor.keeps_residual else [False, True])
+            for asks in ([False, True] if compressor.asks else [False])
         )
 
     def variant(self, plan: Plan) -> int:
         """Index of the variant that runs ``plan``."""
-        return self.variants.index(Variant(plan.level, plan.side, self.flushes(plan), plan.warms_up))
+        return self.variants.index(Variant(plan.level, plan.side, self.flushes(plan), plan.asks))
 
     def allows(self, plan: Plan) -> bool:
         """Whether there is a variant that runs ``plan``, and the other fields of ``plan`` are valid."""
         levels = len(self.names)
-        if not (is_count(plan.level, levels) and is_count(plan.warms_up, levels) and is_count(plan.side)):
+        if not (is_count(plan.level, levels) and is_count(plan.side) and isinstance(plan.asks, bool)):
             return False
         if not (is_share(plan.flush_fraction) and is_count(plan.measurement) and is_count(plan.probe_bytes)):
             return False
         if self.keeps_residual(plan) and plan.flush_fraction != 1:  # the rest of the residual would be lost
             return False
-        return Variant(plan.level, plan.side, self.flushes(plan), plan.warms_up) in self.variants
+        return Variant(plan.level, plan.side, self.flushes(plan), plan.asks) in self.variants
 
     def flushes(self, plan: Plan) -> bool:
         """Whether the step flushes a residual that its own level would not keep."""
@@ -87,11 +80,11 @@ class Ladder:
     def needs_finite_check(self, plan: Plan) -> bool:
         """Whether the step changes residuals or contexts, or could hide a value that is not finite: then every rank
         has to know in the same step whether all values were finite."""
-        return plan.flush_fraction > 0 or plan.warms_up > 0 or self.compressors[plan.level].needs_finite_check
+        return plan.flush_fraction > 0 or self.compressors[plan.level].needs_finite_check
 
     def plain(self, plan: Plan) -> bool:
         """Whether the step sends gradients as they are, and nothing else."""
-        return isinstance(self.compressors[plan.level], NoCompression) and not (plan.flush_fraction or plan.warms_up)
+        return isinstance(self.compressors[plan.level], NoCompression) and not plan.flush_fraction
 
     def keeps_residual(self, plan: Plan) -> bool:
         """Whether the level of the step keeps a residual."""

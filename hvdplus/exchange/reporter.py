@@ -236,9 +236,8 @@ class Reporter(Generic[EagerArray]):
         return Report(sums, slot, sketch, residual_sketch) if measured else Report(sums, slot)
 
     def _contexts(self, x: EagerExchange[EagerArray], states: Sequence[BucketState[EagerArray]]) -> list[EagerArray]:
-        """The arrays of all contexts that the step uses or warms up."""
-        levels = {x.plan.level, x.plan.warms_up or x.plan.level}
-        used = [x.context(state, level) for state in states if state.bucket.compressible for level in levels]
+        """The arrays of all contexts that the step uses."""
+        used = [x.context(state, x.plan.level) for state in states if state.bucket.compressible]
         return [array for ctx in used for array in ctx.state]
 
     def _measured(self, x: EagerExchange[EagerArray]) -> list[EagerArray]:

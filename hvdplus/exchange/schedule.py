@@ -1,11 +1,11 @@
-"""Which plan comes next: warm-up before a level, flushing the residual after it, alternating sides.
+"""Which plan comes next: asking at a level's first steps, flushing the residual after it, alternating sides.
 
     before the step           its plan                               the step counts (all ranks were finite)
     ------------------------  -------------------------------------  ---------------------------------------
-    warm-up left: w > 0       dense, the level's contexts learn      w - 1; at 0 the level itself begins
     level keeps a residual    level, its side, fraction 1            the other side
     flush left: f > 0         level, fraction 1/f                    f - 1; at 0 nothing is outstanding
     else                      level                                  -
+    asking left: a > 0        the same, and contexts learn first     a - 1
 
 If a step was exchanged but not taken, its share of the flush is still outstanding: f + 1 (``repeat``). If any rank's
 gradient was not finite, the step does not count (where the host runs ahead of a device it does). Changes of level take
@@ -26,14 +26,14 @@ PATIENCE = 8
 
 
 class Schedule:
-    """The present level, and the warm-up before and the flush after it. Equal on every rank."""
+    """The present level, its first steps, and the flush after it. Equal on every rank."""
 
-    def __init__(self, ladder: Ladder, *, flush_steps: int, warm_up_steps: int) -> None:
+    def __init__(self, ladder: Ladder, *, flush_steps: int) -> None:
         self.ladder = ladder
         self.level = 0
-        self._flush_steps, self._warm_up_steps = flush_steps, warm_up_steps
+        self._flush_steps = flush_steps
         self._sides = [0] * len(ladder.names)
-        self._flush_left = self._warm_up_left = 0
+        self._flush_left, self._asking_left = 0, self._to_ask()
         self._context_source: int | None = None
         """The level whose contexts, and so whose side, the present one reuses in the coming plan."""
         self._overflows = 0
@@ -48,10 +48,15 @@ class Schedule:
         self._overflows = min(self._overflows + PATIENCE, PATIENCE**2) if overflow else max(self._overflows - 1, 0)
         return not overflow or self._overflows == PATIENCE**2
 
+    def _to_ask(self, level: int = 0) -> int:
+        """How many first steps of a level ask: one for every side."""
+        compressor = self.ladder.compressors[level]
+        return compressor.turns if compressor.asks else 0
+
     @property
     def transitional(self) -> bool:
-        """Whether the coming step warms up a level, or flushes a residual that the present level does not keep."""
-        return self._flush_left > 0 or self._warm_up_left > 0
+        """Whether the coming step asks, or flushes a residual that the present level does not keep."""
+        return self._flush_left > 0 or self._asking_left > 0
 
     def set_level(self, level: int) -> None:
         """Run ``level`` from the next plan on."""
@@ -65,7 +70,7 @@ class Schedule:
         if compressor.can_reuse(before):  # the exchange hands the contexts over
             self._context_source = self.level
         else:
-            self._warm_up_left = self._warm_up_steps if compressor.needs_warmup else 0
+            self._asking_left = self._to_ask(level)
         self.level = level
 
     def flush(self) -> None:
@@ -82,21 +87,20 @@ class Schedule:
         """Count a step that ran ``plan``."""
         compressor = self.ladder.compressors[plan.level]
         self._sides[plan.level] = (plan.side + 1) % compressor.turns
-        # The level may have changed while the step ran, which ended a flush or warm-up early.
-        if self.ladder.flushes(plan) and not plan.warms_up and self._flush_left:
+        # The level may have changed while the step ran, which ended a flush early.
+        if self.ladder.flushes(plan) and self._flush_left:
             self._flush_left -= 1
-        if plan.warms_up == self.level and self._warm_up_left:
-            self._warm_up_left -= 1
+        if plan.asks and plan.level == self.level and self._asking_left:
+            self._asking_left -= 1
 
     def next_plan(self) -> Plan:
         """The coming step's plan, without norms and probe."""
         if self._context_source is not None:
             turns = self.ladder.compressors[self.level].turns
             self._sides[self.level], self._context_source = self._sides[self._context_source] % turns, None
-        if self._warm_up_left:
-            return Plan(warms_up=self.level)
         keeps = self.ladder.compressors[self.level].keeps_residual
-        return Plan(self.level, self._sides[self.level], 1.0 if keeps else flush_fraction(self._flush_left))
+        fraction = 1.0 if keeps else flush_fraction(self._flush_left)
+        return Plan(self.level, self._sides[self.level], fraction, self._asking_left > 0)
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: plain values."""
@@ -104,7 +108,7 @@ class Schedule:
             "level": self.level,
             "sides": list(self._sides),
             "flush_left": self._flush_left,
-            "warm_up_left": self._warm_up_left,
+            "asking_left": self._asking_left,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -117,16 +121,18 @@ class Schedule:
         self.level, self._sides = state["level"], list(state["sides"])
         # Settings of another job may have asked for more steps.
         self._flush_left = min(state["flush_left"], self._flush_steps)
-        self._warm_up_left = min(state["warm_up_left"], self._warm_up_steps)
+        self._asking_left = state["asking_left"]
         self._context_source = None
 
     def check(self, state: Any) -> None:
         """Raise ValueError where a value is missing or impossible."""
-        require_fields(state, ("level", "sides", "flush_left", "warm_up_left"), "its schedule")
+        require_fields(state, ("level", "sides", "flush_left", "asking_left"), "its schedule")
         sides = [compressor.turns for compressor in self.ladder.compressors]
         require(is_count(state["level"], len(sides)), "the schedule's level", f"below {len(sides)}", state["level"])
         fits = is_list(state["sides"], is_count) and len(state["sides"]) == len(sides)
         fits = fits and all(map(is_count, state["sides"], sides))
         require(fits, "the schedule's sides", f"one a level, below {sides}", state["sides"])
-        for name in ("flush_left", "warm_up_left"):
+        for name in ("flush_left", "asking_left"):
             require(is_count(state[name]), f"the schedule's {name}", "a number of steps", state[name])
+        most = self._to_ask(state["level"])
+        require(state["asking_left"] <= most, "the schedule's asking_left", f"at most {most}", state["asking_left"])

@@ -8,8 +8,8 @@ masks are the key stream of AES-256 in counter mode, a fresh key for every sum. 
 Bonawitz et al. (ACM CCS 2017, eprint 2017/281), without their recovery of ranks that drop out: here a rank that is lost
 ends the step. Integers add exactly and wrap around, so masks cost no bytes and lose nothing.
 
-Only levels of integers can be masked. There is no dense step: a level of integers learns its scale from its first one,
-which sends nothing, and what overflows stays in the residual. Norms and sketches of gradients are not measured.
+Only levels of integers can be masked; what they ask in their first step are integers, too. What overflows stays in the
+residual. Norms and sketches of gradients are not measured.
 ``docs/secure-aggregation.md`` has what this protects against, and what not.
 
 One more word a sum, 1 on every rank, shows whether the masks have cancelled.
@@ -137,11 +137,11 @@ class Masked(Around):
         return self._host_call(lambda total: self._masks.unmasked(total, name), self._transport.wait(sent), -1)
 
 
-def without_dense_sums(settings: Settings) -> Settings:
-    """The settings of an exchange; if ranks aggregate securely, without warm-up and without a host's own sums."""
-    if not settings.secure_aggregation:
-        return settings
-    return replace(settings, warm_steps=0, two_level="off" if settings.two_level == "auto" else settings.two_level)
+def without_host_sums(settings: Settings) -> Settings:
+    """The settings of an exchange; if ranks aggregate securely, a host has no sums of its own, unless asked for."""
+    if settings.secure_aggregation and settings.two_level == "auto":
+        return replace(settings, two_level="off")
+    return settings
 
 
 def check(x: Exchange[Any], auto: bool) -> None:
@@ -182,7 +182,7 @@ def check(x: Exchange[Any], auto: bool) -> None:
 
 
 def _fits(compressor: Any) -> bool:
-    """Whether it sends integers alone. Its first step sends nothing, so a residual has to keep that gradient."""
+    """Whether it sends integers alone, and a residual keeps what overflows, which nothing may send in full width."""
     last = compressor.second if isinstance(compressor, Chain) else compressor
     return isinstance(last, Integer) and compressor.keeps_residual
 

@@ -5,8 +5,8 @@ every step the ranks first add up a mask (a few bits a row), which tells all of 
 a small share of the table, its rows follow, in one order, uncompressed. Else the table travels as a bucket at the
 step's level. Unlike in Horovod's all-gather, no row crosses the network more than once a rank.
 
-A step that exchanges rows loses nothing and leaves the residual unchanged. In warm-up, contexts learn from it as from
-any dense step.
+A step that exchanges rows loses nothing and leaves the residual unchanged. Contexts learn nothing from it, but what
+ranks ask in a level's first step.
 """
 
 from __future__ import annotations
@@ -93,6 +93,19 @@ def send_table(x: EagerExchange[EagerArray], table: Table[EagerArray]) -> None:
             values = x.backend.place(union, table.rows, table.values, length, wide(table.bucket.dtype))
             table.sent_bytes += int(values.nbytes)
             table.handle = x.transport.start(values, f"{x.prefix}.{table.bucket.number}.rows.{length}")
+            _ask(x, table, values)
+
+
+def _ask(x: EagerExchange[EagerArray], table: Table[EagerArray], values: EagerArray) -> None:
+    """In a level's first step its contexts learn from the table's own gradient: later it may travel as a bucket.
+    ``values``: this rank's, 1-D, of the union's rows and some padding."""
+    compressor, ctx = x.compressor(table.bucket, x.plan.level), x.context(table)
+    if x.plan.asks and compressor.asks:
+        assert table.union is not None
+        width = table.bucket.spec.size // table.height
+        whole = x.backend.spread(table.union, values[: len(table.union) * width], table.height)
+        told = x.wire.start(compressor.ask(x.ops, ctx, whole), f"{x.tensor_name(table)}.ask")
+        table.next_context = compressor.learn(x.ops, ctx, x.wire.wait(told))
 
 
 def receive_rows(x: EagerExchange[EagerArray], table: Table[EagerArray]) -> None:
@@ -105,8 +118,6 @@ def receive_rows(x: EagerExchange[EagerArray], table: Table[EagerArray]) -> None
     total = table.total[: len(table.union) * width]
     if x.checks:
         table.sum_finite = x.ops.all_finite(total)
-        if x.plan.warms_up and table.bucket.compressible:
-            table.next_context = transfer.learned(x, table, x.backend.spread(table.union, total, table.height))
     table.mean = total * x.scale
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from hvdplus.compression import Compressor, Context
@@ -88,20 +88,26 @@ def _pack(x: EagerExchange[EagerArray], state: BucketState[EagerArray], parts: S
 def _send_vector(x: EagerExchange[EagerArray], state: BucketState[EagerArray], vector: EagerArray) -> None:
     """Encode a bucket's vector and begin the all-reduce of the next pass, which is usually the only one."""
     compressor, ctx = x.compressor(state.bucket, x.plan.level), x.context(state)
+    if x.plan.asks and compressor.asks and not state.asked:
+
+        def learn(total: EagerArray) -> None:
+            with x.backend.named("hvdplus.decode"):
+                state.asked, state.taught = True, compressor.learn(x.ops, ctx, total)
+            _send_vector(x, state, vector)
+
+        with x.backend.named("hvdplus.encode"):
+            told = compressor.ask(x.ops, ctx, vector)
+        _teach(x, state, told, f"{x.tensor_name(state)}.ask", learn)
+        return
     if ctx.side < compressor.passes - 1:
 
         def go_on(total: EagerArray) -> None:
             with x.backend.named("hvdplus.decode"):
                 state.taught = compressor.advance(x.ops, ctx, total)._replace(side=ctx.side + 1)
+            state.asked = False
             _send_vector(x, state, vector)
 
-        payload = _encode(x, state, compressor, ctx, vector)
-        if not len(payload):  # no tensor of this bucket has anything to learn
-            go_on(payload)
-            return
-        handle = _begin(x, state, payload)
-        x.sum_begins(state.bucket.number, x.wire, handle)
-        passes.follow(x, passes.Stage(state, x.wire, handle, go_on))
+        _teach(x, state, _encode(x, state, compressor, ctx, vector), x.tensor_name(state), go_on)
         return
     check = x.checks and state.bucket.compressible
     fraction = x.plan.flush_fraction
@@ -120,8 +126,24 @@ def _send_vector(x: EagerExchange[EagerArray], state: BucketState[EagerArray], v
     _start(x, state)
 
 
+def _teach(
+    x: EagerExchange[EagerArray],
+    state: BucketState[EagerArray],
+    payload: EagerArray,
+    name: str,
+    go_on: Callable[[EagerArray], None],
+) -> None:
+    """Begin a sum that delivers nothing, and is followed by another one: see ``passes.py``."""
+    if not len(payload):  # no tensor of this bucket has anything to learn
+        go_on(payload)
+        return
+    handle = _begin(x, state, payload, name)
+    x.sum_begins(state.bucket.number, x.wire, handle)
+    passes.follow(x, passes.Stage(state, x.wire, handle, go_on))
+
+
 def _start(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
-    state.handle = _begin(x, state, state.payload)
+    state.handle = _begin(x, state, state.payload, x.tensor_name(state))
     x.sum_begins(state.bucket.number, x.wire, state.handle)
 
 
@@ -144,11 +166,11 @@ def _encode(
     return payload
 
 
-def _begin(x: EagerExchange[EagerArray], state: BucketState[EagerArray], payload: EagerArray) -> Any:
+def _begin(x: EagerExchange[EagerArray], state: BucketState[EagerArray], payload: EagerArray, name: str) -> Any:
     """Begin the sum of a payload; returns its handle."""
     if x.two_level:
-        return x.two_level.start(payload, x.tensor_name(state), bucket=state.bucket.number)
-    return x.wire.start(payload, x.tensor_name(state))
+        return x.two_level.start(payload, name, bucket=state.bucket.number)
+    return x.wire.start(payload, name)
 
 
 def decode(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
@@ -159,15 +181,6 @@ def decode(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None
         into = x.backend.places(state.bucket) if stays else ()
         got = receive_bucket(x.ops, compressor, x.context(state), state.total, x.scale * x.sent_scale, check, into)
         state.mean, state.next_context, state.sum_finite = got
-        if check and x.plan.warms_up:
-            state.next_context = learned(x, state, state.total)
-
-
-def learned(x: EagerExchange[EagerArray], state: BucketState[EagerArray], total: EagerArray) -> Context[EagerArray]:
-    """The context of the level that this dense step warms up, from the sum of the gradients."""
-    learner = x.ladder.compressors[x.plan.warms_up]
-    total = total if x.loss_scale == 1 else total / x.loss_scale
-    return learner.warm_up(x.ops, x.context(state, x.plan.warms_up), total)
 
 
 def wire_type(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from hvdplus.log.facts import DRAINING, WARMING, Record, Span, level_of, run_of, span_of, windows_in, windows_of
+from hvdplus.log.facts import DRAINING, Record, Span, level_of, run_of, span_of, windows_in, windows_of
 
 # Parts of a step, bottom of the stack first: field, name, colour. From Okabe and Ito's colour-blind-safe palette; a
 # warm colour marks exposed communication, which hvdplus shortens.
@@ -32,7 +32,7 @@ class Columns(NamedTuple):
     windows: int
     """Most windows in a column."""
     levels: list[str]
-    """Names on the axis of levels, lowest first. Flushing and warm-up steps come below dense."""
+    """Names on the axis of levels, lowest first. Flushing steps come below dense."""
 
 
 def columns_of(records: Sequence[Record]) -> Columns:
@@ -51,7 +51,7 @@ def columns_of(records: Sequence[Record]) -> Columns:
         columns += [stretch[i : i + together] for i in range(0, len(stretch), together)]
     spans = [span_of(column, run_record) for column in columns]
     names = dict.fromkeys([*(run_record.get("ladder") or []), *(span.level for span in spans)])
-    levels = sorted(names, key=lambda name: name not in (DRAINING, WARMING))
+    levels = sorted(names, key=lambda name: name != DRAINING)
     return Columns(spans, max(map(windows_in, columns)), levels)
 
 

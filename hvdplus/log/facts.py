@@ -29,8 +29,6 @@ IN_TURNS = ": in turns"
 
 DRAINING = "draining"
 """Level of windows of dense steps that flush a residual; not a level of the ladder."""
-WARMING = "warming"
-"""Level of windows of dense warm-up steps, from which a level's contexts learn before it begins."""
 
 MEDIANS = (
     "step_ms", "compute_ms", "codec_ms", "exposed_comm_ms", "overlapped_comm_ms", "input_wait_ms", "error",
@@ -326,10 +324,10 @@ def samples_per_second(span: Span, records: Sequence[Record]) -> float:
 
 
 def spans_by_level(records: Sequence[Record]) -> dict[str, Span]:
-    """All windows of each level taken together, but those of steps that no decision chose: they flush or warm up."""
+    """All windows of each level taken together, but those of steps that flush, which no decision chose."""
     by_level: dict[str, list[Record]] = {}
     for window in windows_of(records):
-        if level_of(window) not in (DRAINING, WARMING):
+        if level_of(window) != DRAINING:
             by_level.setdefault(level_of(window), []).append(window)
     return {level: span_of(windows, run_of(records)) for level, windows in by_level.items()}
 

@@ -220,8 +220,8 @@ def _of_these_costs(records: Sequence[Record]) -> Sequence[Record]:
 def _levels_as_seen(records: Sequence[Record], costs: Mapping[str, LevelCost]) -> dict[str, Seen]:
     """Levels of ``costs`` that ran, in their order, with medians over their steps.
 
-    The first window of a stretch counts only if fewer steps follow it than it holds. Steps that flush a residual or
-    warm up belong to no level.
+    The first window of a stretch counts only if fewer steps follow it than it holds. Steps that flush a residual belong
+    to no level.
     """
     later: dict[str, list[tuple[Seen, int]]] = {}
     first: dict[str, list[tuple[Seen, int]]] = {}

@@ -266,7 +266,8 @@ def test_a_gradient_too_large_for_the_payload_does_not_stay_for_ever(level):
         for v in variables:
             v.assign(np.zeros(v.shape))
         optimizer.apply([np.full(shape, size, np.float32) for shape in SHAPES], variables)
-        assert all(np.isfinite(np.array(v)).all() for v in variables) == (size == 1.0)
+        clips = level == "qsgd:8"  # integers without a residual clip it, and go on
+        assert all(np.isfinite(np.array(v)).all() for v in variables) == (size == 1.0 or clips)
 
 
 @several
@@ -776,12 +777,12 @@ def test_settings_that_differ_between_ranks_are_an_error_on_every_rank(monkeypat
 @one_or_two
 def test_settings_of_the_script_come_before_the_environment_and_the_file(monkeypatch, tmp_path):
     path = tmp_path / "hvdplus.yaml"
-    path.write_text("ladder: [none, int8]\ndense_steps: 9\nwarm_steps: 4\n")
+    path.write_text("ladder: [none, int8]\ndense_steps: 9\ndrain_steps: 4\n")
     monkeypatch.setenv("HVDPLUS_CONFIG", str(path))
     monkeypatch.setenv("HVDPLUS_DENSE_STEPS", "12")
     _, optimizer = plain("auto", settings={"dense_steps": 20, "bucket_bytes": 1 << 20})
     used = optimizer._hvdplus.settings
-    assert (used.dense_steps, used.warm_steps, len(optimizer._hvdplus.exchange.buckets)) == (20, 4, 1)
+    assert (used.dense_steps, used.drain_steps, len(optimizer._hvdplus.exchange.buckets)) == (20, 4, 1)
     assert optimizer.hvdplus.ladder.names == ("none", "int8")
     assert len(plain("auto")[1]._hvdplus.exchange.buckets) > 1, "the environment's"
     assert plain("fp16", settings={"compression": "none"})[1].hvdplus.ladder.names == ("fp16",)
@@ -873,9 +874,9 @@ def dense(mean, shape):
 @any_transport
 @two
 def test_changes_of_level_are_those_of_numpys_exchange():
-    """Warm-up, flushing, contexts that are handed over, and rows of a table, shared or not."""
+    """First steps, flushing, contexts that are handed over, and rows of a table, shared or not."""
     ladder, levels = ["none", "lowrank:1", "lowrank:2", "int8"], {4: 1, 10: 2, 14: 3, 19: 0, 27: 3}
-    settings = {"dense_steps": 100000, "drain_steps": 4, "warm_steps": 2}
+    settings = {"dense_steps": 100000, "drain_steps": 4}
     shapes = [*SHAPES, (400, 6)]
 
     def of(number, rank):
@@ -902,7 +903,7 @@ def test_changes_of_level_are_those_of_numpys_exchange():
                 old - np.array(v), mean, rtol=0, atol=2e-4 * max(np.abs(mean).max(), 1), err_msg=message
             )
     ran = {record["level"] for record in optimizer.hvdplus.log.records if record["kind"] == "window"}
-    assert RANK or {"none", "lowrank:1", "lowrank:2", "int8", "draining", "warming"} <= ran  # rank 0 keeps them
+    assert RANK or {"none", "lowrank:1", "lowrank:2", "int8", "draining"} <= ran  # rank 0 keeps them
 
 
 class Loud(IntB):
@@ -1002,8 +1003,8 @@ def test_plain_dense_steps_send_gradients_in_their_own_type_if_they_can_be_added
             optimizer.apply([tf.cast(grad, dtype) for grad in gradients(number, RANK)], variables)
     # Branches are eager here: only those that ran began a sum.
     kinds = {(name.split(".")[2], kind) for name, kind in sums if name.split(".")[1].isdigit()}
-    warm_up = {("none", "float32"), ("int8", "int32")} if dtype != "float64" else {("int8", "float64")}
-    assert kinds == {("none", own), *warm_up}
+    others = {("none", "float32"), ("int8", "int32")} if dtype != "float64" else {("int8", "float64")}
+    assert kinds == {("none", own), *others}
     assert dtype == "bfloat16" or exchange.costs()[0].payload_bytes == exchange.gradient_bytes
     assert hvd.identical([np.array(v, np.float64) for v in variables])
 
@@ -1051,7 +1052,7 @@ def test_a_step_that_is_not_taken_sends_what_it_flushed_once_more():
 @any_transport
 @two
 def test_a_checkpoint_within_a_step_knows_that_it_was_not_taken():
-    settings = {"ladder": ["none", "int8"], "dense_steps": 100000, "drain_steps": 3, "warm_steps": 1}
+    settings = {"ladder": ["none", "int8"], "dense_steps": 100000, "drain_steps": 3}
     variables, optimizer = plain("auto", settings=settings)
     exchange = optimizer._hvdplus.exchange
     for number, level in enumerate((0, 1, 1, 1, 0, 0)):

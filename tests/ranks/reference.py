@@ -3,14 +3,12 @@
 import numpy as np
 
 from hvdplus.adapters.numpy import NumpyOps
-from hvdplus.compression import NoCompression, parse
+from hvdplus.compression import parse
 from hvdplus.exchange.residual import add, left_after_flush
 
 
 class Reference:
-    """One level, fixed, over the same buckets that a framework uses; after some dense steps, if it learns from them."""
-
-    WARM_STEPS = 2
+    """One level, fixed, over the same buckets that a framework uses."""
 
     def __init__(self, level, buckets, ranks):
         self.ops = NumpyOps()
@@ -24,8 +22,7 @@ class Reference:
     def step(self, gradients):
         """``gradients[rank][parameter]`` -> mean gradient of every parameter."""
         means = [None] * len(gradients[0])
-        warming = self.compressor.needs_warmup and self.steps < self.WARM_STEPS
-        compressor = NoCompression() if warming else self.compressor
+        compressor, asks = self.compressor, self.steps < self.compressor.turns
         fraction = 1.0 if compressor.keeps_residual else 0.0
         self.steps += 1
         for number, bucket in enumerate(self.buckets):
@@ -33,9 +30,13 @@ class Reference:
             for rank in range(self.ranks):
                 flat = np.concatenate([gradients[rank][i].ravel() for i in bucket.parameters]).astype(np.float32)
                 vectors.append(add(flat, self.residuals[rank][number], fraction))
-            for _ in range(compressor.passes - 1):  # which only teach
-                first = [compressor.encode(self.ops, ctx, vector) for vector in vectors]
-                ctx = compressor.advance(self.ops, ctx, np.sum(first, axis=0, dtype=first[0].dtype))
+            for pass_ in range(compressor.passes):
+                if asks and compressor.asks:
+                    told = [compressor.ask(self.ops, ctx, vector) for vector in vectors]
+                    ctx = compressor.learn(self.ops, ctx, np.sum(told, axis=0, dtype=told[0].dtype))
+                if pass_ < compressor.passes - 1:  # it only teaches
+                    first = [compressor.encode(self.ops, ctx, vector) for vector in vectors]
+                    ctx = compressor.advance(self.ops, ctx, np.sum(first, axis=0, dtype=first[0].dtype))
             for rank, vector in enumerate(vectors):
                 residual = self.residuals[rank][number]
                 if compressor.keeps_residual:
@@ -46,8 +47,7 @@ class Reference:
                 payloads.append(payload)
             total = np.sum(payloads, axis=0, dtype=payloads[0].dtype)
             mean = compressor.decode(self.ops, ctx, total) / self.ranks
-            learn = self.compressor.warm_up if warming else compressor.advance
-            self.contexts[number] = learn(self.ops, ctx, total)
+            self.contexts[number] = compressor.advance(self.ops, ctx, total)
             for place, i in enumerate(bucket.parameters):
                 part = mean[bucket.offsets[place] : bucket.offsets[place + 1]]
                 means[i] = part.reshape(bucket.shapes[place])

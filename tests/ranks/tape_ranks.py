@@ -274,12 +274,12 @@ def test_rows_of_a_table_that_change_show_that_a_step_was_taken():
     """Few of them do, and not those that a few samples of the table would look at."""
     table = tf.Variable(tf.zeros((4000, 24)))
     rows = tf.constant([1, 7, 11])
-    for number in range(3):
+    for _ in range(3):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(tf.gather(table, rows) * (RANK + 1.0))
         (mean_now,) = hvd.DistributedGradientTape(tape, compression="int8").gradient(loss, [table])
         (_, exchange) = list(tapes._exchanges.values())[-1]
-        assert exchange.pends.numpy() == (number >= 2), "the first two are warm-up"
+        assert exchange.pends.numpy()
         table.assign_sub(mean_now)
     before = exchange.pends.numpy()
     exchange.settle_last_step()

@@ -1583,13 +1583,13 @@ def test_horovods_own_names_for_compression(monkeypatch):
 @any_transport
 def test_settings_of_the_script_come_before_the_environment_and_the_file(monkeypatch, tmp_path):
     path = tmp_path / "hvdplus.yaml"
-    path.write_text("ladder: [none, int8]\ndense_steps: 9\nwarm_steps: 4\n")
+    path.write_text("ladder: [none, int8]\ndense_steps: 9\ndrain_steps: 4\n")
     monkeypatch.setenv("HVDPLUS_CONFIG", str(path))
     monkeypatch.setenv("HVDPLUS_DENSE_STEPS", "12")
     settings = {"dense_steps": 20, "bucket_bytes": 1 << 20}
     optimizer = plain(parameters(), "auto", settings=settings)
     used = optimizer._exchange.settings
-    assert (used.dense_steps, used.warm_steps, len(optimizer._exchange.buckets)) == (20, 4, 1)
+    assert (used.dense_steps, used.drain_steps, len(optimizer._exchange.buckets)) == (20, 4, 1)
     assert optimizer.hvdplus.ladder.names == ("none", "int8")
     assert len(plain(parameters(), "auto")._exchange.buckets) > 1, "the environment's"
     assert plain(parameters(), "fp16", settings={"compression": "none"}).hvdplus.ladder.names == ("fp16",)
@@ -2210,7 +2210,7 @@ def test_grad_scaler_that_unscales_too_early_is_refused():
 @several
 @pytest.mark.parametrize(
     ("variable", "values"),
-    [("COMPRESSION", ("int8", "lowrank:2")), ("BUCKET_BYTES", ("6000", "9000")), ("WARM_STEPS", ("2", "3"))],
+    [("COMPRESSION", ("int8", "lowrank:2")), ("BUCKET_BYTES", ("6000", "9000")), ("DRAIN_STEPS", ("2", "3"))],
 )
 def test_settings_that_differ_between_ranks_are_an_error_on_every_rank(monkeypatch, variable, values):
     """mpirun passes no variables on to other hosts unless asked to."""

@@ -94,9 +94,9 @@ def test_levels_learn_and_ranks_stay_identical(level):
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
 def test_parameters_of_half_precision_change_levels(narrow):
-    """Dense steps send them as they are, and those that warm up or flush as float32."""
+    """Dense steps send them as they are, and those that flush as float32."""
     net = model().to(narrow)
-    optimizer = wrapped(net, "auto", ladder="none,lowrank:2,int8", warm_steps=2, drain_steps=3)
+    optimizer = wrapped(net, "auto", ladder="none,lowrank:2,int8", drain_steps=3)
     coordinator = optimizer._exchange.coordinator
     for step, level in enumerate([0, 0, 2, 2, 2, 2, 0, 0, 0, 0, 0, 1, 1, 0, 0]):
         coordinator.set_level(level)
