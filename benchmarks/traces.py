@@ -7,7 +7,8 @@ A trace holds, for every level of the ladder, what each step of a job at that le
 together saw it; levels were run in turns, so that steps with the same number saw much the same machine. It also holds
 what levels send, how long their codecs take alone, what sums took before training, and what errors came to.
 
-A step that a controller takes at a level is that level's next recorded one, round and round. What a change of level
+A step that a controller takes at a level is that level's recorded one of that time, round and round: a recording is as
+long for every level, however many steps it has of each. What a change of level
 does to the steps right after it is not in a trace, and probes of bandwidth take what the link's α and β say.
 """
 
@@ -50,20 +51,21 @@ class Trace:
     steps: tuple[tuple[StepTimes, ...], ...]
     """Of each level."""
     link: Link
-    _next: list[int] = field(default_factory=list, compare=False)
+    _time: list[float] = field(default_factory=list, compare=False)
+    """That of the next step, as a share of the recording."""
     noise: ClassVar[SimpleNamespace] = SimpleNamespace(wire=0.0)
     """None is added."""
 
     def rewound(self) -> Trace:
         """The same from the beginning."""
-        return replace(self, _next=[])
+        return replace(self, _time=[])
 
     def step(self, level: int, dice: random.Random, wave: float = 0.0) -> list[StepTimes]:
         """The next step at a level, as all ranks together saw it."""
-        if not self._next:
-            self._next.extend(dice.randrange(len(steps)) for steps in self.steps)
-        self._next[level] = (self._next[level] + 1) % len(self.steps[level])
-        return [self.steps[level][self._next[level]]]
+        now = self._time[0] if self._time else dice.random()
+        steps = self.steps[level]
+        self._time[:] = [(now + 1 / len(steps)) % 1]
+        return [steps[int(now * len(steps))]]
 
     def seconds(self, level: int) -> float:
         """The middle step."""

@@ -33,9 +33,11 @@ WAIT_ERROR = 0.5
 byte, as shares of it: Horovod begins one every millisecond, and a sum by itself just misses one of these turns or does
 not; and a processor that computes has less time for bytes (0.7 to 2 times what sums before training show)."""
 BENT, FIRST_BENT, MOST_BENT = 0.15, 0.5, 100.0
-"""Standard deviation of a level's communication from the link's straight line, as a share of it; the same of the first
-level that runs, from what sums before training show; and the largest factor between them. Links carry little at any
-speed after a rest, and ranks that wait for each other are slower, five times where sums are small."""
+"""Standard deviation of a level's communication from the link's straight line, as a share of it; the same, at most, of
+the first level that runs, from what sums before training show; and the largest factor between them. Links carry little
+at any speed after a rest, and ranks that wait for each other are slower, five times where sums are small."""
+BURST = 256e3
+"""Bytes that a link may have carried at any speed, in the first level that runs."""
 PACKING, CODEC_ERROR, ALIKE_ERROR = 0.5, 0.3, 0.1
 """Seconds that a level with a residual takes to pack gradients and write means back, as a share of its codec's alone;
 standard deviations of a codec's time, as shares of it: of any, and where a level that packs likewise was measured.
@@ -107,7 +109,8 @@ class Knowledge:
             bent = known.bent
             self.link = self.link.older(aged).updated(self.costs[level], block.comm / bent, doubt / bent**2)
         else:
-            doubt += ((BENT if self.levels else FIRST_BENT) * self._comm(level)) ** 2
+            burst = 0.0 if self.levels else BURST / max(1, self.costs[level].payload_bytes)
+            doubt += (min(FIRST_BENT, BENT + burst) * self._comm(level)) ** 2
             self.link = self.link.older(aged).updated(self.costs[level], block.comm, doubt, same=bool(self.levels))
             bent = self._bent(self.costs[level], block.comm)
         for other, (model, comm) in before.items():  # the link is no other: what was measured still holds
@@ -147,10 +150,9 @@ class Knowledge:
         return step or abs(block.comm - known.comm) > max(FAR * math.sqrt(variance), MODEL_ERROR * block.step)
 
     def ratio(self, level: int, other: int) -> Guess:
-        """Logarithm of a level's seconds over another's, as far as it was measured."""
-        if level not in self.levels or other not in self.levels:
-            return Guess()
-        return Guess(math.log(self.seconds(level) / self.seconds(other)), self.known_own(level).variance)
+        """Logarithm of a level's seconds over those of another one that was measured: as measured, or as predicted."""
+        variance = self.known_own(level).variance if level in self.levels else self._doubt(level, other)
+        return Guess(math.log(self.seconds(level) / self.seconds(other)), variance)
 
     def see_sum(self, size: int, seconds: float, *, first: bool = False) -> None:
         """Take in what a sum of ``size`` bytes took that nothing else went along with. ``first``: before any step.
@@ -226,21 +228,25 @@ class Knowledge:
 
     def cost(self, level: int, held: int) -> Guess:
         """Logarithm of seconds times price. ``held``: the level that runs, whose link needs no guess."""
+        price = self.price(level)
+        delay = self._kappa(level) ** 2 * self.error(level).variance / price**2
+        return Guess(math.log(self.seconds(level) * price), self._doubt(level, held) + delay)
+
+    def _doubt(self, level: int, held: int) -> float:
+        """Variance of the logarithm of a level's seconds."""
         cost, step, busy = self.costs[level], self.seconds(level), self._busy(level)
-        mean = math.log(step * self.price(level))
         if level in self.levels:
             variance = self.known_own(level).variance
         else:
             codec = math.exp(2 * self.pace.mean) * self._codec(level).variance
             variance = (codec + self._exposed(level, busy).variance) / step**2
-        variance += self._kappa(level) ** 2 * self.error(level).variance / self.price(level) ** 2
         if level != held:
             hides = self._comm(level) <= self.hiding.least(busy)
             seen = cost._replace(payload_bytes=cost.last_bytes, messages=cost.passes) if hides else cost
             variance += min(1.0, self._own_bent(level) ** 2 * self.link.variance(seen) / step**2)
             if level in self.levels:  # measured on another link
                 variance += (BENT * (self._comm(level) - self.levels[level].comm) / step) ** 2
-        return Guess(mean, variance)
+        return variance
 
     def evidence(self, names: Sequence[str], usable: Sequence[int]) -> dict[str, float]:
         """All figures that decisions rest on; the unit stands in the name."""
@@ -298,20 +304,28 @@ class Knowledge:
     def _codec(self, level: int) -> Guess:
         """Seconds at pace 1: as measured, or else what the codec takes alone, and packing.
 
-        Levels with a residual pack likewise, and so do those without: what one takes beyond its codec alone, others of
-        its kind are expected to take, too. Where none was measured, what dense takes is expected, and ``PACKING``.
+        What a measured level takes beyond its codec alone, others are expected to take as often as they do by
+        ``_handled``; those that pack likewise say more of each other. Before any was measured: ``PACKING``.
         """
         if level in self.levels:
             return Guess(self.levels[level].codec, 0.0)
-        alone, keeps = self.costs[level].codec, self.costs[level].keeps_residual
-        alike = [other for other in self.levels if other and self.costs[other].keeps_residual == keeps]
-        if level and alone and alike:
-            near = min(alike, key=lambda other: abs(other - level))
-            codec = alone + max(0.0, self.levels[near].codec - self.costs[near].codec)
-            return Guess(codec, (ALIKE_ERROR * codec) ** 2)
-        dense = self.levels[0].codec if 0 in self.levels else 0.0
-        codec = alone + PACKING * alone * keeps + dense
-        return Guess(codec, (CODEC_ERROR * codec) ** 2)
+        cost = self.costs[level]
+        if not (cost.codec and self.levels):
+            dense = self.levels[0].codec if 0 in self.levels else 0.0
+            codec = cost.codec + PACKING * cost.codec * cost.keeps_residual + dense
+            return Guess(codec, (CODEC_ERROR * codec) ** 2)
+        alike = [other for other in self.levels if other and self.costs[other].keeps_residual == cost.keeps_residual]
+        near = min(alike or self.levels, key=lambda other: abs(other - level))
+        beyond = max(0.0, self.levels[near].codec - self.costs[near].codec)
+        codec = cost.codec + beyond * _handled(cost) / _handled(self.costs[near])
+        return Guess(codec, ((ALIKE_ERROR if alike else CODEC_ERROR) * codec) ** 2)
+
+
+def _handled(cost: LevelCost) -> int:
+    """How often a step at a level handles its gradients beside the codec: to write means back, with a residual also to
+    pack them, and to hand over every pass. (In the recorded traces levels with a residual and one pass take 3 to 4
+    times what ``fp16`` takes so, with two passes 4 to 6 times.)"""
+    return 1 + (1 + cost.passes) * cost.keeps_residual
 
 
 def plausible(known: Knowledge, blocks: Sequence[Block]) -> bool:
