@@ -421,7 +421,7 @@ class Job:
         return seconds
 
     def dense_start(self, who: str) -> int:
-        """Dense steps that ``who`` takes before it compresses; dense exchanges, of local steps."""
+        """Dense steps that ``who`` takes before it compresses."""
         kind, _, detail = who.partition(" ")
         if kind == "ddp" and "powersgd" in detail:
             return int(detail.rpartition(":")[2])

@@ -341,7 +341,7 @@ class Summable(Exchange):
 
     def __init__(self, compressor: Compressor, spec: Spec) -> None:
         self.spec, self._compressor, self._ops = spec, compressor, TorchOps()
-        self._ctx, self._to_ask = compressor.init(self._ops, spec), compressor.turns if compressor.asks else 0
+        self._ctx, self._to_ask = compressor.init(self._ops, spec), compressor.asking_steps
 
     @property
     def bytes_a_step(self) -> float:

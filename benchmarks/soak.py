@@ -31,7 +31,7 @@ LADDER = ("none", "fp16", "int8", "lowrank:8+fp16", "lowrank:2+fp16")
 WALK = ("none", "lowrank:2+fp16", "fp16", "lowrank:8+fp16", "int8")
 """Order of the levels: each residual is paid out, each level begins anew."""
 CHANGING = "changing"
-"""In place of a level, for steps that flush or warm up."""
+"""In place of a level, for steps that flush."""
 JOBS = ("walk", "auto")
 STEPS, QUICK_STEPS, WARM, STRETCH = 20_500, 2_000, 500, 1_000
 YARDSTICK = 16

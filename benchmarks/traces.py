@@ -8,8 +8,8 @@ together saw it; levels were run in turns, so that steps with the same number sa
 what levels send, how long their codecs take alone, what sums took before training, and what errors came to.
 
 A step that a controller takes at a level is that level's recorded one of that time, round and round: a recording is as
-long for every level, however many steps it has of each. What a change of level
-does to the steps right after it is not in a trace, and probes of bandwidth take what the link's α and β say.
+long for every level, however many steps it has of each. What a change of level does to the steps right after it is not
+in a trace, and probes of bandwidth take what the link's α and β say.
 """
 
 from __future__ import annotations

@@ -70,6 +70,11 @@ class Chain(Piecewise):
         return self.first.asks or self.second.asks
 
     @property
+    def asking_steps(self) -> int:
+        """One more for every side if both parts ask: the second asks again, of the payload that the first then has."""
+        return super().asking_steps * (1 + (self.first.asks and self.second.asks))
+
+    @property
     def uses_products(self) -> bool:
         """If the first part does."""
         return self.first.uses_products
@@ -107,9 +112,7 @@ class Chain(Piecewise):
 
     def ask(self, ops: Ops[Array], ctx: Context[Array], grad: Array) -> Array:
         """What the second part asks about the first one's payload; where it asks nothing, what the first part asks.
-
-        One question is enough: what the first part would ask rides along with its payload, once that has a step size.
-        """
+        (What that would ask rides along with its payload, once there is a step size.)"""
         if not self.second.asks:
             return self.first.ask(ops, self._outer(ctx), grad)
         return self.second.ask(ops, self._inner(ctx), self.first.encode(ops, self._outer(ctx), grad))

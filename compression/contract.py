@@ -132,8 +132,13 @@ class Compressor(ABC):
     @property
     def asks(self) -> bool:
         """Whether a sum of ``ask``, of few bytes, precedes every pass of a side's first step, for ``learn`` to make the
-        context from."""
+        context from. Goes with ``needs_finite_check``."""
         return False
+
+    @property
+    def asking_steps(self) -> int:
+        """Number of a level's first steps that ask."""
+        return self.turns if self.asks else 0
 
     @property
     def may_overflow(self) -> bool:
@@ -239,14 +244,22 @@ class Compressor(ABC):
             first: whether it is the side's first step.
         """
         for number in range(self.passes):
-            if first and self.asks:
-                told = self.ask(ops, ctx, grad)
-                ctx = self.learn(ops, ctx, summed(told, number, True) if told.shape[0] else told)
+            if first:
+                ctx = self.asked(ops, ctx, grad, lambda told: summed(told, number, True))  # noqa: B023, called at once
             if number < self.passes - 1:
                 payload = self.encode(ops, ctx, grad)
                 ctx = self.advance(ops, ctx, summed(payload, number, False) if payload.shape[0] else payload)
                 ctx = ctx._replace(side=number + 1)
         return ctx
+
+    def asked(
+        self, ops: Ops[Array], ctx: Context[Array], grad: Array, summed: Callable[[Array], Array]
+    ) -> Context[Array]:
+        """The context to encode a pass's ``grad`` with for the first time. ``summed``: the sum over ranks."""
+        if not self.asks:
+            return ctx
+        told = self.ask(ops, ctx, grad)
+        return self.learn(ops, ctx, summed(told) if told.shape[0] else told)
 
     def ask(self, ops: Ops[Array], ctx: Context[Array], grad: Array) -> Array:
         """What a rank tells the others before it encodes ``grad`` for the first time (1-D): see ``asks``."""
@@ -254,7 +267,7 @@ class Compressor(ABC):
 
     def learn(self, ops: Ops[Array], ctx: Context[Array], total: Array) -> Context[Array]:
         """The context to encode ``grad`` with, from the sum of what all ranks told."""
-        return self.advance(ops, ctx, total)
+        return self.advance(ops, ctx, total)._replace(side=ctx.side)
 
     def can_reuse(self, other: Compressor) -> bool:
         """Whether ``reuse_context`` accepts a context of ``other``."""

@@ -75,7 +75,7 @@ class State(NamedTuple, Generic[Entry]):
     clipped: Entry
     """Values clipped in the last step, on all ranks together"""
     step: Entry
-    """Number of training steps so far"""
+    """Number of sums that contexts have learned from so far"""
     largest: Entry
     """PER_OCTAVE * log2(largest magnitude of the body in the last steps), the louder ranks' mean"""
     tail_largest: Entry
@@ -250,7 +250,7 @@ class Integer(Piecewise):
         measured = self._measure(
             ops,
             ctx,
-            Packing(body, self._state(ctx).clipped, rms, None, largest_of(ops, body)),
+            Packing(body, nothing, rms, None, largest_of(ops, body)),
             Packing(tail, nothing, ops.rms(tail), None, largest_of(ops, tail)),
         )
         return ops.integers(measured, self._word(ctx.spec.ranks))

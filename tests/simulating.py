@@ -26,7 +26,6 @@ ERRORS = (0.0, 0.0, 0.3, 0.45, 0.7)
 """What e comes to at each level: about as in ``benchmarks/results/delay.txt``."""
 LOSSY = 2
 """Least level that keeps a residual."""
-"""Dense steps before a level of integers."""
 DRAIN_STEPS = 10
 NORM_STEPS = 5
 ms = 1e-3

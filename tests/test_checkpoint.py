@@ -385,6 +385,23 @@ def test_what_auto_remembers_at_any_time_is_not_taken_for_damage(steps: int, tmp
     run(2, body)
 
 
+@pytest.mark.parametrize("bucket_bytes", [3000, 9000])
+def test_where_contexts_do_not_fit_the_level_asks_again(bucket_bytes: int) -> None:
+    """Buckets that are cut in another way have no part in what was learned."""
+
+    def body(transport: Any) -> None:
+        x = exchange(transport, "int8")
+        train(x, range(4))
+        state = x.state()
+        other = NumpyExchange(SHAPES, transport, "int8", bucket_bytes=bucket_bytes)
+        other.load(state)
+        assert other.plan.asks == (bucket_bytes != 3000)
+        for mean in train(other, range(4, 5))[0]:
+            assert isinstance(mean, Rows) or np.any(mean)
+
+    run(2, body)
+
+
 @pytest.mark.parametrize("value", [None, "a state", 3, []])
 def test_what_is_no_state_at_all_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="This hvdplus reads states of format 5. Received: "):

@@ -627,9 +627,9 @@ def test_a_table_whose_rows_are_shared_learns_in_a_levels_first_step(level: str,
         def body(transport: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
             x = exchange(transport, level, shapes)
             assert x.plan.asks
-            x.reduce([lookups(0, transport.rank, 400), gradients(0, transport.rank, shapes)[1]])
-            x.commit()
-            assert not x.plan.asks
+            while x.plan.asks:
+                x.reduce([lookups(0, transport.rank, 400), gradients(0, transport.rank, shapes)[1]])
+                x.commit()
             assert any(".rows." in name for name, _ in transport.sent) == (shared > 0)
             (state,) = (state for state in x.states if state.bucket.parameters == (0,))
             fresh = x.ladder.compressors[0].init(x.ops, state.bucket.spec)
@@ -644,6 +644,79 @@ def test_a_table_whose_rows_are_shared_learns_in_a_levels_first_step(level: str,
     if level == "int8":
         assert np.array_equal(rows[0][:2], whole[0][:2]), "the same step sizes"
     assert not all(np.array_equal(one, other) for one, other in zip(rows, fresh, strict=True)), "it did learn"
+
+
+@pytest.mark.parametrize("level", ["int8", "topk:0.2:16"])
+def test_a_table_asks_about_gradients_without_the_loss_scale(level: str) -> None:
+    shapes = [(400, 6), (24, 20)]
+
+    def learned(scale: float) -> Any:
+        def body(transport: Any) -> list[np.ndarray]:
+            x = exchange(transport, level, shapes)
+            x.get_loss_scale = lambda: scale
+            rows, grad = lookups(0, transport.rank, 400), gradients(0, transport.rank, shapes)[1]
+            x.reduce([Rows(rows.rows, rows.values * np.float32(scale)), grad * np.float32(scale)])
+            x.commit()
+            (state,) = (state for state in x.states if state.bucket.parameters == (0,))
+            return [np.array(array) for array in state.contexts[0].state]
+
+        return run(2, body)[0]
+
+    for plain, scaled in zip(learned(1.0), learned(1024.0), strict=True):
+        np.testing.assert_allclose(plain, scaled, rtol=1e-6)
+
+
+@pytest.mark.parametrize("level", ["topk:0.2:16", "topk:0.2:16+fp16", "int8"])
+def test_a_table_that_has_nothing_to_ask_sends_nothing_more(level: str) -> None:
+    """It is too small to be compressed."""
+
+    def body(transport: Any) -> None:
+        x = exchange(transport, level, [(40, 1), (24, 20)])
+        rows = Rows(np.array([transport.rank]), np.ones((1, 1), np.float32))
+        got = x.reduce([rows, gradients(0, transport.rank, x.shapes)[1]])
+        assert got[0].rows.tolist() == [0, 1] and np.array_equal(got[0].values, np.full((2, 1), 0.5))
+        assert all(size for _, size in transport.sent)
+
+    run(2, body)
+
+
+# -- first steps -------------------------------------------------------------------------------------------------------
+
+
+@ORDERS
+@pytest.mark.parametrize("level", ["int8", "int4", "signsgd", "qsgd:8", "topk:0.2:32+int8"])
+def test_a_first_step_of_very_unequal_ranks_is_the_last_that_does_not_fit(level: str, negotiates: bool | str) -> None:
+    """Ranks ask for the mean of their logarithms, which fits neither; what they then send shows who is loud."""
+
+    def body(transport: Any) -> None:
+        x = exchange(transport, level)
+        for step in range(8):
+            grads = [grad * np.float32(2.0**-24 if transport.rank else 1.0) for grad in gradients(step, transport.rank)]
+            x.reduce(grads)
+            x.commit()
+            left = sum(".left" in name for name, _ in transport.sent)
+            if step == (4 if transport.waits_on_device else 1):
+                before = left
+        assert left == before and all(any(np.any(a) for a in s.contexts[0].state) for s in x.states)
+
+    run(2, body, negotiates=negotiates)
+
+
+@pytest.mark.parametrize("level", ["int8", "lowrank:2+int8", "topk:0.2:32"])
+def test_contexts_that_are_dropped_are_asked_for_again(level: str) -> None:
+    """Buckets were cut anew: without it, integers would send nothing in the next step."""
+
+    def body(transport: Any) -> None:
+        x = exchange(transport, level)
+        take(x, range(5))
+        assert not x.plan.asks
+        x.change_members(x.order, {i: i for i in range(len(SHAPES))})
+        x.follow(x.coordinator.plan)
+        assert x.plan.asks
+        (got,) = take(x, [5])
+        assert all(np.any(mean) for mean in got)
+
+    run(2, body)
 
 
 @ORDERS

@@ -46,7 +46,7 @@ class Job:
         self.spec = spec._replace(ranks=ranks)
         self.context = self.compressor.init(self.ops, self.spec)
         self.residuals = [np.zeros(spec.size, np.float32) for _ in range(ranks)]
-        self.to_ask = self.compressor.turns
+        self.to_ask = self.compressor.asking_steps
         self.streak = 0
         """``PATIENCE`` for every step that overflowed, less one for every other one."""
 

@@ -225,7 +225,7 @@ class GraphExchange(VariablesExchange):
         codec = self.coordinator.costs[plan.level].codec
         self.times = self._clock.read(unpacked(stamps), sizes, codec, self.transport.size == 1)
         overflow = metadata.overflow and self.ladder.keeps_residual(plan)
-        learns = healthy and self.coordinator.schedule.learns(overflow)
+        learns = healthy and (self.coordinator.schedule.learns(overflow) or plan.asks)
         self.coordinator.advance()
         return np.array([*self.told(), healthy, learns, settle.remedy(self, used, healthy, overflow)], np.float64)
 

@@ -195,6 +195,7 @@ class VariablesExchange(Exchange[tf.Tensor]):
             with tf.init_scope():  # costs of a Horovod compression class come from compressing zeros
                 self.buckets = self.make_buckets()
                 self.coordinator.resize(self.costs())
+        self.coordinator.ask()
         self.make_states()
 
     def hold(self, i: int, residual: Any, share: float = 1.0) -> None:

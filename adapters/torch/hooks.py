@@ -231,4 +231,4 @@ class HookedExchange(EagerExchange[torch.Tensor]):
         for i in residuals.keys() & moved.keys():
             self.hold(moved[i], residuals[i])
         self.restart()
-        self.follow(self.plan)
+        self.follow(self.coordinator.plan)

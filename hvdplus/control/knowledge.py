@@ -151,7 +151,10 @@ class Knowledge:
 
     def ratio(self, level: int, other: int) -> Guess:
         """Logarithm of a level's seconds over those of another one that was measured: as measured, or as predicted."""
-        variance = self.known_own(level).variance if level in self.levels else self._doubt(level, other)
+        if level in self.levels:
+            variance = self.known_own(level).variance
+        else:
+            variance = self._doubt(level, other) + self.known_own(other).variance + MODEL_ERROR**2
         return Guess(math.log(self.seconds(level) / self.seconds(other)), variance)
 
     def see_sum(self, size: int, seconds: float, *, first: bool = False) -> None:
@@ -305,17 +308,18 @@ class Knowledge:
         """Seconds at pace 1: as measured, or else what the codec takes alone, and packing.
 
         What a measured level takes beyond its codec alone, others are expected to take as often as they do by
-        ``_handled``; those that pack likewise say more of each other. Before any was measured: ``PACKING``.
+        ``_handled``; those that pack likewise say more of each other. Dense steps say nothing of it, as they may sum
+        gradients where they are; where only they were measured: what they take, and ``PACKING``.
         """
         if level in self.levels:
             return Guess(self.levels[level].codec, 0.0)
-        cost = self.costs[level]
-        if not (cost.codec and self.levels):
+        cost, known = self.costs[level], [other for other in self.levels if other]
+        if not (cost.codec and known):
             dense = self.levels[0].codec if 0 in self.levels else 0.0
             codec = cost.codec + PACKING * cost.codec * cost.keeps_residual + dense
             return Guess(codec, (CODEC_ERROR * codec) ** 2)
-        alike = [other for other in self.levels if other and self.costs[other].keeps_residual == cost.keeps_residual]
-        near = min(alike or self.levels, key=lambda other: abs(other - level))
+        alike = [other for other in known if self.costs[other].keeps_residual == cost.keeps_residual]
+        near = min(alike or known, key=lambda other: abs(other - level))
         beyond = max(0.0, self.levels[near].codec - self.costs[near].codec)
         codec = cost.codec + beyond * _handled(cost) / _handled(self.costs[near])
         return Guess(codec, ((ALIKE_ERROR if alike else CODEC_ERROR) * codec) ** 2)

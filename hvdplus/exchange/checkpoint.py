@@ -1,6 +1,6 @@
 """Checkpoints of an exchange: their content, the part that a rank may take over, their form in a file.
 
-    format          4
+    format          5
     framework       whose arrays these are: numpy, torch, tensorflow
     ranks, rank     world size, and the rank whose residuals these are (null: all ranks', they were consolidated;
                     own, another's: of elastic jobs)
@@ -178,6 +178,10 @@ def load(x: Exchange[Array], state: Mapping[str, Any]) -> str:
     for bucket in x.states:
         for level, arrays in contexts.get(bucket.bucket.parameters, {}).items():
             x.put_context(bucket, level, arrays)
+    level = x.coordinator.schedule.level
+    states = [state.bucket for state in x.states if state.bucket.compressible]
+    if any(level not in contexts.get(bucket.parameters, {}) for bucket in states):  # they were cut in another way
+        x.coordinator.ask()
     for i, residual in state["residuals"].items():
         x.hold(i, residual if mine else None, share)
     if state["residuals"] and not resumed:

@@ -118,6 +118,11 @@ class Coordinator:
             self._journal.write_trace(self.steps)
         self.log.write("resize", levels=costs_of_levels(self.ladder.names, self.costs))
 
+    def ask(self) -> None:
+        """Contexts were dropped: the coming steps ask as a level's first ones do."""
+        self.schedule.ask()
+        self.plan = self.plan._replace(asks=self.ladder.compressors[self.plan.level].asks)
+
     def state(self) -> dict[str, Any]:
         """All that coming plans depend on, as plain values, equal on every rank. Call it between two steps."""
         return {

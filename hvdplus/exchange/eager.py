@@ -110,6 +110,7 @@ class EagerExchange(Exchange[EagerArray]):
         """Cut new buckets for changed order, tables or parameters; drop the old residuals and contexts."""
         self.buckets = self.make_buckets()
         self.coordinator.resize(self.costs())
+        self.coordinator.ask()
         self.make_sets()
 
     @property

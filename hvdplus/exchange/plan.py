@@ -18,7 +18,7 @@ class Variant(NamedTuple):
     flushes: bool
     """Whether a residual is flushed on the way back to dense."""
     asks: bool = False
-    """Whether it is the side's first step, before which the ranks ask each other what they have to know."""
+    """Whether ranks first sum what they have to know to encode, as the level has just begun."""
 
 
 class Plan(NamedTuple):
@@ -31,7 +31,7 @@ class Plan(NamedTuple):
     flush_fraction: float = 0.0
     """Share of the residual that joins the gradient; 0: no residual is outstanding, or it waits."""
     asks: bool = False
-    """Whether it is the side's first step, before which the ranks ask each other what they have to know."""
+    """Whether ranks first sum what they have to know to encode, as the level has just begun."""
     measurement: int = 0
     """Number of the measurement of gradients and residuals that ranks make in this step, from 1 on; 0: none."""
     probe_bytes: int = 0

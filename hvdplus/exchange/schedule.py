@@ -5,7 +5,7 @@
     level keeps a residual    level, its side, fraction 1            the other side
     flush left: f > 0         level, fraction 1/f                    f - 1; at 0 nothing is outstanding
     else                      level                                  -
-    asking left: a > 0        the same, and contexts learn first     a - 1
+    asking left: a > 0        as above, and it asks first            a - 1
 
 If a step was exchanged but not taken, its share of the flush is still outstanding: f + 1 (``repeat``). If any rank's
 gradient was not finite, the step does not count (where the host runs ahead of a device it does). Changes of level take
@@ -33,7 +33,7 @@ class Schedule:
         self.level = 0
         self._flush_steps = flush_steps
         self._sides = [0] * len(ladder.names)
-        self._flush_left, self._asking_left = 0, self._to_ask()
+        self._flush_left, self._asking_left = 0, ladder.compressors[0].asking_steps
         self._context_source: int | None = None
         """The level whose contexts, and so whose side, the present one reuses in the coming plan."""
         self._overflows = 0
@@ -47,11 +47,6 @@ class Schedule:
         """
         self._overflows = min(self._overflows + PATIENCE, PATIENCE**2) if overflow else max(self._overflows - 1, 0)
         return not overflow or self._overflows == PATIENCE**2
-
-    def _to_ask(self, level: int = 0) -> int:
-        """How many first steps of a level ask: one for every side."""
-        compressor = self.ladder.compressors[level]
-        return compressor.turns if compressor.asks else 0
 
     @property
     def transitional(self) -> bool:
@@ -67,11 +62,14 @@ class Schedule:
             self._flush_left = 0
         elif before.keeps_residual:
             self._flush_left = self._flush_steps
+        self._asking_left = compressor.asking_steps
         if compressor.can_reuse(before):  # the exchange hands the contexts over
-            self._context_source = self.level
-        else:
-            self._asking_left = self._to_ask(level)
+            self._context_source, self._asking_left = self.level, 0
         self.level = level
+
+    def ask(self) -> None:
+        """Contexts were dropped: the coming steps ask as the level's first ones do."""
+        self._asking_left = self.ladder.compressors[self.level].asking_steps
 
     def flush(self) -> None:
         """A residual came from elsewhere: if the level keeps none, send it over the coming steps."""
@@ -134,5 +132,5 @@ class Schedule:
         require(fits, "the schedule's sides", f"one a level, below {sides}", state["sides"])
         for name in ("flush_left", "asking_left"):
             require(is_count(state[name]), f"the schedule's {name}", "a number of steps", state[name])
-        most = self._to_ask(state["level"])
+        most = self.ladder.compressors[state["level"]].asking_steps
         require(state["asking_left"] <= most, "the schedule's asking_left", f"at most {most}", state["asking_left"])

@@ -97,15 +97,22 @@ def send_table(x: EagerExchange[EagerArray], table: Table[EagerArray]) -> None:
 
 
 def _ask(x: EagerExchange[EagerArray], table: Table[EagerArray], values: EagerArray) -> None:
-    """In a level's first step its contexts learn from the table's own gradient: later it may travel as a bucket.
-    ``values``: this rank's, 1-D, of the union's rows and some padding."""
-    compressor, ctx = x.compressor(table.bucket, x.plan.level), x.context(table)
-    if x.plan.asks and compressor.asks:
-        assert table.union is not None
-        width = table.bucket.spec.size // table.height
-        whole = x.backend.spread(table.union, values[: len(table.union) * width], table.height)
-        told = x.wire.start(compressor.ask(x.ops, ctx, whole), f"{x.tensor_name(table)}.ask")
-        table.next_context = compressor.learn(x.ops, ctx, x.wire.wait(told))
+    """In a level's first step its contexts learn from the table's own gradient: later it may travel as a bucket. Of
+    several passes, only the first one's do. ``values``: this rank's, 1-D, of the union's rows and some padding."""
+    compressor = x.compressor(table.bucket, x.plan.level)
+    if not (x.plan.asks and compressor.asks):
+        return
+    assert table.union is not None
+    width = table.bucket.spec.size // table.height
+    whole = x.backend.spread(table.union, values[: len(table.union) * width], table.height) * (1.0 / x.sent_scale)
+
+    def summed(told: EagerArray) -> EagerArray:
+        handle = x.wire.start(told, f"{x.tensor_name(table)}.ask")
+        with x.meter.waits_in_codec(table.bucket.number), x.backend.named("hvdplus.wait"):
+            total: EagerArray = x.wire.wait(handle)
+        return total
+
+    table.next_context = compressor.asked(x.ops, x.context(table), whole, summed)
 
 
 def receive_rows(x: EagerExchange[EagerArray], table: Table[EagerArray]) -> None:

@@ -90,7 +90,7 @@ def agree_on_first_step(x: EagerExchange[EagerArray]) -> None:
         x.cut_anew()
         for i, residual in residuals.items():
             x.hold(i, residual)
-        x.follow(x.plan)
+        x.follow(x.coordinator.plan)
 
 
 def send_rest(x: EagerExchange[EagerArray]) -> list[bool]:
@@ -150,7 +150,7 @@ def agree(x: EagerExchange[EagerArray]) -> bool:
         if healthy and metadata.overflow:
             outcome.send_left(x)
             healthy = outcome.sums_are_finite(x)
-        learns = healthy and x.coordinator.schedule.learns(metadata.overflow)
+        learns = healthy and (x.coordinator.schedule.learns(metadata.overflow) or x.plan.asks)
         for state in x.states:
             outcome.settle(x, state, healthy, learns)
     return healthy

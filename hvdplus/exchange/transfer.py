@@ -56,7 +56,7 @@ def send(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
     parts = x.backend.parts(state.bucket)
     if not x.two_level:  # which measures the hosts' sums
         x.reporter.note_gradients(x, state.bucket.parameters, parts)
-        if x.together and _send_parts(x, state, parts):
+        if x.together and not x.plan.asks and _send_parts(x, state, parts):
             return
     packed = _pack(x, state, parts)
     if x.two_level:

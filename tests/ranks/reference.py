@@ -22,7 +22,7 @@ class Reference:
     def step(self, gradients):
         """``gradients[rank][parameter]`` -> mean gradient of every parameter."""
         means = [None] * len(gradients[0])
-        compressor, asks = self.compressor, self.steps < self.compressor.turns
+        compressor, asks = self.compressor, self.steps < self.compressor.asking_steps
         fraction = 1.0 if compressor.keeps_residual else 0.0
         self.steps += 1
         for number, bucket in enumerate(self.buckets):
