@@ -115,8 +115,7 @@ def _gradients(spec: Spec) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _warm(ops: Any, compressor: Compressor, spec: Spec, grad: Any) -> Context:
-    ctx = compressor.init(ops, spec)
-    return compressor.learn(ops, ctx, compressor.ask(ops, ctx, grad)) if compressor.asks else ctx
+    return compressor.asked(ops, compressor.init(ops, spec), grad, lambda told: told)
 
 
 def measure(step: Callable[[], None], copy: Callable[[], None], repeats: int) -> Figure:

@@ -320,7 +320,7 @@ def test_decisions_are_written_with_reason_and_evidence(tmp_path: Path) -> None:
     assert {name: written[0]["evidence"][name] for name in measured} == pytest.approx(measured, rel=1e-3)
     assert written[0]["evidence"]["fp16.predicted_step_ms"] == pytest.approx(42.0, abs=0.6)
     assert written[1]["evidence"]["fp16.step_ms"] == pytest.approx(41.6, rel=1e-3)
-    assert re.match(r"fp16 costs 0\.73\d \[0\.7\d\d, 0\.7\d\d\] times none, 1 pair; fp16 is best", written[1]["reason"])
+    assert re.match(r"fp16 costs 0\.736 \[0\.7\d\d, 0\.7\d\d\] times none, 1 pair; fp16 is best", written[1]["reason"])
 
 
 def test_the_log_opens_with_what_the_job_is_and_closes_with_what_it_came_to(tmp_path: Path) -> None:

@@ -222,8 +222,8 @@ def test_ordinary_training_does_not_overflow(level: str, kind: str) -> None:
     """Heavy tails, rows of an embedding, elements of sqrt(d) times the root mean square, tenfold growth at once."""
     # Four bits of blocks that are drawn, few of which hold anything, have no scale to keep to.
     often = 0.4 if (level, kind) == ("randomk:0.1:16+int4", "single") else 0.01 if kind == "student" else 0
-    if level.startswith(("lowrank", "topk:0.1:16+")) and level != "topk:0.1:16+fp16" and kind == "single":
-        # The first random bases, or blocks, may not show a single value at all: so it is until contexts learn again.
+    if level.startswith("lowrank") and kind == "single":
+        # The first random bases may not show a single value at all: so it is until contexts learn again.
         often = (PATIENCE + 4) / 30
     fired: dict[int, list[bool]] = {ranks: [] for ranks in ROWS[level].ranks}
 

@@ -120,7 +120,7 @@ def _branch(
         dense, rows_name = tf.cast(vector, wide(bucket.dtype)), f"{name(used.side)}.rows"
         total, sent_bytes = _sum_of_rows(x, dense, union, state.height, rows_name)
         after = values.get(used.level, nothing) if check else nothing
-        if used.asks and compressor.asks and check:
+        if used.asks and check:
             after = tensors.flat(compressor.asked(ops, context(), dense, lambda told: sum_of(told, 0, True)).state)
         sum_finite = ops.all_finite(total) if check else yes
         return Exchanged(total, nothing, after, yes, no, sum_finite, checksum(), sent_bytes)

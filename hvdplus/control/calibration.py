@@ -91,12 +91,10 @@ def _seconds(
 ) -> float:
     """Seconds that a level takes for these buckets, in a graph less the time of one that does nothing."""
     residuals = [ops.from_numpy(grad) for grad in grads]
-    states = []
-    for spec, residual in zip(specs, residuals, strict=True):
-        ctx = compressor.init(ops, spec)
-        if compressor.asks:
-            ctx = compressor.learn(ops, ctx, compressor.ask(ops, ctx, residual))
-        states.append(ctx.state)
+    states = [
+        compressor.asked(ops, compressor.init(ops, spec), residual, lambda told: told).state
+        for spec, residual in zip(specs, residuals, strict=True)
+    ]
 
     def work(grads: Sequence[Array], residuals: Sequence[Array], states: Sequence[State[Array]]) -> Any:
         sound, after, results = [], [], []
