@@ -5,7 +5,8 @@
 
 A trace holds, for every level of the ladder, what each step of a job at that level took, part by part, as all ranks
 together saw it; levels were run in turns, so that steps with the same number saw much the same machine. It also holds
-what levels send, how long their codecs take alone, what sums took before training, and what errors came to.
+what levels send, how long their codecs take alone, what sums took before training, what errors came to, and what a
+preview (``previews.py``) shows of them.
 
 A step that a controller takes at a level is that level's recorded one of that time, round and round: a recording is as
 long for every level, however many steps it has of each. What a change of level does to the steps right after it is not
@@ -23,6 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+from hvdplus.compression import parse
 from hvdplus.control.link import LevelCost, Link, fit_link
 from hvdplus.control.meter import StepTimes
 from hvdplus.log.facts import probes_of
@@ -46,6 +48,8 @@ class Trace:
     costs: tuple[LevelCost, ...]
     errors: tuple[float, ...]
     """What e comes to at each level."""
+    previews: tuple[float, ...]
+    """What a preview shows of it: the share of a step's gradient that each level would hold back."""
     probes: tuple[tuple[int, float], ...]
     """(bytes, seconds) of sums before training."""
     steps: tuple[tuple[StepTimes, ...], ...]
@@ -66,6 +70,10 @@ class Trace:
         steps = self.steps[level]
         self._time[:] = [(now + 1 / len(steps)) % 1]
         return [steps[int(now * len(steps))]]
+
+    def preview(self, level: int, dice: random.Random) -> float:
+        """As recorded."""
+        return self.previews[level]
 
     def seconds(self, level: int) -> float:
         """The middle step."""
@@ -96,6 +104,7 @@ def load(path: Path) -> Trace:
         names,
         costs,
         tuple(known["errors"][name] for name in names),
+        tuple(known["previews"][name] for name in names),
         tuple(probes),
         steps,
         fit_link([*much, *((LevelCost.of_sum(size), seconds) for size, seconds in probes[:1])]),
@@ -124,7 +133,17 @@ def record(ranks: Any, model: str, rate: str) -> dict[str, Any]:
         steps[level] = [[round(each[name] * 1e3) for name in names] for each in seen[6:]]
         found = [each["error"] for each in seen[len(seen) // 2 :] if each["error"] is not None]
         errors[level] = round(statistics.median(found), 4) if found else 0.0
-    return {"levels": about["levels"], "probes": about["probes"], "errors": errors, "steps": steps}
+    found = {"levels": about["levels"], "probes": about["probes"], "errors": errors, "previews": tried(model)}
+    return {**found, "steps": steps}
+
+
+def tried(model: str) -> dict[str, float]:
+    """What a preview shows of every level."""
+    from previews import FIRST, gradients, shown
+
+    levels = Settings().ladder
+    errors = shown(gradients(model, FIRST + 2), [parse(level) for level in levels])
+    return {level: round(error, 4) for level, error in zip(levels, errors, strict=True)}
 
 
 def main() -> None:

@@ -28,6 +28,8 @@ LOSSY = 2
 """Least level that keeps a residual."""
 DRAIN_STEPS = 10
 NORM_STEPS = 5
+PREVIEW_STEPS, PREVIEW_ERROR = 2, 0.5
+"""Steps that a preview takes, and the standard deviation of the logarithm of what it shows."""
 ms = 1e-3
 
 
@@ -120,6 +122,10 @@ class Job:
     def best(self, levels: Iterable[int] = range(len(NAMES))) -> float:
         """The shortest step of all, without noise: the oracle that has tried every level."""
         return min(self.seconds(level) for level in levels)
+
+    def preview(self, level: int, dice: random.Random) -> float:
+        """What a preview shows: the share of a step's gradient that a level would hold back."""
+        return self.errors[level] / math.hypot(1, self.errors[level]) * _shaken(dice, PREVIEW_ERROR)
 
     def step(self, level: int, dice: random.Random, wave: float = 0.0) -> list[StepTimes]:
         """What each rank measures of one step."""
@@ -239,7 +245,7 @@ def drive(
     if hasattr(controller, "begin"):  # a controller of another version may have to begin without
         controller.begin([(size, seconds * _shaken(dice, start.noise.wire)) for size, seconds in start.probes])
     late: tuple[int, Observation] | None = None
-    running = drains = age = 0
+    running = drains = age = previews = 0
     wave = 0.0
     for step in range(steps):
         events(step, controller)
@@ -268,6 +274,11 @@ def drive(
             course.soundings.append((step, job_now.probe(sounding)))
             course.seconds += course.soundings[-1][1]
         error, norm, rate = training(step, level, age)
+        unforeseen = controller.unforeseen() if hasattr(controller, "unforeseen") else ()
+        previews += bool(unforeseen)
+        if unforeseen and previews == PREVIEW_STEPS:
+            shown = random.Random(seed)  # of its own: levels without a preview see the same noise
+            controller.foresee({level: job_now.preview(level, shown) for level in unforeseen})
         if step % NORM_STEPS:
             error = norm = math.nan
         age += 1

@@ -161,12 +161,12 @@ def test_a_single_reading_outvotes_no_guess() -> None:
     """It may be of an odd batch, and would price the level and those near it out for good."""
     for level, neighbour in ((1, 2), (2, 1)):
         near = tuple(LevelCost(round(8e6 * share), 0, 5) for share in (1.0, 0.1, 0.07))
-        guess, beside = expected(level, {}, near), expected(neighbour, {}, near)
-        assert expected(level, {level: [13.0]}, near) == guess and guess.mean < 1
-        assert expected(neighbour, {level: [13.0]}, near) == beside
-        assert expected(level, {level: [0.5, 13.0, 0.6]}, near) == Guess(0.6, 0.0)
-        assert expected(level, {level: [0.1]}, near).mean == 0.1, "no batch makes it smaller by chance"
-        assert 0.05 < expected(neighbour, {level: [0.1]}, near).mean < 0.2
+        guess, beside = expected(level, {}, near, {}), expected(neighbour, {}, near, {})
+        assert expected(level, {level: [13.0]}, near, {}) == guess and guess.mean < 1
+        assert expected(neighbour, {level: [13.0]}, near, {}) == beside
+        assert expected(level, {level: [0.5, 13.0, 0.6]}, near, {}) == Guess(0.6, 0.0)
+        assert expected(level, {level: [0.1]}, near, {}).mean == 0.1, "no batch makes it smaller by chance"
+        assert 0.05 < expected(neighbour, {level: [0.1]}, near, {}).mean < 0.2
 
 
 def test_a_levels_weight_is_in_its_price() -> None:

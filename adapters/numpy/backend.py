@@ -140,13 +140,13 @@ class NumpyBackend:
         whole = np.array(mean, self.dtypes[i]).reshape(self.shapes[i])
         if sparse:
             used = np.flatnonzero((whole.reshape(len(whole), -1) != 0).any(axis=1))
-            self.means[i] = Rows(used, whole[used])
+            self.means[i] = self.gradients[i] = Rows(used, whole[used])
         else:
-            self.means[i] = whole
+            self.means[i] = self.gradients[i] = whole
 
     def deliver_rows(self, i: int, union: np.ndarray, values: np.ndarray) -> None:
         shape = (len(union), *self.shapes[i][1:])
-        self.means[i] = Rows(union, values.astype(self.dtypes[i]).reshape(shape))
+        self.means[i] = self.gradients[i] = Rows(union, values.astype(self.dtypes[i]).reshape(shape))
 
     def deliver_summed(self, i: int, mean: np.ndarray, *, sparse: bool) -> None:
         self._deliver(i, mean, sparse=sparse)

@@ -120,11 +120,13 @@ class GraphExchange(VariablesExchange):
         weights = report.weights(self, coming)
         mine = report.metadata(self, coming, parts, heard.loss, learning_rate, measured, weights, absent)
         total = self.bare.wait(self.bare.start(self._watched(mine), f"{self.prefix}.metadata"))
-        probe = report.probe(self, coming, [done, total])
+        shown, spent = report.preview(self, coming, parts, [done, total])
+        probe = report.probe(self, coming, [done, total]) + spent  # never both
         stamps = Stamps(ready if heard.data_time is None else heard.data_time, ready, done, probe, begins, ends)
         sums_finite = tf.reduce_all([part.sum_finite for part in parts] or [True])
         sizes = [state.bucket.spec.size for state in self.states]
-        told = [tf.stack(list(coming)), total, sums_finite, tf.add_n(row_bytes or [0]), weights, packed(stamps)]
+        row_bytes = tf.add_n(row_bytes or [0])
+        told = [tf.stack(list(coming)), total, shown, sums_finite, row_bytes, weights, packed(stamps)]
         answer = tf.numpy_function(functools.partial(self._between_steps, sizes), told, tf.float64)
         answer.set_shape([len(Coming._fields) + 3])
         self.coming.assign(answer[:-3])
@@ -199,6 +201,7 @@ class GraphExchange(VariablesExchange):
         sizes: Sequence[int],
         ran: np.ndarray,
         total: np.ndarray,
+        shown: np.ndarray,
         sums_finite: Any,
         row_bytes: Any,
         weights: np.ndarray,
@@ -213,6 +216,8 @@ class GraphExchange(VariablesExchange):
         measurement, probe_bytes = int(step.measurement), int(step.probe_bytes)
         plan = Plan(used.level, used.side, step.fraction, used.asks, measurement, probe_bytes)
         metadata = read(total, self.transport.size)
+        if step.preview:
+            self.coordinator.foresee(shown)
         if "weights" in metadata.odd:
             everyone = self.transport.gather_objects(weights.tolist())
             message = weights_differ(metadata.odd["weights"], everyone, self.names)

@@ -1,5 +1,5 @@
 """A rank's metadata in the graph: times, measurements of gradients, checksums; and the bandwidth probe, which the next
-step reports."""
+step reports, and the preview of levels."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from hvdplus.adapters.tensorflow import private, tensors
@@ -132,6 +133,37 @@ def weights(x: GraphExchange, coming: Coming) -> tf.Tensor:
         return tf.stack([tensors.checksum(variable) for variable in variables])
 
     return tf.cond(coming.check_weights > 0, checksums, lambda: nothing)
+
+
+def preview(
+    x: GraphExchange, coming: Coming, parts: Sequence[Exchanged], done: Sequence[tf.Tensor]
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """What levels show that are tried on the step's sums, once all are ``done``: errors, added up over ranks, see
+    ``Preview.see``; and the seconds that it takes. NaN and 0 in all other steps."""
+    levels = len(x.ladder.names)
+    nothing = tf.fill([levels], math.nan), tf.constant(0.0, tf.float64)
+    if not (x.coordinator.previews and parts):
+        return nothing
+    tried = x.preview
+    places = {i: (number, place) for number, state in enumerate(x.states) for i, (place, _) in state.places.items()}
+
+    def see(*sums: np.ndarray) -> np.ndarray:
+        return tried.see(x.ops, x.ladder.compressors, x.coordinator.unforeseen(), sums)
+
+    def run() -> tuple[tf.Tensor, tf.Tensor]:
+        with tf.control_dependencies(done):
+            first, began = timed(tf.zeros(1))
+        sums = []
+        for i in tried.parameters:
+            number, place = places[i]
+            sums.append(tf.cast(parts[number].summed[place.start : place.start + tried.elements(i)], tf.float32))
+        with tf.control_dependencies([first]):
+            shown = tf.numpy_function(see, sums, tf.float32)
+        shown.set_shape([levels])
+        total = x.sum(shown, f"{x.prefix}.preview")
+        return total, private.timestamp([total]) - began
+
+    return tf.cond(coming.preview > 0, run, lambda: nothing)
 
 
 def probe(x: GraphExchange, coming: Coming, done: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -29,6 +29,8 @@ class Coming(NamedTuple):
     fraction: Any = 0.0
     measurement: Any = 0
     probe_bytes: Any = 0
+    preview: Any = False
+    """Whether levels are tried on the step's sums."""
     check_weights: Any = False
     """Whether ranks compare their weights."""
     step: Any = 0.0
@@ -149,6 +151,7 @@ class VariablesExchange(Exchange[tf.Tensor]):
             plan.flush_fraction,
             plan.measurement,
             plan.probe_bytes,
+            bool(self.coordinator.unforeseen()),
             due,
             times.step,
             times.codec,
@@ -178,6 +181,7 @@ class VariablesExchange(Exchange[tf.Tensor]):
                 GraphState(bucket, self.ladder, self.ops, table=number >= dense, loses=loses)
                 for number, bucket in enumerate(() if self.idle else self.buckets)
             ]
+        self.preview = self.make_preview()
 
     def know_gradients(self, order: Sequence[int], sparse: Sequence[int], tables: Sequence[int]) -> None:
         """Take over from a checkpoint, or the first step, which gradients are sparse. A graph has no ``order``."""

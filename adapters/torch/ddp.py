@@ -136,16 +136,19 @@ class HookExchange(EagerExchange[torch.Tensor]):
                 + (f" and {len(late) - 3} more" if len(late) > 3 else "")
             )
         step.finish(self, self.get_learning_rate())
-        for number, handle in self._summing:
-            with self.meter.awaited(number), self.backend.named("hvdplus.wait"):
-                self.transport.wait(handle)
-        self._summing.clear()
         self._sum_in_place()
         waiting, self._waiting = self._waiting, []
         for future, buffer, first in waiting:
             future.set_result(self.backend.views[first] if buffer is None else buffer)
         self.backend.views = {}
         self._to_commit, self._left = True, None
+
+    def end_exchange(self, healthy: bool) -> None:
+        super().end_exchange(healthy)
+        for number, handle in self._summing:
+            with self.meter.awaited(number), self.backend.named("hvdplus.wait"):
+                self.transport.wait(handle)
+        self._summing.clear()
 
     def forward_begins(self) -> None:
         """The next step's computation begins. If the means of the last step are gone, that step was skipped."""

@@ -109,6 +109,8 @@ QUIET = 1e-8
 """Least noise."""
 LONGEST = 3
 """Largest factor by which noise makes a trial's blocks longer."""
+NEARLY_WHOLE = 0.3
+"""Error of a level whose means show what other levels would hold back."""
 START_SETTLES, START_STEPS = 2, 4
 """Steps of a start that do not count, and that do: it may be far from the best level, and trials follow anyway."""
 
@@ -177,6 +179,21 @@ class Controller:
         if probes and not self.config.dense_steps:
             self.level = self.held = self._known.best_start(self._usable())
 
+    def unforeseen(self) -> tuple[int, ...]:
+        """While gradients travel nearly whole: levels of whose errors nothing is known but bytes, and that may pay."""
+        known = self._known
+        if not known.steps or known.error(self.level).mean > NEARLY_WHOLE:
+            return ()
+        unknown = (level for level in self._usable() if not {level} & (known.errors.keys() | known.previews.keys()))
+        return tuple(
+            level for level in unknown if self.costs[level].keeps_residual and known.may_pay(level, self.level)
+        )
+
+    def foresee(self, errors: Mapping[int, float]) -> None:
+        """A preview: level -> the norm of what it would have held back of a step's gradient, over the gradient's."""
+        for level, error in errors.items():
+            self._known.foresee(level, error)
+
     def forbid(self, level: int, why: str) -> None:
         """Never again run ``level`` or one above it (1 or more); if one of them is held, the run starts anew, dense."""
         self.refused.update({above: why for above in range(level, len(self.names))})
@@ -213,7 +230,7 @@ class Controller:
         if self._age == settles + 1:
             self._window = []
         self._window.append(times)
-        if seen.times.probe:
+        if seen.probe_bytes and seen.times.probe:
             self._known.see_sum(seen.probe_bytes, seen.times.probe)
             step = self._known.seconds(self.level)
             self._exploring.probed(seen.times.probe, config.explore, step=step, age=self._age)
@@ -390,7 +407,7 @@ class Controller:
 def _check(controller: Controller) -> None:
     """Raise ValueError if what a controller has recalled does not fit together."""
     known, names, turns = controller._known, controller.names, controller._turns
-    seen = {*controller.refused, *known.levels, *known.errors, *controller._lost}
+    seen = {*controller.refused, *known.levels, *known.errors, *known.previews, *controller._lost}
     levels = {controller.level, controller.held, controller.challenger, *seen, *(level for level, _ in turns)}
     if not levels <= set(range(len(names))):
         raise ValueError(f"it names levels beyond {', '.join(names)}")

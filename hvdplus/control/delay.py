@@ -1,7 +1,7 @@
 """How late gradients arrive at a level: its error e, and what that costs in steps.
 
-e is the norm of the residual over the norm of the gradient, both summed over ranks. It is measured where a level runs,
-and guessed elsewhere from the bytes that are sent.
+e is the norm of the residual over the norm of the gradient, both summed over ranks. It is measured where a level runs.
+Elsewhere it is what a preview on two steps' gradients showed (``exchange/preview.py``), or guessed from the bytes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,19 @@ NEAR = 3.0
 """Factor between the bytes of such two levels, at most: beyond, they are seldom of one kind."""
 GUESS_ERROR, NEAR_ERROR = 0.7, 0.3
 """Standard deviations of such an e, as a share of it (``benchmarks/results/delay.txt``)."""
+PREVIEW_ERROR, LEAST_PREVIEW = 0.5, 0.01
+"""The same of an e by a preview (``benchmarks/previews.py``), and the least such e."""
 SURE = 3
 """Readings of a level's e that are no accident; a single one may be of an odd batch."""
 MOST_ERROR = 10.0
 """Of any level: one that sends a hundredth of the energy of gradient and residual in a step."""
 
 
-def expected(level: int, errors: Mapping[int, Sequence[float]], costs: Sequence[LevelCost]) -> Guess:
-    """A level's e: as measured, or else as guessed from its bytes and from the level measured with about as many.
+def expected(
+    level: int, errors: Mapping[int, Sequence[float]], costs: Sequence[LevelCost], previews: Mapping[int, float]
+) -> Guess:
+    """A level's e: as measured, or else by its preview or its bytes, and by a level measured with about as many bytes.
+    Where there is a preview, of levels with other passes nothing follows.
 
     Fewer than ``SURE`` readings count where they are below the guess: an odd batch of small gradients makes e larger,
     and would price a level and its neighbours out for good.
@@ -35,6 +40,7 @@ def expected(level: int, errors: Mapping[int, Sequence[float]], costs: Sequence[
     Args:
         errors: level -> what its error comes to, by readings.
         costs: of every level.
+        previews: level -> what its error comes to, by a preview.
     """
     seen = errors.get(level, ())
     if len(seen) >= SURE:
@@ -50,23 +56,32 @@ def expected(level: int, errors: Mapping[int, Sequence[float]], costs: Sequence[
     near = [
         other
         for other, error in known.items()
-        if (len(errors[other]) >= SURE or error < _by_bytes(other, costs))
+        if (len(errors[other]) >= SURE or error < _unmeasured(other, costs, previews).mean)
         and distance(other) < math.log(NEAR)
         and _left_out(other, costs)
+        and (level not in previews or costs[other].passes == costs[level].passes)
     ]
-    if not near:
-        error, spread = _by_bytes(level, costs), GUESS_ERROR
-    else:
+    guess = _unmeasured(level, costs, previews)
+    if near:
         nearest = min(near, key=distance)
-        times = _left_out(level, costs) / _left_out(nearest, costs)
-        error, spread = known[nearest] * times ** (POWER / 2), NEAR_ERROR
-    if seen and median(seen) < error:
-        error, spread = median(seen), NEAR_ERROR
+        if level in previews and nearest in previews:
+            times = previews[level] / previews[nearest]
+        else:
+            times = (_left_out(level, costs) / _left_out(nearest, costs)) ** (POWER / 2)
+        guess = _within(known[nearest] * times, NEAR_ERROR)
+    return _within(median(seen), NEAR_ERROR) if seen and median(seen) < guess.mean else guess
+
+
+def _unmeasured(level: int, costs: Sequence[LevelCost], previews: Mapping[int, float]) -> Guess:
+    """e, where no level was measured that tells more of it."""
+    if level in previews:
+        return _within(previews[level], PREVIEW_ERROR)
+    return _within(math.sqrt(ENERGY * _left_out(level, costs)), GUESS_ERROR)
+
+
+def _within(error: float, spread: float) -> Guess:
+    """An e with a standard deviation of ``spread``, as a share of it."""
     return Guess(error, (spread * error) ** 2)
-
-
-def _by_bytes(level: int, costs: Sequence[LevelCost]) -> float:
-    return math.sqrt(ENERGY * _left_out(level, costs))
 
 
 def _left_out(level: int, costs: Sequence[LevelCost]) -> float:

@@ -15,10 +15,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import NamedTuple
 
 from hvdplus.control.blocks import FAR, NOISE_FLOOR, Block, Guess
-from hvdplus.control.delay import SURE, expected, price_of_delay, settled
+from hvdplus.control.delay import LEAST_PREVIEW, SURE, expected, price_of_delay, settled
 from hvdplus.control.hiding import Hiding
 from hvdplus.control.link import MODEL_ERROR, LevelCost, LinkEstimate
 
@@ -91,6 +92,8 @@ class Knowledge:
     levels: dict[int, Level] = field(default_factory=dict)
     errors: dict[int, list[float]] = field(default_factory=dict)
     """Level -> what its error comes to, by the latest readings."""
+    previews: dict[int, float] = field(default_factory=dict)
+    """Level -> what its error comes to, by a preview."""
     steps: int = 0
 
     def learn(self, level: int, block: Block, *, held: bool) -> None:
@@ -202,6 +205,18 @@ class Knowledge:
         """Take in a reading of e, ``age`` steps after the level began; the level before it had come to ``carried``."""
         self.errors[level] = [*self.errors.get(level, [])[1 - ERRORS_KEPT :], settled(error, age, carried)]
 
+    def foresee(self, level: int, error: float) -> None:
+        """Take in what a level held back of a gradient in a preview, as a share of it."""
+        self.previews[level] = max(LEAST_PREVIEW, settled(error, 1))
+
+    def may_pay(self, level: int, held: int) -> bool:
+        """Whether a level's communication and codec take less than those of the level held, were nothing hidden."""
+
+        def seconds(level: int) -> float:
+            return self._codec(level).mean + self.link.link.seconds(self.costs[level])
+
+        return seconds(level) < seconds(held)
+
     def least_error(self, level: int) -> float:
         """The least of the last readings of e; 0: there are few. A single one may be of an odd batch."""
         readings = self.errors.get(level, [])[-SURE:]
@@ -219,7 +234,7 @@ class Knowledge:
 
     def error(self, level: int) -> Guess:
         """e, as measured or as guessed."""
-        return expected(level, self.errors, self.costs)
+        return expected(level, self.errors, self.costs, self.previews)
 
     def price(self, level: int) -> float:
         """By what factor a training at this level needs more steps."""
@@ -307,8 +322,8 @@ class Knowledge:
     def _codec(self, level: int) -> Guess:
         """Seconds at pace 1: as measured, or else what the codec takes alone, and packing.
 
-        What a measured level takes beyond its codec alone, others are expected to take as often as they do by
-        ``_handled``; those that pack likewise say more of each other. Dense steps say nothing of it, as they may sum
+        What measured levels take beyond their codecs alone, others are expected to take as often as they do by
+        ``_handled``, of those that do it as often the nearest. Dense steps say nothing of it, as they may sum
         gradients where they are; where only they were measured: what they take, and ``PACKING``.
         """
         if level in self.levels:
@@ -318,10 +333,13 @@ class Knowledge:
             dense = self.levels[0].codec if 0 in self.levels else 0.0
             codec = cost.codec + PACKING * cost.codec * cost.keeps_residual + dense
             return Guess(codec, (CODEC_ERROR * codec) ** 2)
-        alike = [other for other in known if self.costs[other].keeps_residual == cost.keeps_residual]
-        near = min(alike or known, key=lambda other: abs(other - level))
-        beyond = max(0.0, self.levels[near].codec - self.costs[near].codec)
-        codec = cost.codec + beyond * _handled(cost) / _handled(self.costs[near])
+        same = [other for other in known if _handled(self.costs[other]) == _handled(cost)]
+        beyond = [
+            max(0.0, self.levels[other].codec - self.costs[other].codec) / _handled(self.costs[other])
+            for other in ([min(same, key=lambda other: abs(other - level))] if same else known)
+        ]
+        codec = cost.codec + fmean(beyond) * _handled(cost)
+        alike = any(self.costs[other].keeps_residual == cost.keeps_residual for other in known)
         return Guess(codec, ((ALIKE_ERROR if alike else CODEC_ERROR) * codec) ** 2)
 
 
@@ -343,7 +361,7 @@ def plausible(known: Knowledge, blocks: Sequence[Block]) -> bool:
         seconds += [block.step, block.busy]
     rest = [known.probe_bent, link.alpha, link.beta, known.hiding.share]
     rest += [*(each.codec for each in levels), *(block.rest for block in blocks)]
-    errors = [error for readings in known.errors.values() for error in readings]
+    errors = [*known.previews.values(), *(error for readings in known.errors.values() for error in readings)]
     logarithms = [abs(pace.mean), *(abs(each.own.mean) for each in levels)]
     fits = all(known.errors.values()) and max(logarithms) < 50
     return fits and min(variances) >= 0 and min(seconds, default=1.0) > 0 <= min(*rest, *errors)

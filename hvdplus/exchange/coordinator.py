@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+
 from hvdplus.control.controller import Config, Controller, Observation
 from hvdplus.control.link import PROBE_MOST, LevelCost
 from hvdplus.control.meter import StepTimes
@@ -84,6 +86,10 @@ class Coordinator:
         self._gradient_bytes = 0
         self._running = False
         """Whether the log is open."""
+        self._previews_left = 2 * len(ladder.names)
+        """Steps that may try levels, two each."""
+        self._probes_link = False
+        """Whether this step probes the link, or the coming one does."""
         self.plan = Plan(self.schedule.level)
         """The coming step's plan."""
         self.advance()
@@ -117,6 +123,27 @@ class Coordinator:
             self._controller.costs = self.costs
             self._journal.write_trace(self.steps)
         self.log.write("resize", levels=costs_of_levels(self.ladder.names, self.costs))
+
+    @property
+    def previews(self) -> bool:
+        """Whether levels may ever be tried beside the training."""
+        return self._controller is not None and self._measures_norms
+
+    def unforeseen(self) -> tuple[int, ...]:
+        """Levels to try on the means of the step that is over, see ``preview.py``."""
+        if not (self._controller and self.previews and self._previews_left):
+            return ()
+        return () if self.schedule.transitional or self._probes_link else self._controller.unforeseen()
+
+    def foresee(self, total: np.ndarray) -> None:
+        """Take in what a preview has shown: every level's error (see ``Preview.see``), added up over ranks."""
+        self._previews_left -= 1
+        shown = {level: _seven_digits(error / self.ranks) for level, error in enumerate(total.tolist())}
+        known = {level: error for level, error in shown.items() if math.isfinite(error)}
+        if known and self._controller:
+            self._journal.write_trace(self.steps)
+            self.log.write("preview", step=self.steps, errors={self.ladder.names[i]: e for i, e in known.items()})
+            self._controller.foresee(known)
 
     def ask(self) -> None:
         """Contexts were dropped: the coming steps ask as a level's first ones do."""
@@ -197,7 +224,8 @@ class Coordinator:
 
     def advance(self) -> Plan:
         """Make the next step's plan."""
-        self.plan = self._next_plan()
+        before, self.plan = self.plan, self._next_plan()
+        self._probes_link = bool(before.probe_bytes or self.plan.probe_bytes)
         return self.plan
 
     def repeat(self) -> Plan:

@@ -18,6 +18,7 @@ from hvdplus.exchange.bucket import BucketSet, BucketState, wide
 from hvdplus.exchange.engine import Exchange
 from hvdplus.exchange.passes import Stage
 from hvdplus.exchange.plan import Ladder, Plan
+from hvdplus.exchange.preview import Preview
 from hvdplus.exchange.reporter import Reporter
 from hvdplus.exchange.sparse import Table
 from hvdplus.exchange.two_level import TwoLevel
@@ -67,6 +68,8 @@ class EagerExchange(Exchange[EagerArray]):
         self.loss_scale = 1.0
         """Of the current step."""
         self.sparse_as_dense = sparse_as_dense or self.two_level is not None or self.settings.secure_aggregation
+        self.preview: Preview | None = None
+        """Of levels that have not run, while they are tried."""
         self.stages: list[Stage] = []
         """Buckets whose first of several sums is in flight, in the order of their sums."""
         self.agreed = False

@@ -20,6 +20,7 @@ from hvdplus.exchange import checkpoint, secure
 from hvdplus.exchange.bucket import Bucket, BucketState, bytes_per_step, compressor_for, itemsize, make_buckets
 from hvdplus.exchange.coordinator import Coordinator
 from hvdplus.exchange.plan import Ladder, Plan
+from hvdplus.exchange.preview import Preview
 from hvdplus.exchange.two_level import TwoLevel
 from hvdplus.log.runlog import RunLog
 from hvdplus.settings import Settings
@@ -172,6 +173,10 @@ class Exchange(ABC, Generic[Array]):
     def sums_in_place(self) -> bool:
         """Whether plain dense steps sum gradients in place."""
         return False
+
+    def make_preview(self) -> Preview:
+        """Of levels that have not run."""
+        return Preview(self.shapes, self.dtypes, self.sparse, seed=self.settings.seed, ranks=self.transport.size)
 
     def compressor(self, bucket: Bucket, level: int) -> Compressor:
         """The compressor of a bucket at a level."""

@@ -7,14 +7,15 @@
 This is the order of a step in an eager framework (NumPy, PyTorch). In a compiled graph (TensorFlow) the order follows
 from the data, and the same pure functions of ``codec.py`` do the work. Read on: ``transfer.py`` sends one bucket,
 ``passes.py`` one that takes several sums, ``sparse.py`` one embedding, ``reporter.py`` the metadata; ``outcome.py``
-commits or rolls back the step (``ahead.py``: on a device) and ``schedule.py`` plans the next.
+commits or rolls back the step (``ahead.py``: on a device), ``schedule.py`` plans the next, and at the start
+``preview.py`` tries levels that have not run.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hvdplus.exchange import ahead, checkpoint, outcome, passes, sparse, transfer
+from hvdplus.exchange import ahead, checkpoint, outcome, passes, preview, sparse, transfer
 from hvdplus.exchange.backend import EagerArray
 from hvdplus.exchange.metadata import check_agreement
 
@@ -61,6 +62,7 @@ def finish(x: EagerExchange[EagerArray], learning_rate: float = 0.0, added: int 
     with x.meter.codec():
         outcome.deliver(x, used)
     x.end_exchange(healthy)
+    preview.try_levels(x)
 
 
 def agree_on_first_step(x: EagerExchange[EagerArray]) -> None:

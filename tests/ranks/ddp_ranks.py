@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from picking import few
-from reference import Reference
+from reference import Reference, check_preview
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import hvdplus.torch as hvd
+from hvdplus.control.knowledge import Knowledge
 from hvdplus.torch.ddp import attach
 
 if not dist.is_initialized():
@@ -202,6 +203,22 @@ def test_sparse_gradients_come_back_sparse():
         optimizer.step()
     assert identical(model) and not torch.equal(start, weights(model))
     assert torch.equal(start[50 * WIDTH // 2 : 50 * WIDTH], weights(model)[50 * WIDTH // 2 : 50 * WIDTH]), "unused rows"
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
+def test_levels_that_have_not_run_are_tried_on_the_means(options, monkeypatch):
+    """In plain dense steps, too, whose buckets are the reducer's."""
+    monkeypatch.setattr(Knowledge, "may_pay", lambda *_: True)
+    model, optimizer = wrapped(**options)
+    ladder, means = ["none", "int8", "powersgd:2", "lowrank:2"], []
+    attached = attach(model, optimizer, "auto", settings={"ladder": ladder, "dense_steps": 10**6})
+    for step in range(8):
+        train(model, optimizer, 1, first=step)
+        means.append([p.grad.numpy().copy() for p in model.parameters()])
+    assert identical(model)
+    if RANK == 0:
+        check_preview(attached.hvdplus.log.records, ladder, [tuple(p.shape) for p in model.parameters()], means)
 
 
 @pytest.mark.parametrize("given", [True, False])

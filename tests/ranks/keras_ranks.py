@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from picking import any_transport, few, one_or_two, several, two
-from reference import Reference
+from reference import Reference, check_preview
 
 import hvdplus.keras as hvd
 from hvdplus.adapters.numpy.backend import NumpyExchange, Rows
 from hvdplus.adapters.tensorflow import graph
 from hvdplus.adapters.transports.in_process import run as run_in_process
 from hvdplus.compression import IntB
+from hvdplus.control.knowledge import Knowledge
 from hvdplus.exchange.metadata import Slot, length
 from hvdplus.transport import TransportError
 
@@ -1007,6 +1008,28 @@ def test_plain_dense_steps_send_gradients_in_their_own_type_if_they_can_be_added
     assert kinds == {("none", own), *others}
     assert dtype == "bfloat16" or exchange.costs()[0].payload_bytes == exchange.gradient_bytes
     assert hvd.identical([np.array(v, np.float64) for v in variables])
+
+
+@any_transport
+@two
+@pytest.mark.parametrize("eager", [False, True], ids=["compiled", "eager"])
+def test_levels_that_have_not_run_are_tried_on_the_means(eager, monkeypatch):
+    monkeypatch.setattr(Knowledge, "may_pay", lambda *_: True)
+    shapes, ladder, means = [(40, 24), (40,), (24, 40)], ["none", "int8", "lowrank:2"], []
+    variables, optimizer = plain("auto", shapes, settings={"ladder": ladder, "dense_steps": 10**6})
+    step = compiled(optimizer, variables)
+    for number in range(8):
+        before = [np.array(v) for v in variables]
+        if eager:
+            optimizer.apply([tf.constant(grad) for grad in gradients(number, RANK, shapes)], variables)
+        else:
+            step(gradients(number, RANK, shapes))
+        means.append([old - np.array(v) for old, v in zip(before, variables, strict=True)])
+        everyone = [gradients(number, rank, shapes) for rank in range(SIZE)]
+        for got, *theirs in zip(means[-1], *everyone, strict=True):
+            np.testing.assert_allclose(got, np.mean(theirs, axis=0), atol=1e-5)
+    if RANK == 0:
+        check_preview(optimizer.hvdplus.log.records, ladder, shapes, means)
 
 
 @any_transport

@@ -3,7 +3,7 @@
 import numpy as np
 
 from hvdplus.adapters.numpy import NumpyOps
-from hvdplus.compression import parse
+from hvdplus.compression import Spec, parse
 from hvdplus.exchange.residual import add, left_after_flush
 
 
@@ -52,3 +52,40 @@ class Reference:
                 part = mean[bucket.offsets[place] : bucket.offsets[place + 1]]
                 means[i] = part.reshape(bucket.shapes[place])
         return means
+
+
+def previewed(levels, shapes, steps, corner=512):
+    """Level by level, the share of the last step's gradient that would be held back by contexts of the step before.
+
+    ``steps``: two steps' mean gradients, of which the ``corner`` of every large one counts (None: all).
+    """
+    ops, matrices = NumpyOps(), [i for i, shape in enumerate(shapes) if len(shape) > 1]
+    largest = max(np.prod(shapes[i]) for i in matrices)
+    matrices = [i for i in matrices if np.prod(shapes[i]) >= largest / 2]
+    corners = [[step[i][:corner, :corner] for i in matrices] for step in steps]
+    spec = Spec(tuple(part.shape for part in corners[0]), ranks=2)
+    found = []
+    for compressor in map(parse, levels):
+        ctx = compressor.init(ops, spec)
+        for number, step in enumerate(corners):
+            gradient = np.concatenate([part.ravel() for part in step]).astype(np.float32)
+            asks = number < max(1, compressor.asking_steps)
+            ctx = ctx._replace(side=number % compressor.turns)
+            ctx = compressor.taught(ops, ctx, gradient, lambda payload, *_: payload, asks)
+            payload = compressor.encode(ops, ctx, gradient)
+            left = gradient - compressor.decode(ops, ctx, payload)
+            ctx = compressor.advance(ops, ctx, payload)
+        found.append(float(np.linalg.norm(left) / np.linalg.norm(gradient)))
+    return found
+
+
+def check_preview(records, levels, shapes, means):
+    """That a job has tried all levels but the first once, in two early steps in a row, and what it has found.
+
+    ``means``: mean gradients, step by step.
+    """
+    (record,) = [record for record in records if record["kind"] == "preview"]
+    assert list(record["errors"]) == list(levels[1:])
+    shown, pairs = list(record["errors"].values()), list(zip(means, means[1:], strict=False))
+    expected = [previewed(levels, shapes, pair)[1:] for pair in pairs[:5]]
+    assert any(np.allclose(shown, each, rtol=1e-3) for each in expected), (shown, expected)

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 import torch
 from picking import any_transport, few, one_or_two, several, two
-from reference import Reference
+from reference import Reference, check_preview
 
 import hvdplus.torch as hvd
 from hvdplus.agree import next_instance
 from hvdplus.compression import Chain, Compressor, Context, Half, IntB, LowRank
+from hvdplus.control.knowledge import Knowledge
 
 os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # one test makes some
 hvd.init()
@@ -1003,6 +1004,27 @@ def test_lbfgs_decides_alike_on_all_ranks(search):
     assert hvd.identical(ours)
     for a, b in zip(theirs.parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
+
+
+@any_transport
+@two
+def test_levels_that_have_not_run_are_tried_on_the_means(monkeypatch):
+    monkeypatch.setattr(Knowledge, "may_pay", lambda *_: True)
+    shapes, ladder, means = [(40, 24), (40,), (24, 40)], ["none", "int8", "powersgd:2", "lowrank:2"], []
+    weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    settings = {"ladder": ladder, "dense_steps": 10**6}
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), compression="auto", settings=settings)
+    for step in range(8):
+        optimizer.zero_grad()
+        grads = map(torch.from_numpy, gradients(step, RANK, shapes))
+        sum((weight * grad).sum() for weight, grad in zip(weights, grads, strict=True)).backward()
+        optimizer.step()
+        means.append([weight.grad.numpy().copy() for weight in weights])
+        everyone = [gradients(step, rank, shapes) for rank in range(SIZE)]
+        for got, *theirs in zip(means[-1], *everyone, strict=True):
+            np.testing.assert_allclose(got, np.mean(theirs, axis=0), atol=1e-6)
+    if RANK == 0:
+        check_preview(optimizer.hvdplus.log.records, ladder, shapes, means)
 
 
 @any_transport

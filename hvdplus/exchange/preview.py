@@ -1,0 +1,137 @@
+"""What levels that have not run would hold back: tried at the start, beside the training, on parts of two steps' means.
+
+Their bytes alone say little of it. The gradient of a fully connected layer is a sum of one product of two vectors a
+sample, so with small batches a level of low rank sends nearly all of it in a hundredth of the bytes; that of a
+convolution is no such sum. In the first of the two steps contexts learn, in the second the levels' errors are read.
+
+Means are the same on all ranks, and so is what is made of them, up to rounding. Ranks add it up to agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hvdplus.compression import Array, Compressor, Context, Ops, Spec
+from hvdplus.compression.lowrank import most_square
+from hvdplus.exchange.backend import EagerArray
+from hvdplus.exchange.bucket import DENSE_ONLY, compressible
+
+if TYPE_CHECKING:
+    from hvdplus.exchange.eager import EagerExchange
+
+SIDE = 512
+"""Most rows and columns of a matrix that are tried: a corner has the matrix's rank, if that is smaller."""
+TENSORS = 4
+"""Most tensors that are tried. A level takes some 5 to 10 milliseconds of one core, in both steps together."""
+ELEMENTS = 4 << 20
+"""Most elements of a tensor that are copied to the host."""
+
+
+class Preview:
+    """Tries levels on some of the parameters' gradients."""
+
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        dtypes: Sequence[str],
+        sparse: Container[int],
+        *,
+        seed: int,
+        ranks: int,
+    ) -> None:
+        """``shapes``, ``dtypes``: of all parameters; ``sparse``: those whose gradients are."""
+        self.parameters = _typical(shapes, dtypes, sparse)
+        """Whose gradients are tried."""
+        self._matrices = {i: most_square(shapes[i]) for i in self.parameters}
+        corners = tuple((min(SIDE, rows), min(SIDE, columns)) for rows, columns in self._matrices.values())
+        self._spec = Spec(corners, seed=seed, ranks=ranks)
+        self._learned: dict[int, tuple[Any, ...]] = {}
+        """Level -> the arrays of its context after the first step."""
+
+    def elements(self, i: int) -> int:
+        """How many of a gradient's first elements are looked at: whole rows."""
+        rows, columns = self._matrices[i]
+        return columns * max(1, min(SIDE, rows, ELEMENTS // columns))
+
+    def see(
+        self,
+        ops: Ops[Array],
+        compressors: Sequence[Compressor],
+        levels: Container[int],
+        gradients: Sequence[np.ndarray],
+    ) -> np.ndarray:
+        """Errors of all levels (float32): the norm of what each would hold back, over the gradient's. NaN: not known,
+        as of each in its first step, and of those that are not among ``levels``.
+
+        Args:
+            compressors: of all levels.
+            gradients: the first ``elements`` of the mean gradient of each of ``parameters``, 1-D, float32.
+        """
+        errors = np.full(len(compressors), math.nan, np.float32)
+        sample = self._sample(gradients)
+        norm = float(np.linalg.norm(sample))
+        if math.isfinite(norm) and norm > 0:
+            for level, compressor in enumerate(compressors):
+                if level in levels:
+                    errors[level] = self._try(ops, level, compressor, sample) / norm
+        return errors
+
+    def _sample(self, gradients: Sequence[np.ndarray]) -> np.ndarray:
+        corners = [np.zeros(shape, np.float32) for shape in self._spec.shapes]
+        for i, gradient, corner in zip(self.parameters, gradients, corners, strict=True):
+            rows = gradient.reshape(-1, self._matrices[i][1])
+            corner[: len(rows)] = rows[: len(corner), : corner.shape[1]]
+        return np.concatenate([np.zeros(0, np.float32), *(corner.reshape(-1) for corner in corners)])
+
+    def _try(self, ops: Ops[Array], level: int, compressor: Compressor, sample: np.ndarray) -> float:
+        """Norm of what a level would hold back; in its first step NaN."""
+        learned = self._learned.pop(level, None)
+        side = 0 if learned is None else 1 % compressor.turns
+        state = compressor.init(ops, self._spec).state if learned is None else learned
+        gradient, first = ops.from_numpy(sample.copy()), learned is None or side > 0
+        ctx = compressor.taught(ops, Context(self._spec, side, state), gradient, lambda told, *_: told, first)
+        sent = compressor.send(ops, ctx, gradient)
+        if learned is None:
+            self._learned[level] = compressor.advance(ops, ctx, sent.payload).state
+            return math.nan
+        return float(np.linalg.norm(ops.to_numpy(sent.left)))
+
+
+def _typical(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str], sparse: Container[int]) -> tuple[int, ...]:
+    """Parameters that stand for all: of the larger ones every second or so."""
+    sizes = {
+        i: min(math.prod(shape), SIDE * SIDE)
+        for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+        if compressible(shape) and dtype != DENSE_ONLY and i not in sparse
+    }
+    large = [i for i, size in sizes.items() if size >= max(sizes.values()) / 2]
+    return tuple(large[:: max(1, -(-len(large) // TENSORS))])
+
+
+def try_levels(x: EagerExchange[EagerArray]) -> None:
+    """Try levels, if there are any to try, on the means of the step, which are where the gradients were.
+
+    All ranks call it at the same point, before the optimizer takes the step.
+    """
+    levels = () if x.idle else x.coordinator.unforeseen()
+    if not levels:
+        x.preview = None
+        return
+    with x.meter.probe():
+        x.preview = x.preview or x.make_preview()
+        means = [_mean_of(x, i, x.preview.elements(i)) for i in x.preview.parameters]
+        shown = x.preview.see(x.ops, x.ladder.compressors, levels, means)
+        total = x.bare.wait(x.bare.start(x.backend.metadata_array(shown), f"{x.prefix}.preview"))
+        x.coordinator.foresee(x.backend.to_host(total))
+
+
+def _mean_of(x: EagerExchange[EagerArray], i: int, count: int) -> np.ndarray:
+    """The first ``count`` elements of a parameter's mean gradient, float32."""
+    bucket = next(bucket for bucket in x.buckets if i in bucket.parameters)
+    mean, first = x.backend.parts(bucket)[bucket.parameters.index(i)], x.backend.empty(count, "float32")
+    x.backend.join([mean[:count]], first, 1.0)
+    return x.backend.to_host(first)
