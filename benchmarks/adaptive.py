@@ -271,9 +271,7 @@ def best_level(ranks: Ranks, rounds: int) -> tuple[dict[str, float], dict[str, f
         ranks.forget(who=who)
         if parse(level).keeps_residual:  # errors grow with age
             ranks.steps(who=who, count=START_STEPS)
-            errors = [window["error"] for window in windows(ranks, who)[-3:] if window["error"] is not None]
-            error = statistics.median(errors) if errors else 0.0
-            prices[level] = price_of_delay(Settings().delay_price * parse(level).delay_weight, error)
+            prices[level], error = price(ranks, who, level)
             if error > Settings().error_budget:
                 over.setdefault(level, error)
     people = [f"level {level}" for level in Settings().ladder if level not in over]
@@ -284,6 +282,13 @@ def best_level(ranks: Ranks, rounds: int) -> tuple[dict[str, float], dict[str, f
 
     seconds = in_turns(ranks, people, rounds, promising, TRY_SECONDS)
     return {level_of(who): statistics.median(seconds[who]) * 1e3 for who in people}, prices, over
+
+
+def price(ranks: Ranks, who: str, level: str) -> tuple[float, float]:
+    """The price of delay where ``who`` has come to at ``level``, and the error there."""
+    errors = [window["error"] for window in windows(ranks, who)[-3:] if window["error"] is not None]
+    error = statistics.median(errors) if errors else 0.0
+    return price_of_delay(Settings().delay_price * parse(level).delay_weight, error), error
 
 
 def level_of(who: str) -> str:

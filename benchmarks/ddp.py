@@ -16,25 +16,39 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from adaptive import START_STEPS, Seconds, in_turns, machine, ratio, running
+from adaptive import START_STEPS, Ratio, Seconds, in_turns, machine, price, ratio, running
 
+from hvdplus.compression import parse
 from hvdplus.lab import UNSHAPED
 from hvdplus.settings import Settings
 
 RATES = ("100mbit", "1gbit")
-PLAIN = ("ddp", "ddp fp16", "ddp powersgd:4:2", "ddp powersgd:8:2")
+PLAIN = ("alone", "ddp", "ddp fp16", "ddp powersgd:4:2", "ddp powersgd:8:2")
 SOONER, SAME, NEAR = 0.6, 1.02, 1.05
-"""Limits: a low-rank level over PowerSGD of rank 4, ``none`` over plain DDP, ``auto`` over its fastest level."""
-LEVELS = ("none", "fp16", "lowrank:4", "lowrank:8+fp16", "lowrank:16+fp16")
+"""Limits: a low-rank level over PowerSGD of rank 4, ``none`` over plain DDP, ``auto`` over its ladder's best level,
+which is the one of least seconds times price of delay."""
+LEVELS = tuple(dict.fromkeys(("none", "fp16", "lowrank:4", "lowrank:8+fp16", *Settings().ladder)))
 
 
-def measure(rates: Sequence[str], rounds: int) -> dict[str, Seconds]:
-    """Rate -> who -> mean seconds a step, one a block."""
+class Measured(NamedTuple):
+    """At one rate."""
+
+    seconds: Seconds
+    """Who -> mean seconds a step, one a block."""
+    ran: Sequence[str]
+    """The level of each block of ``auto``'s."""
+    prices: Mapping[str, float]
+    """Level -> price of delay."""
+
+
+def measure(rates: Sequence[str], rounds: int) -> dict[str, Measured]:
+    """Rate -> what was found there."""
     people = [*PLAIN, *(f"hook {level}" for level in LEVELS), "hook auto"]
-    found: dict[str, Seconds] = {}
+    found: dict[str, Measured] = {}
     with running(2, [rate for rate in rates if rate != UNSHAPED]) as ranks:
         for rate in rates:
             ranks.model(name="wide")
@@ -43,27 +57,49 @@ def measure(rates: Sequence[str], rounds: int) -> dict[str, Seconds]:
                 ranks.steps(who=who, count=START_STEPS if who != "hook auto" else 1)
             ranks.lab.shape(rate)
             ranks.steps(who="hook auto", count=START_STEPS)
-            found[rate] = in_turns(ranks, people, rounds, lambda _: [], 0.0)
-            print(f"{rate}: auto at {ranks.steps(who='hook auto', count=1)['level']}", flush=True)
+            ran: list[str] = []
+
+            def note(ran: list[str] = ran) -> None:
+                ran.append(ranks.steps(who="hook auto", count=0)["level"])
+
+            # Residuals grow with age: these are to be as old as auto's.
+            for level in Settings().ladder:
+                if parse(level).keeps_residual:
+                    ranks.steps(who=f"hook {level}", count=START_STEPS)
+            seconds = in_turns(ranks, people, rounds, lambda _: [], 0.0, note)
+            prices = {level: price(ranks, f"hook {level}", level)[0] for level in Settings().ladder}
+            found[rate] = Measured(seconds, ran, prices)
+            print(f"{rate}: auto at {', '.join(dict.fromkeys(ran))}", flush=True)
     return found
 
 
-def judge(rate: str, seconds: Seconds) -> list[str]:
+def judge(rate: str, measured: Measured) -> list[str]:
     """The table at one rate, and its verdicts."""
-    lines = [f"{rate}: milliseconds a step (medians of {len(seconds['ddp'])} blocks)"]
-    lines += [f"  {who:<24} {statistics.median(took) * 1e3:8.1f}" for who, took in seconds.items()]
-    levels = [who for level in Settings().ladder if (who := f"hook {level}") in seconds]  # auto runs no others
-    best = min(levels, key=lambda who: statistics.median(seconds[who]))
+    seconds, ran, prices = measured
+    lines = [f"{rate}: milliseconds a step (medians of {len(ran)} blocks); price of delay"]
+    for who, took in seconds.items():
+        level = who.removeprefix("hook ")
+        cost = (
+            f"{prices[level]:8.3f}" if level in prices else f"  at {', '.join(dict.fromkeys(ran))}" * (level == "auto")
+        )
+        lines.append(f"  {who:<24} {statistics.median(took) * 1e3:8.1f}{cost}")
+
+    def say(mine: str, other: str, found: Ratio, limit: float) -> None:
+        verdict = "ok  " if found.middle <= limit else "FAIL"
+        lines.append(f"{verdict}  {rate}: {mine} over {other}: {found}, at most {limit}")
+
     for mine, other, limit in (
         ("hook lowrank:4", "ddp powersgd:4:2", SOONER),
         ("hook lowrank:8+fp16", "ddp powersgd:4:2", SOONER),
         ("hook fp16", "ddp fp16", SAME),
         ("hook none", "ddp", SAME),
-        ("hook auto", best, NEAR),
     ):
-        found = ratio(seconds[mine], seconds[other])
-        verdict = "ok  " if found.middle <= limit else "FAIL"
-        lines.append(f"{verdict}  {rate}: {mine} over {other}: {found}, at most {limit}")
+        say(mine, other, ratio(seconds[mine], seconds[other]), limit)
+    costs = {level: [took * prices[level] for took in seconds[f"hook {level}"]] for level in prices}
+    best = min(costs, key=lambda level: statistics.median(costs[level]))
+    mine_costs = [took * prices[level] for took, level in zip(seconds["hook auto"], ran, strict=True)]
+    say("hook auto", f"hook {best}, times their prices", ratio(mine_costs, costs[best]), NEAR)
+    lines.append(f"      {rate}: alone over ddp powersgd:4:2: {ratio(seconds['alone'], seconds['ddp powersgd:4:2'])}")
     return lines
 
 
