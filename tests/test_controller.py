@@ -209,6 +209,40 @@ def test_on_a_steady_link_changes_are_rare_and_cost_little(kind: str) -> None:
     assert sorted(over)[12] <= 1.01 and beyond(over, 1.03) <= 3 / 24 and max(over) <= 1.1
 
 
+def test_levels_are_foreseen_only_where_they_may_pay_and_gradients_travel_whole() -> None:
+    """A level's promise follows: one that is expected to hold back nearly all is not tried, one that holds back little
+    is."""
+    tried: list[tuple[int, ...]] = []
+
+    def note(step: int, controller: Controller) -> None:
+        tried.append(controller.unforeseen())
+
+    fast = drive(replace(FAST, rate=1e12), 60, events=note)
+    assert fast.levels[-1] == NONE and not any(tried)
+    tried.clear()
+    drive(SLOW, 60, config=Config(dense_steps=20), events=note)
+    assert not any(tried[:2]) and any(tried[2:20]), "not before a step was seen"
+    assert set().union(*tried) <= {INT8, LOWRANK_16, LOWRANK_8}
+    after = tried.index(next(filter(None, tried))) + 2
+    assert not any(tried[after:]), "two steps, once"
+    tried.clear()
+    drive(replace(SLOW, errors=(0.0, 0.0, 0.4, 0.6, 0.9)), 200, events=note, config=Config(explore=0.0))
+    assert not any(tried), "it began at a level that holds back much"
+
+
+@pytest.mark.parametrize(("error", "best"), [(0.05, LOWRANK_8), (8.0, FP16)])
+def test_what_a_preview_shows_decides_which_level_is_tried(error: float, best: int) -> None:
+    """The first trial, of a controller that has seen eight dense steps."""
+    job = replace(SLOW, rate=40e6)
+    controller = Controller(job.names, job.costs, Config(dense_steps=8))
+    controller.begin(job.probes)
+    for _ in range(8):
+        decision = controller.observe(NONE, Observation(reduce_times(job.step(NONE, random.Random(0)))))
+        if controller.unforeseen():
+            controller.foresee(dict.fromkeys((INT8, LOWRANK_16, LOWRANK_8), error / math.hypot(1, error)))
+    assert decision and decision.level == best
+
+
 @pytest.mark.parametrize("kind", ALL_NOISES)
 def test_where_nothing_is_to_be_gained_it_rests_at_dense(kind: str) -> None:
     for seed in range(4):

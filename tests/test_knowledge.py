@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdplus.control.blocks import ALONE, NOISE_FLOOR, Block, Guess, block_of, ratio_of, shrunk
-from hvdplus.control.delay import expected, settled
+from hvdplus.control.delay import LEAST_PREVIEW, PREVIEW_ERROR, expected, settled
 from hvdplus.control.knowledge import DRIFT, Knowledge
 from hvdplus.control.link import LevelCost
 from hvdplus.control.memory import from_plain, restore, to_plain
@@ -167,6 +167,32 @@ def test_a_single_reading_outvotes_no_guess() -> None:
         assert expected(level, {level: [0.5, 13.0, 0.6]}, near, {}) == Guess(0.6, 0.0)
         assert expected(level, {level: [0.1]}, near, {}).mean == 0.1, "no batch makes it smaller by chance"
         assert 0.05 < expected(neighbour, {level: [0.1]}, near, {}).mean < 0.2
+
+
+def test_a_preview_tells_of_a_level_until_it_is_measured() -> None:
+    costs = tuple(
+        LevelCost(round(8e6 * share), 0, 5, passes=passes) for share, passes in ((1, 1), (0.1, 2), (0.07, 1), (0.05, 2))
+    )
+    seen = {1: 0.1, 2: 0.4, 3: 0.2}
+    assert expected(1, {}, costs, seen) == Guess(0.1, (PREVIEW_ERROR * 0.1) ** 2)
+    assert expected(1, {1: [0.3] * 3}, costs, seen) == Guess(0.3, 0.0), "measured"
+    assert expected(1, {1: [0.3]}, costs, seen).mean == 0.1 and expected(1, {1: [0.05]}, costs, seen).mean == 0.05
+    assert expected(3, {1: [0.15] * 3}, costs, seen).mean == pytest.approx(0.3), "1.5 times as much as in the preview"
+    assert expected(2, {1: [0.15] * 3}, costs, seen).mean == 0.4, "has another number of passes"
+    assert expected(2, {1: [0.15] * 3}, costs, {1: 0.1}).mean == expected(2, {1: [0.15] * 3}, costs, {}).mean
+
+
+def test_what_a_preview_shows_is_a_first_reading() -> None:
+    knowledge = known(0)
+    knowledge.foresee(2, math.sqrt(0.8))
+    assert knowledge.error(2).mean == pytest.approx(2.0, rel=1e-3), (
+        "what keeps 0.8 of the energy a step comes to e² = 4"
+    )
+    knowledge.foresee(1, 0.0)
+    assert knowledge.error(1).mean == LEAST_PREVIEW, "others' errors are held against it"
+    assert knowledge.may_pay(2, 0) and not knowledge.may_pay(0, 2)
+    knowledge.link = knowledge.link._replace(beta=1e-12)
+    assert not knowledge.may_pay(2, 0), "its codec takes longer than the link"
 
 
 def test_a_levels_weight_is_in_its_price() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import tempfile
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from coordinating import heard, report
 from frameworks import examples as up_to
@@ -73,6 +75,9 @@ class Run:
             self.coordinator.observe(plan, heard(*(report(each, learning_rate=rate, **norms) for each in times)))
             self.coordinator.advance()
             self._ran = plan
+            if tried := self.coordinator.unforeseen():
+                shown = [RANKS * self.dice.random() if level in tried else math.nan for level in range(len(self.names))]
+                self.coordinator.foresee(np.array(shown, np.float32))
         return self
 
     def cut_anew(self, shares: Sequence[float]) -> Run:
@@ -177,7 +182,8 @@ def test_a_run_with_everything_in_it_is_replayed(tmp_path: Path) -> None:
     run.job = replace(run.job, rate=2e6)
     run.go(60, rate=0.01).scale_losses().go(80, rate=0.01)
     records = run.end()
-    assert {"run", "trace", "decision", "resize", "forbid", "window", "end"} == {record["kind"] for record in records}
+    kinds = {"run", "trace", "preview", "decision", "resize", "forbid", "window", "end"}
+    assert kinds == {record["kind"] for record in records}
     reasons = [reason for _, _, reason, _ in logged(records)]
     for words in ("the start is over", "is expected to cost", "costs", "is best", "(budget 0.7); back to"):
         assert any(words in reason for reason in reasons), words
