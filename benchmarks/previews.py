@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from hvdplus.adapters.numpy import NumpyOps
 from hvdplus.compression import Compressor, Spec, parse
-from hvdplus.control.delay import expected, settled
+from hvdplus.control.delay import expected, foreseen
 from hvdplus.exchange.bucket import compressible, make_buckets
 from hvdplus.exchange.engine import level_costs
 from hvdplus.exchange.preview import Preview
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for level, compressor in enumerate(ladder):
             if compressor.keeps_residual:
                 guessed = expected(level, {}, costs, {}).mean
-                previewed, was = settled(tried[level], 1), run(compressor, steps)
+                previewed, was = foreseen(tried[level]), run(compressor, steps)
                 print(f"{name:<8} {compressor.name:<20} {guessed:9.2f} {previewed:9.2f} {was:9.2f}", flush=True)
                 ratios["bytes"].append(math.log(was / guessed))
                 ratios["preview"].append(math.log(was / previewed))

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdplus.control.blocks import ALONE, NOISE_FLOOR, Block, Guess, block_of, ratio_of, shrunk
-from hvdplus.control.delay import LEAST_PREVIEW, PREVIEW_ERROR, expected, settled
+from hvdplus.control.delay import LEAST_PREVIEW, MOST_ERROR, PREVIEW_ERROR, expected, foreseen, settled
 from hvdplus.control.knowledge import DRIFT, Knowledge
 from hvdplus.control.link import LevelCost
 from hvdplus.control.memory import from_plain, restore, to_plain
@@ -180,6 +180,14 @@ def test_a_preview_tells_of_a_level_until_it_is_measured() -> None:
     assert expected(3, {1: [0.15] * 3}, costs, seen).mean == pytest.approx(0.3), "1.5 times as much as in the preview"
     assert expected(2, {1: [0.15] * 3}, costs, seen).mean == 0.4, "has another number of passes"
     assert expected(2, {1: [0.15] * 3}, costs, {1: 0.1}).mean == expected(2, {1: [0.15] * 3}, costs, {}).mean
+    assert expected(3, {1: [0.15] * 3}, costs, {3: 0.2}).mean == 0.2, "the other had none to hold against"
+
+
+@given(st.floats(0, 2), st.floats(0, 2))
+def test_what_holds_back_more_in_a_preview_comes_to_more(one: float, other: float) -> None:
+    one, other = sorted((one, other))
+    assert 0 <= foreseen(one) <= foreseen(other) <= MOST_ERROR
+    assert foreseen(0.9999) == MOST_ERROR and foreseen(0.0) == 0
 
 
 def test_what_a_preview_shows_is_a_first_reading() -> None:

@@ -88,6 +88,13 @@ def test_which_parameters_are_tried() -> None:
     assert all(preview.elements(i) == SIDE * 800 for i in preview.parameters)
     long = Preview([(4, 10**7)], ["bfloat16"], (), seed=0, ranks=2)
     assert long.parameters == (0,) and long.elements(0) == 10**7, "a row at least, and hardly more"
+    rows = (4 << 20) // 50257
+    assert Preview([(4096, 50257)], ["float32"], (), seed=0, ranks=2).elements(0) == rows * 50257
+    gradient = [np.random.default_rng(0).standard_normal(rows * 50257, np.float32)]
+    wide = Preview([(4096, 50257)], ["float32"], (), seed=0, ranks=2)
+    for _ in range(2):
+        shown = wide.see(NumpyOps(), [parse("randomk:0.1")], [0], gradient)
+    assert shown[0] == pytest.approx(math.sqrt(0.9), abs=0.03), "nothing but gradients is tried"
     assert not Preview([(20,), (2, 2)], ["float32"] * 2, (), seed=0, ranks=2).parameters
     assert len(Preview([(64, 64)] * 99, ["float32"] * 99, (), seed=0, ranks=2).parameters) == TENSORS
     nothing = Preview([], [], (), seed=0, ranks=2)
@@ -116,10 +123,29 @@ def test_ranks_try_levels_beside_the_training_and_agree(
                 np.testing.assert_array_equal(got, (one + other) / 2)
         check_preview(x.coordinator.log.records, ladder, shapes, means)
         known = x.coordinator._controller._known
-        assert sorted(known.previews) == [1, 2, 3] and x.preview is None
+        assert sorted(known.previews) == [1, 2, 3] and not x.preview._learned
         assert transport.gather_objects(known.previews)[0] == known.previews, "bit for bit"
 
     run(2, body, negotiates=negotiates)
+
+
+def test_a_preview_begins_anew_where_parameters_change_between_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has learned, and which parameters it looks at, are of those before."""
+    monkeypatch.setattr(Knowledge, "may_pay", lambda *_: True)
+
+    def body(transport: Any) -> None:
+        x = NumpyExchange([(40, 24)], transport, ("none", "int8", "lowrank:2"), auto=True, dense_steps=10**6)
+        while not (x.preview and x.preview._learned):
+            x.reduce([np.random.default_rng(transport.rank).random((40, 24), np.float32)], 0.1)
+            x.commit()
+        before = x.preview
+        x.know_gradients([0], [], [])
+        for step in range(6):
+            x.reduce([np.random.default_rng([step, transport.rank]).random((40, 24), np.float32)], 0.1)
+            x.commit()
+        assert x.preview is not before and x.coordinator._controller._known.previews.keys() == {1, 2}
+
+    run(2, body)
 
 
 def test_gradients_that_stay_zero_are_not_tried_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ class Stamps(NamedTuple):
     done: Any
     """All sums are there."""
     probe: Any
-    """Seconds of the bandwidth probe after ``done``; 0: there was none."""
+    """Seconds of the bandwidth probe or of the preview after ``done``; 0: there was none."""
     begins: Any
     """For every bucket, when its gradients are there."""
     ends: Any

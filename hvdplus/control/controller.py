@@ -109,8 +109,8 @@ QUIET = 1e-8
 """Least noise."""
 LONGEST = 3
 """Largest factor by which noise makes a trial's blocks longer."""
-NEARLY_WHOLE = 0.3
-"""Error of a level whose means show what other levels would hold back."""
+NEARLY_WHOLE = 0.3, 0.2
+"""Most error, and least share of the dense bytes, of a level whose means show what others would hold back."""
 START_SETTLES, START_STEPS = 2, 4
 """Steps of a start that do not count, and that do: it may be far from the best level, and trials follow anyway."""
 
@@ -181,13 +181,16 @@ class Controller:
 
     def unforeseen(self) -> tuple[int, ...]:
         """While gradients travel nearly whole: levels of whose errors nothing is known but bytes, and that may pay."""
-        known = self._known
-        if not known.steps or known.error(self.level).mean > NEARLY_WHOLE:
+        known, (error, share) = self._known, NEARLY_WHOLE
+        unknown = [
+            level
+            for level in self._usable()
+            if self.costs[level].keeps_residual and level not in known.errors and level not in known.previews
+        ]
+        sent = self.costs[self.level].payload_bytes / max(1, self.costs[0].payload_bytes)
+        if not (unknown and known.steps and sent >= share and known.error(self.level).mean <= error):
             return ()
-        unknown = (level for level in self._usable() if not {level} & (known.errors.keys() | known.previews.keys()))
-        return tuple(
-            level for level in unknown if self.costs[level].keeps_residual and known.may_pay(level, self.level)
-        )
+        return tuple(level for level in unknown if known.may_pay(level, self.level))
 
     def foresee(self, errors: Mapping[int, float]) -> None:
         """A preview: level -> the norm of what it would have held back of a step's gradient, over the gradient's."""

@@ -22,6 +22,8 @@ GUESS_ERROR, NEAR_ERROR = 0.7, 0.3
 """Standard deviations of such an e, as a share of it (``benchmarks/results/delay.txt``)."""
 PREVIEW_ERROR, LEAST_PREVIEW = 0.5, 0.01
 """The same of an e by a preview (``benchmarks/previews.py``), and the least such e."""
+FAR_APART = 10.0
+"""Factor between the previews of two levels of about as many bytes, at most: what is beyond is an accident."""
 SURE = 3
 """Readings of a level's e that are no accident; a single one may be of an odd batch."""
 MOST_ERROR = 10.0
@@ -32,7 +34,7 @@ def expected(
     level: int, errors: Mapping[int, Sequence[float]], costs: Sequence[LevelCost], previews: Mapping[int, float]
 ) -> Guess:
     """A level's e: as measured, or else by its preview or its bytes, and by a level measured with about as many bytes.
-    Where there is a preview, of levels with other passes nothing follows.
+    Of a level that has a preview others tell only if they have one, too, and as many passes.
 
     Fewer than ``SURE`` readings count where they are below the guess: an odd batch of small gradients makes e larger,
     and would price a level and its neighbours out for good.
@@ -59,13 +61,13 @@ def expected(
         if (len(errors[other]) >= SURE or error < _unmeasured(other, costs, previews).mean)
         and distance(other) < math.log(NEAR)
         and _left_out(other, costs)
-        and (level not in previews or costs[other].passes == costs[level].passes)
+        and (level not in previews or (other in previews and costs[other].passes == costs[level].passes))
     ]
     guess = _unmeasured(level, costs, previews)
     if near:
         nearest = min(near, key=distance)
-        if level in previews and nearest in previews:
-            times = previews[level] / previews[nearest]
+        if level in previews:
+            times = min(max(previews[level] / previews[nearest], 1 / FAR_APART), FAR_APART)
         else:
             times = (_left_out(level, costs) / _left_out(nearest, costs)) ** (POWER / 2)
         guess = _within(known[nearest] * times, NEAR_ERROR)
@@ -109,6 +111,11 @@ def settled(error: float, age: int, carried: float = 0.0) -> float:
         middle = (low + high) / 2
         low, high = (low, middle) if reached(middle, age, carried) > error else (middle, high)
     return high
+
+
+def foreseen(error: float) -> float:
+    """What a level's error comes to, if it would hold back ``error`` of a first gradient, as a share of its norm."""
+    return MOST_ERROR if error >= reached(MOST_ERROR, 1) else settled(error, 1)
 
 
 def reached(settled: float, age: int, carried: float = 0.0) -> float:

@@ -1,6 +1,6 @@
-"""The time for exploring: trials of levels that are not expected to be better, and bandwidth probes.
+"""The time for exploring: trials of levels that are not expected to be better, bandwidth probes, previews of levels.
 
-Both may take a share of the time, ``Config.explore``, and probes half of it.
+Trials and probes may take a share of the time, ``Config.explore``, and probes half of it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Exploring:
     """Steps after a change of level from which the next probe may come."""
 
     def see(self, times: StepTimes) -> None:
-        """A step was observed, perhaps with a probe."""
+        """A step was observed, perhaps with a probe or a preview."""
         self.elapsed += times.step
         self.spent += times.probe
 

@@ -19,7 +19,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from hvdplus.control.blocks import FAR, NOISE_FLOOR, Block, Guess
-from hvdplus.control.delay import LEAST_PREVIEW, SURE, expected, price_of_delay, settled
+from hvdplus.control.delay import LEAST_PREVIEW, SURE, expected, foreseen, price_of_delay, settled
 from hvdplus.control.hiding import Hiding
 from hvdplus.control.link import MODEL_ERROR, LevelCost, LinkEstimate
 
@@ -207,7 +207,7 @@ class Knowledge:
 
     def foresee(self, level: int, error: float) -> None:
         """Take in what a level held back of a gradient in a preview, as a share of it."""
-        self.previews[level] = max(LEAST_PREVIEW, settled(error, 1))
+        self.previews[level] = max(LEAST_PREVIEW, foreseen(error))
 
     def may_pay(self, level: int, held: int) -> bool:
         """Whether a level's communication and codec take less than those of the level held, were nothing hidden."""
@@ -361,7 +361,9 @@ def plausible(known: Knowledge, blocks: Sequence[Block]) -> bool:
         seconds += [block.step, block.busy]
     rest = [known.probe_bent, link.alpha, link.beta, known.hiding.share]
     rest += [*(each.codec for each in levels), *(block.rest for block in blocks)]
-    errors = [*known.previews.values(), *(error for readings in known.errors.values() for error in readings)]
+    errors = [error for readings in known.errors.values() for error in readings]
     logarithms = [abs(pace.mean), *(abs(each.own.mean) for each in levels)]
-    fits = all(known.errors.values()) and max(logarithms) < 50
-    return fits and min(variances) >= 0 and min(seconds, default=1.0) > 0 <= min(*rest, *errors)
+    fits = all(known.errors.values()) and all(known.previews.values()) and max(logarithms) < 50
+    return (
+        fits and min(variances) >= 0 and min(seconds, default=1.0) > 0 <= min(*rest, *errors, *known.previews.values())
+    )

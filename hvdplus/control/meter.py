@@ -28,7 +28,7 @@ class StepTimes(NamedTuple):
     overlapped_comm: float = 0.0
     """Communication behind this rank's computation; no part of ``step``."""
     probe: float = 0.0
-    """The step's bandwidth probe; 0: there was none."""
+    """The step's bandwidth probe, or preview of levels; 0: there was none."""
 
     @property
     def comm(self) -> float:
@@ -118,7 +118,7 @@ class StepMeter:
 
     @contextmanager
     def probe(self) -> Iterator[None]:
-        """Time spent inside counts as a bandwidth probe."""
+        """Time spent inside counts as a bandwidth probe, or as a preview of levels: for exploring."""
         began = self._clock()
         try:
             yield

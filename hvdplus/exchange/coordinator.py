@@ -88,8 +88,6 @@ class Coordinator:
         """Whether the log is open."""
         self._previews_left = 2 * len(ladder.names)
         """Steps that may try levels, two each."""
-        self._probes_link = False
-        """Whether this step probes the link, or the coming one does."""
         self.plan = Plan(self.schedule.level)
         """The coming step's plan."""
         self.advance()
@@ -130,10 +128,11 @@ class Coordinator:
         return self._controller is not None and self._measures_norms
 
     def unforeseen(self) -> tuple[int, ...]:
-        """Levels to try on the means of the step that is over, see ``preview.py``."""
-        if not (self._controller and self.previews and self._previews_left):
+        """Levels to try on the means of the step that runs the present plan, see ``preview.py``. In two steps of five,
+        as it takes time to ask."""
+        if not (self._controller and self.previews and self._previews_left) or self.steps % NORM_STEPS < NORM_STEPS - 2:
             return ()
-        return () if self.schedule.transitional or self._probes_link else self._controller.unforeseen()
+        return () if self.schedule.transitional or self.plan.probe_bytes else self._controller.unforeseen()
 
     def foresee(self, total: np.ndarray) -> None:
         """Take in what a preview has shown: every level's error (see ``Preview.see``), added up over ranks."""
@@ -224,8 +223,7 @@ class Coordinator:
 
     def advance(self) -> Plan:
         """Make the next step's plan."""
-        before, self.plan = self.plan, self._next_plan()
-        self._probes_link = bool(before.probe_bytes or self.plan.probe_bytes)
+        self.plan = self._next_plan()
         return self.plan
 
     def repeat(self) -> Plan:

@@ -112,6 +112,7 @@ class EagerExchange(Exchange[EagerArray]):
     def cut_anew(self) -> None:
         """Cut new buckets for changed order, tables or parameters; drop the old residuals and contexts."""
         self.buckets = self.make_buckets()
+        self.preview = None
         self.coordinator.resize(self.costs())
         self.coordinator.ask()
         self.make_sets()

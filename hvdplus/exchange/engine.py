@@ -176,7 +176,7 @@ class Exchange(ABC, Generic[Array]):
 
     def make_preview(self) -> Preview:
         """Of levels that have not run."""
-        return Preview(self.shapes, self.dtypes, self.sparse, seed=self.settings.seed, ranks=self.transport.size)
+        return Preview(self.shapes, self.dtypes, self.sparse, seed=self.settings.seed, ranks=self.wire.size)
 
     def compressor(self, bucket: Bucket, level: int) -> Compressor:
         """The compressor of a bucket at a level."""

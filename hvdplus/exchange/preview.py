@@ -47,15 +47,18 @@ class Preview:
         self.parameters = _typical(shapes, dtypes, sparse)
         """Whose gradients are tried."""
         self._matrices = {i: most_square(shapes[i]) for i in self.parameters}
-        corners = tuple((min(SIDE, rows), min(SIDE, columns)) for rows, columns in self._matrices.values())
+        corners = tuple((self._rows(i), min(SIDE, columns)) for i, (_, columns) in self._matrices.items())
         self._spec = Spec(corners, seed=seed, ranks=ranks)
         self._learned: dict[int, tuple[Any, ...]] = {}
         """Level -> the arrays of its context after the first step."""
 
     def elements(self, i: int) -> int:
         """How many of a gradient's first elements are looked at: whole rows."""
+        return self._rows(i) * self._matrices[i][1]
+
+    def _rows(self, i: int) -> int:
         rows, columns = self._matrices[i]
-        return columns * max(1, min(SIDE, rows, ELEMENTS // columns))
+        return max(1, min(SIDE, rows, ELEMENTS // columns))
 
     def see(
         self,
@@ -81,11 +84,10 @@ class Preview:
         return errors
 
     def _sample(self, gradients: Sequence[np.ndarray]) -> np.ndarray:
-        corners = [np.zeros(shape, np.float32) for shape in self._spec.shapes]
-        for i, gradient, corner in zip(self.parameters, gradients, corners, strict=True):
-            rows = gradient.reshape(-1, self._matrices[i][1])
-            corner[: len(rows)] = rows[: len(corner), : corner.shape[1]]
-        return np.concatenate([np.zeros(0, np.float32), *(corner.reshape(-1) for corner in corners)])
+        parts = [np.zeros(0, np.float32)]
+        for gradient, (rows, columns) in zip(gradients, self._spec.shapes, strict=True):
+            parts.append(gradient.reshape(rows, -1)[:, :columns].reshape(-1))
+        return np.concatenate(parts)
 
     def _try(self, ops: Ops[Array], level: int, compressor: Compressor, sample: np.ndarray) -> float:
         """Norm of what a level would hold back; in its first step NaN."""
@@ -102,24 +104,23 @@ class Preview:
 
 
 def _typical(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str], sparse: Container[int]) -> tuple[int, ...]:
-    """Parameters that stand for all: of the larger ones every second or so."""
+    """Parameters that stand for all: of the larger ones at most ``TENSORS``, evenly spread over the model."""
     sizes = {
         i: min(math.prod(shape), SIDE * SIDE)
         for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
         if compressible(shape) and dtype != DENSE_ONLY and i not in sparse
     }
-    large = [i for i, size in sizes.items() if size >= max(sizes.values()) / 2]
+    largest = max(sizes.values(), default=0)
+    large = [i for i, size in sizes.items() if size >= largest / 2]
     return tuple(large[:: max(1, -(-len(large) // TENSORS))])
 
 
-def try_levels(x: EagerExchange[EagerArray]) -> None:
-    """Try levels, if there are any to try, on the means of the step, which are where the gradients were.
+def try_levels(x: EagerExchange[EagerArray], levels: Sequence[int]) -> None:
+    """Try ``levels``, if there are any, on the means of the step, which are where the gradients were.
 
     All ranks call it at the same point, before the optimizer takes the step.
     """
-    levels = () if x.idle else x.coordinator.unforeseen()
     if not levels:
-        x.preview = None
         return
     with x.meter.probe():
         x.preview = x.preview or x.make_preview()
@@ -132,6 +133,7 @@ def try_levels(x: EagerExchange[EagerArray]) -> None:
 def _mean_of(x: EagerExchange[EagerArray], i: int, count: int) -> np.ndarray:
     """The first ``count`` elements of a parameter's mean gradient, float32."""
     bucket = next(bucket for bucket in x.buckets if i in bucket.parameters)
-    mean, first = x.backend.parts(bucket)[bucket.parameters.index(i)], x.backend.empty(count, "float32")
+    (mean,) = x.backend.parts(bucket._replace(parameters=(i,), shapes=(x.shapes[i],)))
+    first = x.backend.empty(count, "float32")
     x.backend.join([mean[:count]], first, 1.0)
     return x.backend.to_host(first)

@@ -61,8 +61,9 @@ def finish(x: EagerExchange[EagerArray], learning_rate: float = 0.0, added: int 
     probe(x)
     with x.meter.codec():
         outcome.deliver(x, used)
+    levels = () if x.idle else x.coordinator.unforeseen()
     x.end_exchange(healthy)
-    preview.try_levels(x)
+    preview.try_levels(x, levels)
 
 
 def agree_on_first_step(x: EagerExchange[EagerArray]) -> None:
