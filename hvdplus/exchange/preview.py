@@ -1,4 +1,4 @@
-"""What levels that have not run would hold back: tried at the start, beside the training, on parts of two steps' means.
+"""What levels that have not run would hold back: tried beside the training, on parts of two steps' means.
 
 Their bytes alone say little of it. The gradient of a fully connected layer is a sum of one product of two vectors a
 sample, so with small batches a level of low rank sends nearly all of it in a hundredth of the bytes; that of a

@@ -7,8 +7,8 @@
 This is the order of a step in an eager framework (NumPy, PyTorch). In a compiled graph (TensorFlow) the order follows
 from the data, and the same pure functions of ``codec.py`` do the work. Read on: ``transfer.py`` sends one bucket,
 ``passes.py`` one that takes several sums, ``sparse.py`` one embedding, ``reporter.py`` the metadata; ``outcome.py``
-commits or rolls back the step (``ahead.py``: on a device), ``schedule.py`` plans the next, and at the start
-``preview.py`` tries levels that have not run.
+commits or rolls back the step (``ahead.py``: on a device), ``schedule.py`` plans the next, and ``preview.py`` now and
+then tries levels that have not run.
 """
 
 from __future__ import annotations
