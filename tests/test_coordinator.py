@@ -38,7 +38,7 @@ from hvdplus import __version__
 from hvdplus.adapters.transports.local import Local
 from hvdplus.control.controller import Config, Controller, Decision, Mode, Observation
 from hvdplus.control.meter import StepTimes
-from hvdplus.exchange.coordinator import NORM_STEPS, Coordinator
+from hvdplus.exchange.coordinator import NORM_STEPS, REST_STEPS, Coordinator
 from hvdplus.exchange.journal import TRACE_STEPS
 from hvdplus.exchange.metadata import Report
 from hvdplus.exchange.plan import Ladder, Plan
@@ -485,16 +485,18 @@ TIMED = {"step": 0.02, "exposed_comm": 0.0001}
 
 @pytest.mark.parametrize("names", [("none",), ("fp16",), ("int8",), ("none", "lowrank:4"), LADDER])
 def test_every_fifth_plan_is_to_measure_gradients(names: tuple[str, ...]) -> None:
-    """Dense, learning and lossy ones alike; but one rank alone has nothing to tell, and where nothing is ever held back
-    or decided, nobody wants to know."""
+    """Every twentieth at levels that hold nothing back; but one rank alone has nothing to tell, and where nothing is
+    ever held back or decided, nobody wants to know."""
     for ranks in (1, 2):
         coordinator = make(*names, ranks=ranks, auto=names == LADDER)
         asked = []
-        for _ in range(31):
+        for _ in range(41):
             asked.append(coordinator.plan.measurement)
             step(coordinator)
         wanted = ranks > 1 and names not in (("none",), ("fp16",))
-        assert asked == [wanted * (1 + number // NORM_STEPS) if number % NORM_STEPS == 0 else 0 for number in range(31)]
+        every = NORM_STEPS if coordinator.plan.flush_fraction else REST_STEPS
+        assert every == (REST_STEPS if names in (("none",), ("fp16",), LADDER) else NORM_STEPS)
+        assert asked == [wanted * (1 + number // NORM_STEPS) if number % every == 0 else 0 for number in range(41)]
 
 
 def test_measuring_norms_changes_nothing_else_about_a_plan() -> None:
@@ -509,7 +511,7 @@ def test_measuring_norms_changes_nothing_else_about_a_plan() -> None:
 def test_norms_belong_to_the_step_whose_times_come_with_the_next(seen: list[Observation]) -> None:
     """Root mean squares over the ranks; an error is the residuals' over the gradients'."""
     coordinator = make(auto=True)
-    for number in range(12):
+    for number in range(2 * REST_STEPS):
         times = {**TIMED, "step": 0.02 + number / 1e3} if number else {}
         norms: tuple[dict[str, float], dict[str, float]] = {}, {}
         if coordinator.plan.measurement:
@@ -518,9 +520,9 @@ def test_norms_belong_to_the_step_whose_times_come_with_the_next(seen: list[Obse
                 {"gradient_norm": 4.0, "residual_norm": 7.0},
             )
         step(coordinator, *(report(**times, **mine) for mine in norms))
-    assert [round(each.times.step * 1e3) for each in seen] == list(range(21, 32))
+    assert [round(each.times.step * 1e3) for each in seen] == list(range(21, 20 + 2 * REST_STEPS))
     for number, each in enumerate(seen):
-        if number % NORM_STEPS:
+        if number % REST_STEPS:
             assert math.isnan(each.error) and math.isnan(each.gradient_norm)
         else:
             gradients = math.sqrt(((3.0 + number) ** 2 + 4.0**2) / 2)

@@ -30,8 +30,9 @@ from hvdplus.log.runlog import RunLog
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 
-NORM_STEPS = 5
-"""Steps between two measurements of gradients and residuals, which cost passes over memory."""
+NORM_STEPS, REST_STEPS = 5, 20
+"""Steps between two measurements of gradients and residuals, which cost passes over memory; and where a level holds
+nothing back, so that no price depends on them."""
 LOSS_SCALING = "loss scaling would mix the units of residual and gradient"
 ALONE = "one rank has nobody to send to"
 TAKEN = {"kind", "keep", "steps", "wall_seconds"}
@@ -341,12 +342,13 @@ class Coordinator:
                 self.finish()
 
     def _next_plan(self) -> Plan:
-        due = self._measures_norms and self.steps % NORM_STEPS == 0
+        plan = self.schedule.next_plan()
+        due = self._measures_norms and self.steps % (NORM_STEPS if plan.flush_fraction else REST_STEPS) == 0
         measurement = 1 + self.steps // NORM_STEPS if due else 0
         # What the last step's probe took is not known yet.
         may_probe = not (self.schedule.transitional or self._known.probe_bytes or self.plan.probe_bytes)
         probe = self._controller.probe_bytes() if self._controller and may_probe else 0
-        return self.schedule.next_plan()._replace(measurement=measurement, probe_bytes=probe)
+        return plan._replace(measurement=measurement, probe_bytes=probe)
 
     def _measure(self, seen: Observation, metadata: Metadata) -> None:
         self.steps += 1
