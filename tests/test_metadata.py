@@ -124,10 +124,10 @@ def test_a_gradient_that_turned_sparse_on_one_rank_outweighs_all_ranks_gradients
         ]
     )
     metadata = read(total([Report()] * ranks, flags), ranks)
-    assert metadata.turned.tolist() == [False, True, False]
+    assert metadata.turned == [1]
     assert (metadata.used > 0).tolist() == [True, True, False]
     everywhere = read(total([Report()] * ranks, np.full((ranks, 1), flag(True, True, ranks))), ranks)
-    assert everywhere.turned.tolist() == [True]
+    assert everywhere.turned == [0]
 
 
 def test_added_parameters_are_told_rank_by_rank() -> None:
@@ -185,7 +185,7 @@ def test_4096_ranks_are_read_in_no_time() -> None:
     ranks = 4096
     reports = [report(step=0.1, exposed_comm=0.01, learning_rate=0.1, gradient_norm=2.0, residual_norm=1.0)] * ranks
     slots = np.array([mine.slot for mine in reports], np.float32)
-    first = np.array([*reports[0].sums, *reports[0].sketch, *reports[0].residual_sketch], np.float32)
+    first = np.array([*reports[0].sums, *[0.0] * 2 * CELLS], np.float32)
     summed = np.concatenate([first * ranks, slots.ravel(), np.full(200, ranks, np.float32)])
     assert summed.shape == (length(ranks, 200),)
     took = []

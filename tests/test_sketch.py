@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdplus.adapters.numpy.backend import NumpyBackend
-from hvdplus.exchange.metadata import Report, Sums, pack, read
+from hvdplus.exchange.metadata import Report, Slot, Sums, pack, read
 from hvdplus.exchange.sketch import CELLS, WIDTH, cosine, part_of, signs, square
 
 BACKEND = NumpyBackend([])
@@ -28,7 +28,8 @@ def found(gradients: list[np.ndarray], measurement: int) -> float:
     for rank, gradient in enumerate(gradients):
         cells = sketch(gradient, measurement)
         sums = Sums(sketch_square=square(cells), sketched_square=square(gradient))
-        tensors.append(pack(rank, ranks, Report(sums, sketch=cells.tolist()), []))
+        slot = Slot(gradient_norm=math.sqrt(square(gradient)))
+        tensors.append(pack(rank, ranks, Report(sums, slot, cells.tolist(), [0.0] * CELLS), []))
     return read(np.sum(tensors, axis=0, dtype=np.float32), ranks).cosine
 
 

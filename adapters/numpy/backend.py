@@ -39,6 +39,7 @@ class NumpyBackend:
 
     framework = "numpy"
     on_host = True
+    may_adopt = True
 
     def __init__(
         self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str] | None = None, weights: Sequence[np.ndarray] = ()

@@ -36,7 +36,6 @@ class TorchBackend:
 
     framework = "torch"
     may_adopt = True
-    """Whether a mean's memory may become a gradient's."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str] = ()) -> None:
         self.device = parameters[0].device if parameters else torch.device("cpu")
@@ -81,7 +80,9 @@ class TorchBackend:
         return parts
 
     def places(self, bucket: Bucket) -> Sequence[torch.Tensor]:
-        return ()  # a mean's memory becomes the gradient's
+        places = [self._place(i) for i in bucket.parameters]
+        usual = [p for p in places if p is not None and p.dtype == torch.float32 and p.is_contiguous()]
+        return [place.detach().view(-1) for place in usual] if len(usual) == len(places) else ()
 
     def join(
         self,

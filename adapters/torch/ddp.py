@@ -29,7 +29,7 @@ from hvdplus.adapters.torch.ops import TorchOps
 from hvdplus.adapters.torch.optimizer import TYPES, fitting, load_settings, rate_of
 from hvdplus.agree import check_types, choose_ladder, choose_rhythm, join, next_instance
 from hvdplus.exchange import step
-from hvdplus.exchange.bucket import Bucket, BucketSet
+from hvdplus.exchange.bucket import BucketSet
 from hvdplus.exchange.eager import EagerExchange
 from hvdplus.settings import Settings
 from hvdplus.transport import World
@@ -54,11 +54,6 @@ class BucketBackend(TorchBackend):
 
     def put(self, i: int, grad: torch.Tensor) -> None:
         self.views[i] = grad
-
-    def places(self, bucket: Bucket) -> Sequence[torch.Tensor]:
-        views = [self.views[i] for i in bucket.parameters]
-        usual = all(not view.is_sparse and view.dtype == torch.float32 and view.is_contiguous() for view in views)
-        return [view.view(-1) for view in views] if usual else ()
 
     def _place(self, i: int) -> torch.Tensor | None:
         view = self.views[i]

@@ -12,7 +12,6 @@ import torch
 from hvdplus.adapters.torch import private
 from hvdplus.adapters.torch.backend import TorchBackend, like, real_view, rows_in_use
 from hvdplus.exchange import checkpoint, passes, step
-from hvdplus.exchange.bucket import BucketSet, BucketState
 from hvdplus.exchange.eager import EagerExchange
 from hvdplus.settings import Settings
 from hvdplus.transport import Transport
@@ -50,9 +49,6 @@ class HookedExchange(EagerExchange[torch.Tensor]):
         self._sent: dict[int, tuple[torch.Tensor, int]] = {}
         """Parameter -> its gradient in flight, and how often that had been written to: a change is noticed."""
         self._added: Sequence[torch.nn.Parameter] = ()
-        self._without_carrier: BucketSet[torch.Tensor] | None = None
-        self._carrier: BucketState[torch.Tensor] | None = None
-        """A set of buckets that has no carrier in this step, as all left early; and its carrier."""
         self._hooks: dict[int, Any] = {}
         """id of a parameter -> its hook."""
         self._listen(self.backend.parameters)
@@ -77,15 +73,11 @@ class HookedExchange(EagerExchange[torch.Tensor]):
         step.finish(self, learning_rate, len(added), missing)
         self._added = ()
         self._sent.clear()
-        self._carry_again()
         self.restart()
 
     def send_all(self) -> None:
-        """Begin the sums of gradients that no backward pass has brought, in the order that ranks have agreed on. None
-        waits for the metadata, to leave with them."""
+        """Begin the sums of gradients that no backward pass has brought, in the order that ranks have agreed on."""
         self.begin()
-        self._without_carrier, self._carrier = self.now, self.now.carrier
-        self.now.carrier = None
         for i in self.order:
             for _ in range(self._passes_left[i]):
                 self._accumulated(i, self.parameters[i])
@@ -113,7 +105,6 @@ class HookedExchange(EagerExchange[torch.Tensor]):
         """Forget the sums in flight: the transport has failed or has ended."""
         super().abandon()
         self._sent.clear()
-        self._carry_again()
         self.restart()
 
     def settle(self) -> None:
@@ -135,10 +126,6 @@ class HookedExchange(EagerExchange[torch.Tensor]):
     def open(self) -> None:
         """Listen again, after ``close``."""
         self._listen(self.parameters)
-
-    def _carry_again(self) -> None:
-        if self._without_carrier is not None:
-            self._without_carrier.carrier, self._without_carrier = self._carrier, None
 
     # -- hooks
 

@@ -86,7 +86,10 @@ class TorchOps(PackingOps):
             if len(own) == 1:
                 whole.append(piece)
                 places.append(own[0])
-            elif own:  # several tensors in one piece
+            elif own and isinstance(piece, Halves):  # several tensors in one piece
+                whole += [Halves(values, piece.factor) for values in torch.split(piece.values, list(map(len, own)))]
+                places += own
+            elif own:
                 values = torch.split(self.assemble([piece], scale), list(map(len, own)))
                 for part, value in zip(own, values, strict=True):
                     part.copy_(value)

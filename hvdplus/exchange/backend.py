@@ -69,6 +69,8 @@ class Backend(Protocol[EagerArray]):
     """``numpy`` or ``torch``; checkpoints name it."""
     on_host: bool
     """Whether gradients are in the host's memory."""
+    may_adopt: bool
+    """Whether a mean's memory may become a gradient's."""
     shapes: list[tuple[int, ...]]
     """Of all gradients."""
     dtypes: list[str]
@@ -104,7 +106,7 @@ class Backend(Protocol[EagerArray]):
 
     def places(self, bucket: Bucket) -> Sequence[EagerArray]:
         """Where the means of a bucket's parameters shall be in the end, 1-D and in its order, if that is float32 memory
-        of the backend's own; else empty. Only after ``join``: this rank's gradients may be there."""
+        that can be written to; else empty. This rank's gradients may be there: only once they are sent."""
 
     def join(
         self,

@@ -223,9 +223,6 @@ class BucketSet(Generic[Array]):
     """Beginning of the all-reduces' names."""
     in_place: bool = False
     """Whether gradients are summed in place where possible, and come back as means."""
-    carrier: BucketState[Array] | None = None
-    """The bucket that waits for the end of the backward pass and then leaves together with the metadata. This saves an
-    all-reduce, so that dense steps on fast links take no longer than stock Horovod's. None: there is none."""
 
     def __post_init__(self) -> None:
         self.place_of = {i: (state, *place) for state in self.states for i, place in state.places.items()}

@@ -79,9 +79,12 @@ def receive_bucket(
         check: as of ``send_bucket``.
         into: the bucket's tensors (1-D, float32), where the mean shall be written if that saves a copy.
     """
+    # Finite payloads can still have a sum beyond float32; and integers are finite, but say whether gradients were.
+    finite = compressor.is_finite(ops, total, total) if check else None
+    if compressor.may_overflow and not check:
+        finite = ops.all_finite(total)
+        if into and not finite:  # the gradients, which are there, are sent again
+            into = ()
     written = into and isinstance(compressor, Piecewise) and compressor.mean_into(ops, ctx, total, scale, into)
     mean = None if written else compressor.mean(ops, ctx, total, scale)
-    if not check:
-        return Incoming(mean, None, ops.all_finite(total) if compressor.may_overflow else None)
-    # Finite payloads can still have a sum beyond float32; and integers are finite, but say whether gradients were.
-    return Incoming(mean, compressor.advance(ops, ctx, total), compressor.is_finite(ops, total, total))
+    return Incoming(mean, compressor.advance(ops, ctx, total) if check else None, finite)

@@ -106,8 +106,7 @@ class EagerExchange(Exchange[EagerArray]):
         """Buckets of plain dense steps, where nothing has to be joined or encoded."""
         if self.sums_in_place and not self.idle:
             states: list[BucketState[EagerArray]] = [BucketState(bucket) for bucket in self.make_buckets(plain=True)]
-            carries = bool(states) and states[-1].bucket.dtype == "float32" and self.backend.on_host
-            self._plain = BucketSet(states, f"{self.prefix}.plain", True, states[-1] if carries else None)
+            self._plain = BucketSet(states, f"{self.prefix}.plain", True)
 
     def cut_anew(self) -> None:
         """Cut new buckets for changed order, tables or parameters; drop the old residuals and contexts."""

@@ -44,10 +44,10 @@ class Slot(NamedTuple):
 
     codec: float = 0.0
     exposed_comm: float = 0.0
-    comm: float = 0.0
-    """All communication, hidden or not."""
     input_wait: float = 0.0
     probe: float = 0.0
+    comm: float = 0.0
+    """All communication, hidden or not."""
     gradient_norm: float = 0.0
     residual_norm: float = 0.0
     """Euclidean norms of this rank's fresh gradient and of its next residual; 0 in steps that do not measure them."""
@@ -63,6 +63,10 @@ class Slot(NamedTuple):
     """Number of parameters that were unfrozen or added since the last step."""
 
 
+ROW = {name: row for row, name in enumerate(Slot._fields)}
+"""Field of a slot -> its place."""
+NOT_COMPUTING = 4
+"""The first fields are times in which a rank does not compute."""
 AGREED = ("learning_rate", "contexts", "weights", "missing", "added")
 """Fields of a slot that have to be equal on all ranks."""
 TURNED = 2
@@ -74,9 +78,9 @@ class Report(NamedTuple):
 
     sums: Sums = Sums()
     slot: Slot = Slot()
-    sketch: Sequence[float] = (0.0,) * CELLS
-    """Of this rank's gradients; zeros in steps that do not measure them."""
-    residual_sketch: Sequence[float] = (0.0,) * CELLS
+    sketch: Sequence[float] = ()
+    """Of this rank's gradients; empty in steps that do not measure them."""
+    residual_sketch: Sequence[float] = ()
     """Of its next residual."""
 
 
@@ -101,8 +105,8 @@ class Metadata(NamedTuple):
     """Number of added parameters, rank by rank; empty: none."""
     used: np.ndarray
     """float32, one a parameter: how many ranks have a gradient of it."""
-    turned: np.ndarray
-    """Booleans, one a parameter: its gradient has turned sparse on some rank."""
+    turned: list[int]
+    """Parameters whose gradients have turned sparse on some rank."""
     compute: np.ndarray
     """(ranks,): seconds of each rank's own computation in the previous step."""
     error: float = math.nan
@@ -113,17 +117,26 @@ class Metadata(NamedTuple):
     """
 
 
+SKETCHES = len(Sums._fields)
+"""Where they begin in the metadata tensor."""
+
+
 def length(ranks: int, parameters: int) -> int:
     """Floats of the metadata tensor."""
-    return len(Sums._fields) + 2 * CELLS + ranks * len(Slot._fields) + parameters
+    return SKETCHES + 2 * CELLS + ranks * len(Slot._fields) + parameters
 
 
 def pack(rank: int, ranks: int, report: Report, flags: Sequence[float]) -> np.ndarray:
     """This rank's metadata tensor. ``flags``: one a parameter, see ``flag``."""
-    mine = [0.0] * (ranks * len(Slot._fields))
-    mine[rank * len(Slot._fields) : (rank + 1) * len(Slot._fields)] = report.slot
+    total = np.zeros(length(ranks, len(flags)), np.float32)
+    own = length(rank, 0)
     with np.errstate(over="ignore"):  # a loss beyond float32 arrives as infinity
-        return np.array([*report.sums, *report.sketch, *report.residual_sketch, *mine, *flags], np.float32)
+        total[:SKETCHES] = report.sums
+        if report.sketch:
+            total[SKETCHES : length(0, 0)] = [*report.sketch, *report.residual_sketch]
+        total[own : own + len(Slot._fields)] = report.slot
+    total[length(ranks, 0) :] = flags
+    return total
 
 
 def flag(has_gradient: bool, turned_sparse: bool, ranks: int) -> float:
@@ -133,22 +146,22 @@ def flag(has_gradient: bool, turned_sparse: bool, ranks: int) -> float:
 
 def read(total: np.ndarray, ranks: int) -> Metadata:
     """All ranks' metadata from the summed tensor (float32, one-dimensional)."""
-    sums = Sums(*total[: len(Sums._fields)].tolist())
-    sketches, behind = len(Sums._fields), length(ranks, 0)
-    sketched = sketches + 2 * CELLS
-    gradients, residuals = total[sketches : sketches + CELLS], total[sketches + CELLS : sketched]
+    sums, behind = Sums(*total[:SKETCHES].tolist()), length(ranks, 0)
     # One row a field: with many ranks NumPy is several times quicker along rows.
-    fields = np.ascontiguousarray(total[sketched:behind].reshape(ranks, len(Slot._fields)).T)
+    fields = np.ascontiguousarray(total[length(0, 0) : behind].reshape(ranks, len(Slot._fields)).T)
     # A field differs where its minimum is not its maximum; NaN, unequal to itself, is found as well.
     low, high = fields.min(axis=1).tolist(), fields.max(axis=1).tolist()
     least, most = Slot(*low), Slot(*high)
-    odd = _odd(fields, low, high)
-    used = total[behind:]
-    turned = used > (TURNED - 0.5) * ranks
-    norms = (0.0, 0.0)
-    if most.gradient_norm or most.residual_norm or math.isnan(most.gradient_norm + most.residual_norm):
-        at = Slot._fields.index("gradient_norm")
+    used, turned = total[behind:], list[int]()
+    if len(used) and used.max() > ranks:
+        turned = np.flatnonzero(used > (TURNED - 0.5) * ranks).tolist()
+    norms, alike, error = (0.0, 0.0), math.nan, math.nan
+    if most.gradient_norm or most.residual_norm or math.isnan(most.gradient_norm + most.residual_norm):  # measured
+        at = ROW["gradient_norm"]
         norms = tuple(np.sqrt(np.square(fields[at : at + 2].astype(np.float64)).mean(axis=1)).tolist())
+        gradients, residuals = total[SKETCHES : SKETCHES + CELLS], total[SKETCHES + CELLS : length(0, 0)]
+        alike = cosine(gradients, sums.sketch_square, sums.sketched_square, ranks)
+        error = _error(norms, of_sum(gradients, sums.sketch_square), of_sum(residuals, sums.residual_sketch_square))
     times = StepTimes(
         step=sums.step / ranks,
         codec=most.codec,
@@ -157,23 +170,21 @@ def read(total: np.ndarray, ranks: int) -> Metadata:
         overlapped_comm=least.comm - least.exposed_comm,
         probe=least.probe,
     )
-    slots = Slot(*fields)
-    waits = slots.codec + slots.exposed_comm + slots.input_wait + slots.probe
     return Metadata(
         nonfinite=not sums.nonfinite < 0.5,
         overflow=not sums.overflow < 0.5,
         times=times,
         loss=sums.loss / sums.losses if sums.losses else math.nan,
-        learning_rate=float(fields[Slot._fields.index("learning_rate"), 0]),
+        learning_rate=float(fields[ROW["learning_rate"], 0]),
         gradient_norm=norms[0],
         residual_norm=norms[1],
-        cosine=cosine(gradients, sums.sketch_square, sums.sketched_square, ranks),
-        odd=odd,
-        added=[] if not most.added else fields[Slot._fields.index("added")].astype(int).tolist(),
+        cosine=alike,
+        odd=_odd(fields, low, high),
+        added=[] if not most.added else fields[ROW["added"]].astype(int).tolist(),
         used=used,
         turned=turned,
-        compute=np.maximum(times.step - waits, 0.0),
-        error=_error(norms, of_sum(gradients, sums.sketch_square), of_sum(residuals, sums.residual_sketch_square)),
+        compute=np.maximum(times.step - fields[:NOT_COMPUTING].sum(axis=0), 0.0),
+        error=error,
     )
 
 
@@ -188,7 +199,7 @@ def _error(norms: Sequence[float], gradients: float, residuals: float) -> float:
 def _odd(fields: np.ndarray, low: list[float], high: list[float]) -> dict[str, list[int]]:
     found = {}
     for name in AGREED:
-        row = Slot._fields.index(name)
+        row = ROW[name]
         if low[row] != high[row]:
             told = fields[row]
             both_nan = np.isnan(told) & np.isnan(told[0])  # whatever the bits of a NaN are
@@ -210,6 +221,8 @@ def check_agreement(metadata: Metadata, level: str, note: str = "") -> None:
     Raises:
         RuntimeError: the message names the ranks and the way out.
     """
+    if not metadata.odd:
+        return
     odd = {name: ", ".join(map(str, ranks)) for name, ranks in metadata.odd.items()}
     if "added" in odd:
         raise RuntimeError(

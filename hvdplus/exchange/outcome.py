@@ -86,7 +86,7 @@ def deliver(x: EagerExchange[EagerArray], used: Sequence[bool]) -> None:
     users = (x.reporter.metadata.read().used > 0).tolist() if x.reporter.read_in_step else used
     for state in x.now.states:
         if x.now.in_place:
-            for i, mean in zip(state.bucket.parameters, state.summed, strict=False):  # the metadata come last
+            for i, mean in zip(state.bucket.parameters, state.summed, strict=True):
                 if users[i]:
                     x.backend.deliver_summed(i, mean, sparse=i in x.sparse)
         else:
@@ -117,8 +117,7 @@ def _deliver_bucket(x: EagerExchange[EagerArray], state: BucketState[EagerArray]
 def turned_sparse(x: EagerExchange[EagerArray]) -> None:
     """If all ranks read the metadata in the step, treat a gradient that turned sparse on one rank as sparse on all."""
     if x.reporter.observed_in_step:
-        turned = x.reporter.metadata.read().turned
-        x.sparse.update(i for i, turns in enumerate(turned.tolist()) if turns)
+        x.sparse.update(x.reporter.metadata.read().turned)
 
 
 def hand_over(x: EagerExchange[EagerArray], before: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, cast
+from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 
@@ -28,7 +28,6 @@ from hvdplus.exchange.metadata import (
 )
 from hvdplus.exchange.plan import Plan
 from hvdplus.exchange.sketch import CELLS, part_of, square
-from hvdplus.transport import Grouping
 
 if TYPE_CHECKING:
     from hvdplus.exchange.bucket import BucketState
@@ -116,16 +115,16 @@ class Reporter(Generic[EagerArray]):
         """Send this rank's metadata. Arguments as in ``step.finish``; ``used``: which parameters have a gradient."""
         ranks = x.transport.size
         numbers = () if x.idle else range(len(x.shapes))
-        turned = {i for i in numbers if x.backend.is_sparse(i) and i not in x.sparse}
-        flags = [flag(has, i in turned, ranks) for i, has in enumerate(used)]
+        flags = [flag(has, False, ranks) for has in used]
+        for i in numbers:
+            if used[i] and x.backend.is_sparse(i) and i not in x.sparse:
+                flags[i] = flag(True, True, ranks)
         checksums = x.backend.checksums() if self._checks_weights(x) else []
         report = self._report(x, learning_rate, added, missing, checksums)
         wait = self._start_sum(x, x.backend.metadata_array(pack(x.transport.rank, ranks, report, flags)))
         self.metadata = MetadataInFlight(wait, ranks, checksums)
         self._told = self._told_with(x) if x.runs_ahead else x.plan
-        self.observed_in_step = (
-            (x.checks and not x.runs_ahead) or x.now.carrier is not None or bool(self._unseen and not x.idle)
-        )
+        self.observed_in_step = (x.checks and not x.runs_ahead) or bool(self._unseen and not x.idle)
         # Only a rank without a gradient needs to know whether other ranks have one.
         self.read_in_step = self.observed_in_step or added > 0 or not all(used)
 
@@ -174,7 +173,7 @@ class Reporter(Generic[EagerArray]):
             self.overflowed = True
         if self._unseen:
             self._unseen -= set(np.flatnonzero(metadata.used > 0).tolist())
-        x.sparse.update(np.flatnonzero(metadata.turned).tolist())
+        x.sparse.update(metadata.turned)
 
     def _told_with(self, x: EagerExchange[EagerArray]) -> Plan:
         """This step's plan, with the number of the last step's measurement if that ran the same level."""
@@ -183,13 +182,7 @@ class Reporter(Generic[EagerArray]):
 
     def _start_sum(self, x: EagerExchange[EagerArray], array: EagerArray) -> Callable[[], np.ndarray]:
         # The returned closure must not refer to the exchange either.
-        carrier, scale, transport, to_host = x.now.carrier, x.scale, x.bare, x.backend.to_host
-        if carrier is not None:
-            with x.meter.codec():
-                name = x.ladder.tensor_name(x.now.prefix, carrier.bucket.number, x.plan)
-                carrier.handle = cast(Grouping, transport).start_all([*carrier.summed, array], name, scale)
-                x.sum_begins(carrier.bucket.number, transport, carrier.handle)
-            return lambda: to_host(array) / np.float32(scale)  # summed in place, complete when the carrier is
+        transport, to_host = x.bare, x.backend.to_host
         # Two names alternate: the last sum may still be in flight where it was not awaited.
         self._sums += 1
         handle = transport.start(array, f"{x.prefix}.metadata.{self._sums % 2}")

@@ -34,7 +34,7 @@ def gradient_ready(x: EagerExchange[EagerArray], i: int) -> None:
         state = x.now.place_of[i][0]
         transfer.mark_ready(state, i)
         x.meter.look()
-        if not state.missing and state is not x.now.carrier:
+        if not state.missing:
             with x.meter.codec():
                 transfer.send_full(x, state)
 

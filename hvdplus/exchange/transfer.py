@@ -28,10 +28,7 @@ def complete(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> No
     """The backward pass is over: send the bucket, with zeros for gradients that it did not deliver."""
     for i in tuple(state.missing):
         mark_ready(state, i)
-    if state is x.now.carrier:  # it leaves with the metadata
-        state.summed = _in_place(x, state)
-    else:
-        send(x, state)
+    send(x, state)
 
 
 def send_full(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
@@ -177,10 +174,25 @@ def decode(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None
     """Sum of payloads -> mean of gradients, and the next context."""
     compressor, check = x.compressor(state.bucket, x.plan.level), x.checks and state.bucket.compressible
     with x.backend.named("hvdplus.decode"):
-        stays = compressor.keeps_residual and x.sparse.isdisjoint(state.bucket.parameters) and not x.runs_ahead
-        into = x.backend.places(state.bucket) if stays else ()
+        into = _places(x, state, compressor)
         got = receive_bucket(x.ops, compressor, x.context(state), state.total, x.scale * x.sent_scale, check, into)
         state.mean, state.next_context, state.sum_finite = got
+
+
+def _places(
+    x: EagerExchange[EagerArray], state: BucketState[EagerArray], compressor: Compressor
+) -> Sequence[EagerArray]:
+    """Where the bucket's mean can be written at once; empty: it is delivered later."""
+    if x.runs_ahead or not x.sparse.isdisjoint(state.bucket.parameters):
+        return ()
+    if compressor.keeps_residual:
+        # The last bits of a product may depend on where it is written: only a reducer's buckets are alike on all ranks.
+        at_once = not x.backend.may_adopt
+    else:
+        # float16 is the same wherever it is, once the host has seen that its sum is finite. But metadata that are read
+        # in the step may tell that a gradient has to become sparse, as it is on another rank.
+        at_once = compressor.may_overflow and x.backend.on_host and not x.reporter.observed_in_step
+    return x.backend.places(state.bucket) if at_once else ()
 
 
 def wire_type(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> str:
