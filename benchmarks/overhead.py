@@ -44,7 +44,8 @@ class Echo(Local):
         return self.start_all([array], name, scale)[0]
 
     def start_all(self, arrays: Sequence[Any], name: str, scale: float = 1.0) -> Any:
-        torch._foreach_mul_(list(arrays), 2 if scale == 1 else 2 * scale)
+        memory = [array.data for array in arrays]  # as a transport writes: no version counts it
+        torch._foreach_mul_(memory, 2 if scale == 1 else 2 * scale)
         if len(arrays[-1]) == length(2, TENSORS):  # each rank fills its own slot alone
             mine, theirs = arrays[-1][length(0, 0) : length(2, 0)].view(2, -1)
             theirs.copy_(mine.div_(2))

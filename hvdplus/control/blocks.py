@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import NamedTuple
 
 from hvdplus.control.meter import StepTimes
@@ -59,6 +59,12 @@ class Block(NamedTuple):
     def comm(self) -> float:
         """All communication, hidden or not."""
         return self.exposed + self.overlapped
+
+
+def stdev(values: Sequence[float]) -> float:
+    """As of ``statistics``, which adds fractions, and takes thirty times as long."""
+    middle = fmean(values)
+    return math.dist(values, [middle] * len(values)) / math.sqrt(len(values) - 1)
 
 
 def block_of(steps: Sequence[StepTimes]) -> Block:
