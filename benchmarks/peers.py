@@ -1,6 +1,6 @@
 """What does a step take, whoever exchanges its gradients? Stock Horovod, PyTorch's own and hvdplus, on real links.
 
-    python benchmarks/peers.py --quick    two models and three links: 15 minutes
+    python benchmarks/peers.py --quick    two models and three links: nine minutes
     python benchmarks/peers.py            models of 1 to 48 M parameters, 100 Mb/s to no limit: for hours
     python benchmarks/peers.py --models lstm --rates 1gbit
 
