@@ -154,11 +154,12 @@ class Knowledge:
 
     def ratio(self, level: int, other: int) -> Guess:
         """Logarithm of a level's seconds over those of another one that was measured: as measured, or as predicted."""
+        step = self.seconds(level)
         if level in self.levels:
             variance = self.known_own(level).variance
         else:
-            variance = self._doubt(level, other) + self.known_own(other).variance + MODEL_ERROR**2
-        return Guess(math.log(self.seconds(level) / self.seconds(other)), variance)
+            variance = self._doubt(level, other, step) + self.known_own(other).variance + MODEL_ERROR**2
+        return Guess(math.log(step / self.seconds(other)), variance)
 
     def see_sum(self, size: int, seconds: float, *, first: bool = False) -> None:
         """Take in what a sum of ``size`` bytes took that nothing else went along with. ``first``: before any step.
@@ -246,13 +247,14 @@ class Knowledge:
 
     def cost(self, level: int, held: int) -> Guess:
         """Logarithm of seconds times price. ``held``: the level that runs, whose link needs no guess."""
-        price = self.price(level)
-        delay = self._kappa(level) ** 2 * self.error(level).variance / price**2
-        return Guess(math.log(self.seconds(level) * price), self._doubt(level, held) + delay)
+        kappa, error, step = self._kappa(level), self.error(level), self.seconds(level)
+        price = price_of_delay(kappa, error.mean)
+        delay = kappa**2 * error.variance / price**2
+        return Guess(math.log(step * price), self._doubt(level, held, step) + delay)
 
-    def _doubt(self, level: int, held: int) -> float:
-        """Variance of the logarithm of a level's seconds."""
-        cost, step, busy = self.costs[level], self.seconds(level), self._busy(level)
+    def _doubt(self, level: int, held: int, step: float) -> float:
+        """Variance of the logarithm of a level's seconds, ``step``."""
+        cost, busy = self.costs[level], self._busy(level)
         if level in self.levels:
             variance = self.known_own(level).variance
         else:
