@@ -182,14 +182,14 @@ class Controller:
     def unforeseen(self) -> tuple[int, ...]:
         """While gradients travel nearly whole: levels of whose errors nothing is known but bytes, and that may pay."""
         known, (error, share) = self._known, NEARLY_WHOLE
+        sent = self.costs[self.level].payload_bytes / max(1, self.costs[0].payload_bytes)
+        if not known.steps or sent < share or known.error(self.level).mean > error:
+            return ()
         unknown = [
             level
             for level in self._usable()
             if self.costs[level].keeps_residual and level not in known.errors and level not in known.previews
         ]
-        sent = self.costs[self.level].payload_bytes / max(1, self.costs[0].payload_bytes)
-        if not (unknown and known.steps and sent >= share and known.error(self.level).mean <= error):
-            return ()
         return tuple(level for level in unknown if known.may_pay(level, self.level))
 
     def foresee(self, errors: Mapping[int, float]) -> None:
