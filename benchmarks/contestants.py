@@ -404,7 +404,8 @@ class Job:
         contestant.optimizer.average_now()
 
     def blocks(self, turns: list[tuple[Any, ...]], rest_seconds: float) -> list[float]:
-        """Mean seconds a step of everybody's block of so many steps; a mean, as some have more to do in every fifth.
+        """Mean seconds a step of everybody's block of so many steps; a mean, as some have more to do in every fifth
+        or twentieth.
 
         Links rest for ``rest_seconds`` before each, so that nobody pays for the bytes of whoever was before. Nor for
         what they left in the processor's caches: a step or two come first that do not count, if a block has several,

@@ -1,8 +1,9 @@
 """The engine's backend in PyTorch: gradients are where PyTorch keeps them, in ``parameter.grad``.
 
 A full bucket's gradients are copied once, into its vector, together with their share of the residual; means are written
-to ``.grad``. As in Horovod, ``.grad`` stays the same tensor; it takes over the mean's memory if no other tensor shares
-it. Plain dense steps over Horovod need no bucket: every gradient is summed in place.
+to ``.grad``. As in Horovod, ``.grad`` stays the same tensor; float16 means are decoded into it, and if no other tensor
+shares its memory it takes over that of other means. Plain dense steps over Horovod need no bucket: every gradient is
+summed in place.
 """
 
 from __future__ import annotations

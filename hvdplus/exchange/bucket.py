@@ -174,7 +174,7 @@ class BucketState(Generic[Array]):
     payload: Array = NOT_YET
     """The vector, encoded."""
     summed: list[Array] = field(default_factory=list)
-    """Where gradients are summed in place: the gradients, after the sum their means; the metadata may come last."""
+    """Where gradients are summed in place: the gradients, after the sum their means."""
     handle: Any = None
     """Of the all-reduce under way."""
     total: Array = NOT_YET

@@ -77,7 +77,8 @@ def receive_bucket(
     Args:
         scale: 1/N for means.
         check: as of ``send_bucket``.
-        into: the bucket's tensors (1-D, float32), where the mean shall be written if that saves a copy.
+        into: the bucket's tensors (1-D, float32), where the mean shall be written if that saves a copy. Not if it
+            is not finite and the gradients, which may be there, are sent again.
     """
     # Finite payloads can still have a sum beyond float32; and integers are finite, but say whether gradients were.
     finite = compressor.is_finite(ops, total, total) if check else None

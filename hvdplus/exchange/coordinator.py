@@ -32,7 +32,8 @@ from hvdplus.transport import World
 
 NORM_STEPS, REST_STEPS = 5, 20
 """Steps between two measurements of gradients and residuals, which cost passes over memory; and where a level holds
-nothing back, so that no price depends on them."""
+nothing back, so that no error is read. Gradients that grow (``control/phases.py``) are noticed later there: within some
+60 steps, not 15."""
 LOSS_SCALING = "loss scaling would mix the units of residual and gradient"
 ALONE = "one rank has nobody to send to"
 TAKEN = {"kind", "keep", "steps", "wall_seconds"}

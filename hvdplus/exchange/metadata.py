@@ -45,7 +45,7 @@ class Slot(NamedTuple):
     codec: float = 0.0
     exposed_comm: float = 0.0
     input_wait: float = 0.0
-    probe: float = 0.0
+    probe: float = 0.0  # up to here: NOT_COMPUTING
     comm: float = 0.0
     """All communication, hidden or not."""
     gradient_norm: float = 0.0
