@@ -225,9 +225,6 @@ def test_ordinary_training_does_not_overflow(level: str, kind: str) -> None:
     if level.startswith("lowrank") and kind == "single":
         # The first random bases may not show a single value at all: so it is until contexts learn again.
         often = (PATIENCE + 4) / 30
-    if level.startswith("topk:") and "+" in level and kind == "single":
-        # What is asked for in the first step, a root mean square, says little of one value: until contexts learn again.
-        often = 2 * PATIENCE / 30
     fired: dict[int, list[bool]] = {ranks: [] for ranks in ROWS[level].ranks}
 
     @given(st.integers(0, 2**31))

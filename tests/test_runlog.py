@@ -384,10 +384,10 @@ def test_a_pipe_is_read_if_somebody_writes_into_it(tmp_path: Path) -> None:
     assert content(kept) == text
 
     def write() -> None:
-        with contextlib.suppress(BrokenPipeError):  # a reader that had found nobody closed what this thread has opened
+        try:
             pipe.write_bytes(text)
-            return
-        write()
+        except BrokenPipeError:  # a reader that had found nobody closed what this thread has opened
+            write()
 
     writer = threading.Thread(target=write)
     writer.start()
