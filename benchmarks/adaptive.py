@@ -65,10 +65,11 @@ MORE_SECONDS = {True: 8.0, False: 15.0}
 START_STEPS, CHANGE_STEPS = 40, 80
 """Steps after which ``auto`` is to have found its level: from the first on, and after a change of the link."""
 ORACLE_LIMIT, CHANGE_LIMIT, DENSE_LIMIT = 1.03, 1.05, 1.02
-BLOCK_SECONDS, BLOCK_STEPS, LONG_SECONDS = 0.04, (2, 40), 0.2
+BLOCK_SECONDS, BLOCK_STEPS, LONG_SECONDS = 0.3, (4, 40), 0.2
 """A block takes so long, but has no fewer and no more steps; an even number, as low-rank levels send more in every
 second one. Steps that take longer than the last figure, which those of such levels never do, are blocks of their own.
-Machines change their speed within tenths of a second: many short blocks in turns tell more than a few long ones."""
+Machines change their speed within tenths of a second: many short blocks in turns tell more than a few long ones. But
+``auto`` learns from its steps, and from two at a time, with others' in the caches, it learns little (``NOTES.md``)."""
 RATES = ("50mbit", "200mbit", "1gbit", "5gbit", UNSHAPED)
 MODELS = ("mlp", "text", "cnn")
 
