@@ -60,12 +60,14 @@ hvd.shutdown()
 """
 
 SEND = """
+import sys
 import time
 import numpy
 from mpi4py import MPI
 world = MPI.COMM_WORLD
-data = numpy.ones(1_000_000, numpy.uint8)
+data = numpy.ones(int(sys.argv[1]), numpy.uint8)
 while True:
+    time.sleep(0.05)  # the link has its burst again
     world.Barrier()
     began = time.perf_counter()
     world.Send(data, 1) if world.rank == 0 else world.Recv(data, 0)
@@ -208,7 +210,7 @@ def test_a_rate_changes_while_a_job_runs(lab):
     lab = lab(rate="100mbit")
 
     seconds = {}
-    with lab.start(python(SEND), env=RING, timeout_seconds=60) as job:
+    with lab.start(python(SEND, 1_000_000), env=RING, timeout_seconds=60) as job:
         lines = iter(job)
         for rate in ("100mbit", "20mbit", "200mbit"):
             lab.shape(rate)
@@ -216,9 +218,19 @@ def test_a_rate_changes_while_a_job_runs(lab):
                 next(lines)
             seconds[rate] = min(float(next(lines).split()[1]) for _ in range(5))
     for rate, found in seconds.items():
-        # A bucket of 64 kB, perhaps two, crosses for nothing.
+        # A bucket, perhaps two, crosses for nothing.
         assert 0.85 <= found / (8e6 / bits_per_second(rate)) <= 1.3, seconds
     assert not running(lab.name)
+
+
+@pytest.mark.alone
+def test_small_messages_take_their_time_too(lab):
+    """A bucket that has filled up in a pause lets none of 64 kB cross for nothing."""
+    lab = lab(rate="20mbit")
+    with lab.start(python(SEND, 65536), env=RING, timeout_seconds=60) as job:
+        lines = iter(job)
+        seconds = min(float(next(lines).split()[1]) for _ in range(5))
+    assert seconds >= 0.6 * 8 * 65536 / 20e6
 
 
 MOST_SENT_AGAIN = 1.15

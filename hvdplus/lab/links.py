@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 UNSHAPED = "unshaped"
 WIRE_BYTES_PER_PAYLOAD_BYTE = 1514 / 1448
 """Ethernet, IP and TCP headers at an MTU of 1500, as the token bucket counts them."""
+LARGEST_SEGMENT_BYTES = 65536
+LEAST_BURST_BYTES = 12288
 TOLERANCE = 0.07
 TRIES = 6
 
@@ -62,18 +64,19 @@ def shape_of(rate: str) -> Shape:
     #     1 Gb/s  64 kB  32 kB: 0.99-1.00, 0.03             5 Gb/s  64 kB  32 kB: 0.88-0.96, 0.25
     #     1 Gb/s 128 kB  64 kB: 1.00,      0.02             5 Gb/s 320 kB  32 kB: 0.95-1.00, 0.24
     #     2 Gb/s 128 kB  64 kB: 1.00,      0.02             5 Gb/s 320 kB  64 kB: 1.00,      0.07
-    # A bucket that is larger than need be lets small messages cross for nothing, so it stays at 64 kB up to 1 Gb/s.
-    segment_bytes = 65536 if bits > 1e9 else 32768
+    # A bucket that is larger than need be lets small messages cross for nothing: with 64 kB, a message of 64 kB crossed
+    # 50 Mb/s in 4 ms instead of 11. So it is what a link sends in half a millisecond, and a few packets at least.
     if rate == UNSHAPED:
-        return Shape(segment_bytes, "", 0.0)
+        return Shape(LARGEST_SEGMENT_BYTES, "", 0.0)
     burst_bytes, limit_bytes = _burst_bytes(bits), max(1e6, 0.020 * bits / 8)
+    segment_bytes = int(min(LARGEST_SEGMENT_BYTES, burst_bytes / 2))
     bucket = f"tbf rate {bits:.0f}bit burst {burst_bytes:.0f} limit {limit_bytes:.0f}"
     return Shape(segment_bytes, bucket, 8 * burst_bytes / bits)
 
 
 def _burst_bytes(bits: float) -> float:
     """That cross a link of so many bits a second at once, after a rest."""
-    return 65536 * max(1.0, bits / 1e9)
+    return max(LEAST_BURST_BYTES, 65536 * bits / 1e9)
 
 
 def check(lab: Lab, seconds: float) -> dict[tuple[str, str], float]:
