@@ -143,6 +143,8 @@ class Controller:
     """Level -> trials that it lost against the level held; each makes it promise more to be tried again."""
     _doubt: bool = False
     """Whether the last block was left out, as it lay far from those before: a burst, or news."""
+    _shaken: bool = False
+    """Whether the last block of the level held was news."""
     _noise: float = 0.0
     """Variance of a trial's ratio, as blocks of the level held let expect."""
     _exploring: Exploring = field(default_factory=Exploring)
@@ -287,6 +289,8 @@ class Controller:
             return None
         if changed:
             self._lost = {}
+        if self.level == self.held:
+            self._shaken = changed
         self._known.learn(self.level, block, held=self.level == self.held)
         if self.level == self.held:
             noise = max(noise_of(block, self.config.pairs) * count / self.config.block_steps, QUIET)
@@ -360,7 +364,8 @@ class Controller:
         if verdict.at_stake > config.margin / 2:
             least += [promise for level, promise in self._promises().items() if level != self.challenger]
         # One that loses is held against a turn after its own, too: the link may have changed since the one before it.
-        if verdict.at_stake > max(least) or (self.level == self.challenger and not verdict.wins):
+        # And one that is tried since the level held became slower: what it wins may be the end of a burst.
+        if verdict.at_stake > max(least) or (self.level == self.challenger and (self._shaken or not verdict.wins)):
             other = self.held if self.level == self.challenger else self.challenger
             return self._enter(Mode.TRIAL, other, f"{words}: in turns")
         self._known.learn_ratio(self.challenger, self.held, verdict.ratio)
