@@ -264,13 +264,14 @@ class Controller:
         return count >= turn or self._is_hopeless(settled=True)
 
     def _is_hopeless(self, *, settled: bool) -> bool:
-        """Whether the trial's level is so much dearer already that the rest of its turn is not worth its time."""
-        if self.mode is not Mode.TRIAL or self.level != self.challenger or len(self._window) < 3:
+        """Whether the level is so much dearer already than the trial's other one that the rest of its turn is not worth
+        its time."""
+        if self.mode is not Mode.TRIAL or len(self._window) < 3:
             return False
-        steps, held = [each.step for each in self._window], self._turns[-1][1]
-        extra = self._dearer() + self._need(self.level)
+        steps, other = [each.step for each in self._window], self._turns[-1][1]
+        extra = self._dearer() + self._need(self.challenger)
         count = self.config.block_steps * (self._patience() if len(self._turns) > 1 else 1)
-        return hopeless(steps, held, extra, count, settled=settled)
+        return hopeless(steps, other, extra if self.level == self.challenger else -extra, count, settled=settled)
 
     def _dearer(self) -> float:
         """Logarithm of the challenger's price of delay over that of the level held."""
