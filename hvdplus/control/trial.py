@@ -61,7 +61,7 @@ def judge(
 
 
 def hopeless(steps: Sequence[float], other: Block, extra: float, block_steps: int, *, settled: bool) -> bool:
-    """Whether a level is so much dearer already than the trial's other one that the rest of its turn is not worth its time.
+    """Whether a level is so much dearer already than the trial's other one that its turn need not be finished.
 
     Args:
         steps: seconds of its steps in this turn.
