@@ -198,12 +198,9 @@ def test_what_a_preview_shows_is_a_first_reading() -> None:
     )
     knowledge.foresee(1, 0.0)
     assert knowledge.error(1).mean == LEAST_PREVIEW, "others' errors are held against it"
-    assert knowledge.may_pay(2, 0, 0.0) and not knowledge.may_pay(0, 2, 0.0)
+    assert knowledge.may_pay(2, 0) and not knowledge.may_pay(0, 2)
     knowledge.link = knowledge.link._replace(beta=1e-12)
-    assert not knowledge.may_pay(2, 0, 0.0), "its codec takes longer than the link"
-    fresh = Knowledge(knowledge.costs, knowledge.delay_price)
-    fresh.begin([(1 << 20, 0.01)])
-    assert not fresh.may_pay(0, 2, 0.0) and fresh.may_pay(0, 2, 10.0), "beside so much, delay is the dearer"
+    assert not knowledge.may_pay(2, 0), "its codec takes longer than the link"
 
 
 def test_a_levels_weight_is_in_its_price() -> None:

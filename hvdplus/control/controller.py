@@ -109,6 +109,8 @@ QUIET = 1e-8
 """Least noise."""
 LONGEST = 3
 """Largest factor by which noise makes a trial's blocks longer."""
+NEARLY_WHOLE = 0.3, 0.2
+"""Most error, and least share of the dense bytes, of a level whose means show what others would hold back."""
 START_SETTLES, START_STEPS = 2, 4
 """Steps of a start that do not count, and that do: it may be far from the best level, and trials follow anyway."""
 
@@ -180,14 +182,17 @@ class Controller:
             self.level = self.held = self._known.best_start(self._usable())
 
     def unforeseen(self) -> tuple[int, ...]:
-        """Levels of whose errors nothing is known but bytes, and that may pay; with them the level that runs, as what a
-        preview shows of it, and what it comes to, tell of the others."""
-        known, now = self._known, self.level
-        busy = min((times.compute for times in self._window), default=0.0)
-        lossy = [level for level in self._usable() if self.costs[level].keeps_residual and level not in known.previews]
-        unknown = [level for level in lossy if level != now and level not in known.errors]
-        paying = [level for level in unknown if known.steps and known.may_pay(level, now, busy)]
-        return tuple(level for level in lossy if level in paying or (paying and level == now))
+        """While gradients travel nearly whole: levels of whose errors nothing is known but bytes, and that may pay."""
+        known, (error, share) = self._known, NEARLY_WHOLE
+        sent = self.costs[self.level].payload_bytes / max(1, self.costs[0].payload_bytes)
+        if not known.steps or sent < share or known.error(self.level).mean > error:
+            return ()
+        unknown = [
+            level
+            for level in self._usable()
+            if self.costs[level].keeps_residual and level not in known.errors and level not in known.previews
+        ]
+        return tuple(level for level in unknown if known.may_pay(level, self.level))
 
     def foresee(self, errors: Mapping[int, float]) -> None:
         """A preview: level -> the norm of what it would have held back of a step's gradient, over the gradient's."""

@@ -210,18 +210,13 @@ class Knowledge:
         """Take in what a level held back of a gradient in a preview, as a share of it."""
         self.previews[level] = max(LEAST_PREVIEW, foreseen(error))
 
-    def may_pay(self, level: int, held: int, busy: float) -> bool:
-        """Whether a level would cost less than the level held, if it held nothing back, and were nothing hidden.
-
-        Args:
-            busy: seconds of computation, as long as no level was measured.
-        """
-        busy = self._busy(held) if self.levels else busy
+    def may_pay(self, level: int, held: int) -> bool:
+        """Whether a level's communication and codec take less than those of the level held, were nothing hidden."""
 
         def seconds(level: int) -> float:
-            return busy + self._codec(level).mean + self.link.link.seconds(self.costs[level])
+            return self._codec(level).mean + self.link.link.seconds(self.costs[level])
 
-        return seconds(level) < seconds(held) * self.price(held)
+        return seconds(level) < seconds(held)
 
     def least_error(self, level: int) -> float:
         """The least of the last readings of e; 0: there are few. A single one may be of an odd batch."""

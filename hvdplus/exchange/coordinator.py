@@ -130,8 +130,8 @@ class Coordinator:
         return self._controller is not None and self._measures_norms
 
     def unforeseen(self) -> tuple[int, ...]:
-        """Levels to try in the step that runs the present plan, see ``preview.py``. In two steps of five, as it takes
-        time to ask."""
+        """Levels to try on the means of the step that runs the present plan, see ``preview.py``. In two steps of five,
+        as it takes time to ask."""
         if not (self._controller and self.previews and self._previews_left) or self.steps % NORM_STEPS < NORM_STEPS - 2:
             return ()
         return () if self.schedule.transitional or self.plan.probe_bytes else self._controller.unforeseen()

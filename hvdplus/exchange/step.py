@@ -50,7 +50,6 @@ def finish(x: EagerExchange[EagerArray], learning_rate: float = 0.0, added: int 
     x.begin()
     agree_on_first_step(x)
     used = send_rest(x)
-    tried = preview.look(x)
     x.wait_for_device()
     x.reporter.start(x, used, learning_rate, added, missing)
     x.reporter.observe_last(x)
@@ -62,8 +61,9 @@ def finish(x: EagerExchange[EagerArray], learning_rate: float = 0.0, added: int 
     probe(x)
     with x.meter.codec():
         outcome.deliver(x, used)
+    levels = () if x.idle else x.coordinator.unforeseen()
     x.end_exchange(healthy)
-    preview.try_levels(x, tried)
+    preview.try_levels(x, levels)
 
 
 def agree_on_first_step(x: EagerExchange[EagerArray]) -> None:
