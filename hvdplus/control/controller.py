@@ -204,7 +204,7 @@ class Controller:
         self.refused.update({above: why for above in range(level, len(self.names))})
         if self.held >= level:
             self._known.levels.clear()
-            self.held, self._lost, self._turns = 0, {}, []
+            self.held, self._lost, self._turns, self._shaken = 0, {}, [], False
             self._enter(Mode.START, 0)
         elif self.mode is Mode.TRIAL and self.challenger >= level:
             self._enter(Mode.HOLD, self.held)
@@ -231,7 +231,7 @@ class Controller:
         if self._age <= settles or seen.flushes:
             if self._age <= settles:
                 self._window.append(times)
-            return self._after_block(block_of(self._window)) if self._is_hopeless(settled=False) else None
+            return self._after_turn(settled=False) if self._is_hopeless(settled=False) else None
         if self._age == settles + 1:
             self._window = []
         self._window.append(times)
@@ -239,7 +239,7 @@ class Controller:
             self._known.see_sum(seen.probe_bytes, seen.times.probe)
             step = self._known.seconds(self.level)
             self._exploring.probed(seen.times.probe, config.explore, step=step, age=self._age)
-        return self._after_block(block_of(self._window)) if self._block_is_full() else None
+        return self._after_turn(settled=True) if self._block_is_full() else None
 
     def probe_bytes(self) -> int:
         """Bytes by which the coming step shall probe the link's bandwidth, or 0."""
@@ -282,8 +282,13 @@ class Controller:
         margin = self.config.margin
         return max(1, min(LONGEST, round(math.sqrt(self._noise) / margin))) if margin else 1
 
-    def _after_block(self, block: Block) -> Decision | None:
-        count, self._window = len(self._window), []
+    def _after_turn(self, *, settled: bool) -> Decision | None:
+        """After a block of steps, which teach nothing if a turn of the level held ends before they are ``settled``."""
+        block, count = block_of(self._window), len(self._window)
+        self._window = []
+        if not settled and self.level == self.held:
+            self._turns.append((self.level, block))
+            return self._judge()
         news = self._known.is_news(self.level, block)
         self._doubt, changed = news and not self._doubt, news and self._doubt
         if self._doubt:
@@ -365,13 +370,13 @@ class Controller:
         if verdict.at_stake > config.margin / 2:
             least += [promise for level, promise in self._promises().items() if level != self.challenger]
         # One that loses is held against a turn after its own, too: the link may have changed since the one before it.
-        # And one that is tried since the level held became slower: what it wins may be the end of a burst.
+        # And one that wins after news of the level held, which may have been a burst.
         if verdict.at_stake > max(least) or (self.level == self.challenger and (self._shaken or not verdict.wins)):
             other = self.held if self.level == self.challenger else self.challenger
             return self._enter(Mode.TRIAL, other, f"{words}: in turns")
         self._known.learn_ratio(self.challenger, self.held, verdict.ratio)
         if verdict.wins:
-            self.held, self._lost = self.challenger, {}
+            self.held, self._lost, self._shaken = self.challenger, {}, False
         else:
             self._lost[self.challenger] = self._lost.get(self.challenger, 0) + 1
         self._turns = [turn for turn in self._turns if turn[0] == self.held][-1:]
@@ -399,7 +404,7 @@ class Controller:
         if self.level == self.held:
             known = [level for level in self._known.levels if level not in self.refused]
             self.held = min(known, key=lambda level: self._known.cost(level, level).mean, default=0)
-        self._turns, self._lost = [], {}
+        self._turns, self._lost, self._shaken = [], {}, False
         mode = Mode.HOLD if self.held in self._known.levels else Mode.START
         return self._enter(mode, self.held, f"{why}; back to {self.names[self.held]}")
 
