@@ -143,8 +143,6 @@ class Controller:
     """Level -> trials that it lost against the level held; each makes it promise more to be tried again."""
     _doubt: bool = False
     """Whether the last block was left out, as it lay far from those before: a burst, or news."""
-    _shaken: bool = False
-    """Whether the last block of the level held was news."""
     _noise: float = 0.0
     """Variance of a trial's ratio, as blocks of the level held let expect."""
     _exploring: Exploring = field(default_factory=Exploring)
@@ -204,7 +202,7 @@ class Controller:
         self.refused.update({above: why for above in range(level, len(self.names))})
         if self.held >= level:
             self._known.levels.clear()
-            self.held, self._lost, self._turns, self._shaken = 0, {}, [], False
+            self.held, self._lost, self._turns = 0, {}, []
             self._enter(Mode.START, 0)
         elif self.mode is Mode.TRIAL and self.challenger >= level:
             self._enter(Mode.HOLD, self.held)
@@ -231,7 +229,7 @@ class Controller:
         if self._age <= settles or seen.flushes:
             if self._age <= settles:
                 self._window.append(times)
-            return self._after_turn(settled=False) if self._is_hopeless(settled=False) else None
+            return self._after_block(block_of(self._window)) if self._is_hopeless(settled=False) else None
         if self._age == settles + 1:
             self._window = []
         self._window.append(times)
@@ -239,7 +237,7 @@ class Controller:
             self._known.see_sum(seen.probe_bytes, seen.times.probe)
             step = self._known.seconds(self.level)
             self._exploring.probed(seen.times.probe, config.explore, step=step, age=self._age)
-        return self._after_turn(settled=True) if self._block_is_full() else None
+        return self._after_block(block_of(self._window)) if self._block_is_full() else None
 
     def probe_bytes(self) -> int:
         """Bytes by which the coming step shall probe the link's bandwidth, or 0."""
@@ -264,14 +262,13 @@ class Controller:
         return count >= turn or self._is_hopeless(settled=True)
 
     def _is_hopeless(self, *, settled: bool) -> bool:
-        """Whether the level is so much dearer already than the trial's other one that the rest of its turn is not worth
-        its time."""
-        if self.mode is not Mode.TRIAL or len(self._window) < 3:
+        """Whether the trial's level is so much dearer already that the rest of its turn is not worth its time."""
+        if self.mode is not Mode.TRIAL or self.level != self.challenger or len(self._window) < 3:
             return False
-        steps, other = [each.step for each in self._window], self._turns[-1][1]
-        extra = self._dearer() + self._need(self.challenger)
+        steps, held = [each.step for each in self._window], self._turns[-1][1]
+        extra = self._dearer() + self._need(self.level)
         count = self.config.block_steps * (self._patience() if len(self._turns) > 1 else 1)
-        return hopeless(steps, other, extra if self.level == self.challenger else -extra, count, settled=settled)
+        return hopeless(steps, held, extra, count, settled=settled)
 
     def _dearer(self) -> float:
         """Logarithm of the challenger's price of delay over that of the level held."""
@@ -282,21 +279,14 @@ class Controller:
         margin = self.config.margin
         return max(1, min(LONGEST, round(math.sqrt(self._noise) / margin))) if margin else 1
 
-    def _after_turn(self, *, settled: bool) -> Decision | None:
-        """After a block of steps, which teach nothing if a turn of the level held ends before they are ``settled``."""
-        block, count = block_of(self._window), len(self._window)
-        self._window = []
-        if not settled and self.level == self.held:
-            self._turns.append((self.level, block))
-            return self._judge()
+    def _after_block(self, block: Block) -> Decision | None:
+        count, self._window = len(self._window), []
         news = self._known.is_news(self.level, block)
         self._doubt, changed = news and not self._doubt, news and self._doubt
         if self._doubt:
             return None
         if changed:
             self._lost = {}
-        if self.level == self.held:
-            self._shaken = changed
         self._known.learn(self.level, block, held=self.level == self.held)
         if self.level == self.held:
             noise = max(noise_of(block, self.config.pairs) * count / self.config.block_steps, QUIET)
@@ -370,13 +360,12 @@ class Controller:
         if verdict.at_stake > config.margin / 2:
             least += [promise for level, promise in self._promises().items() if level != self.challenger]
         # One that loses is held against a turn after its own, too: the link may have changed since the one before it.
-        # And one that wins after news of the level held, which may have been a burst.
-        if verdict.at_stake > max(least) or (self.level == self.challenger and (self._shaken or not verdict.wins)):
+        if verdict.at_stake > max(least) or (self.level == self.challenger and not verdict.wins):
             other = self.held if self.level == self.challenger else self.challenger
             return self._enter(Mode.TRIAL, other, f"{words}: in turns")
         self._known.learn_ratio(self.challenger, self.held, verdict.ratio)
         if verdict.wins:
-            self.held, self._lost, self._shaken = self.challenger, {}, False
+            self.held, self._lost = self.challenger, {}
         else:
             self._lost[self.challenger] = self._lost.get(self.challenger, 0) + 1
         self._turns = [turn for turn in self._turns if turn[0] == self.held][-1:]
@@ -404,7 +393,7 @@ class Controller:
         if self.level == self.held:
             known = [level for level in self._known.levels if level not in self.refused]
             self.held = min(known, key=lambda level: self._known.cost(level, level).mean, default=0)
-        self._turns, self._lost, self._shaken = [], {}, False
+        self._turns, self._lost = [], {}
         mode = Mode.HOLD if self.held in self._known.levels else Mode.START
         return self._enter(mode, self.held, f"{why}; back to {self.names[self.held]}")
 

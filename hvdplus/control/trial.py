@@ -60,17 +60,17 @@ def judge(
     return Verdict(ratio, seen, gain > asked * deviation, at_stake, f"{middle:.3f} [{low:.3f}, {high:.3f}]")
 
 
-def hopeless(steps: Sequence[float], other: Block, extra: float, block_steps: int, *, settled: bool) -> bool:
-    """Whether a level is so much dearer already than the trial's other one that its turn need not be finished.
+def hopeless(steps: Sequence[float], held: Block, extra: float, block_steps: int, *, settled: bool) -> bool:
+    """Whether the challenger is so much dearer already that the rest of its turn is not worth its time.
 
     Args:
         steps: seconds of its steps in this turn.
-        other: the last turn of the other one, of ``block_steps`` steps or so.
+        held: the last turn of the level held, of ``block_steps`` steps or so.
         extra: what it has to make up for beside its seconds, as a logarithm.
         settled: whether these steps count.
     """
-    loss = math.log(max(median(steps) if settled else min(steps), 1e-9) / other.step) + extra
-    variance = block_steps * other.step_variance / len(steps) + other.step_variance  # first that of one step
+    loss = math.log(max(median(steps) if settled else min(steps), 1e-9) / held.step) + extra
+    variance = block_steps * held.step_variance / len(steps) + held.step_variance  # first that of one step
     return loss > max(CLEAR if settled else HOPELESS, FAR * math.sqrt(variance))
 
 
