@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import shlex
 import sys
 import tempfile
@@ -41,6 +42,8 @@ WINDOW_STEPS = 4
 LATENCY = 20e-6
 """Seconds that a message takes on a planned network."""
 LOOK_SECONDS = 0.3
+NEEDS_TORCHRUN = re.compile(r"environment variable RANK expected|KeyError: '(LOCAL_)?(RANK|WORLD_SIZE)'")
+"""What a script prints that another launcher has started."""
 
 
 class Went(NamedTuple):
@@ -159,7 +162,7 @@ def fault(records: Sequence[Record], way: str, code: int | None, output: str) ->
             "the script takes local steps, and what is compared here are steps in lock-step: leave `every` and "
             "`staleness` out."
         )
-    if not windows and "environment variable RANK expected" in output:
+    if not windows and NEEDS_TORCHRUN.search(output):
         return "the script is one for torchrun: hvdplus try --torchrun SCRIPT ..."
     if code:
         return f"the script ended with code {code}:\n{output[-2000:]}"
