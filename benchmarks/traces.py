@@ -139,10 +139,10 @@ def record(ranks: Any, model: str, rate: str) -> dict[str, Any]:
 
 def tried(model: str) -> dict[str, float]:
     """What a preview shows of every level."""
-    from previews import FIRST, shown, train
+    from previews import FIRST, gradients, shown
 
     levels = Settings().ladder
-    errors = shown(train(model, FIRST + 2, 2).means, [parse(level) for level in levels], 2)
+    errors = shown(gradients(model, FIRST + 2), [parse(level) for level in levels])
     return {level: round(error, 4) for level, error in zip(levels, errors, strict=True)}
 
 

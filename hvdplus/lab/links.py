@@ -17,7 +17,9 @@ UNSHAPED = "unshaped"
 WIRE_BYTES_PER_PAYLOAD_BYTE = 1514 / 1448
 """Ethernet, IP and TCP headers at an MTU of 1500, as the token bucket counts them."""
 LARGEST_SEGMENT_BYTES = 65536
+"""That TCP makes, whatever it may."""
 LEAST_BURST_BYTES = 12288
+"""Eight packets, of which a segment has half."""
 TOLERANCE = 0.07
 TRIES = 6
 
