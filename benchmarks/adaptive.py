@@ -103,6 +103,18 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> Ratio:
     return Ratio(*map(math.exp, (middle, middle - width, middle + width)))
 
 
+NARROW = 1.015
+"""A ratio's bound within this of its middle is narrow enough, or three times as far from its limit as it is wide. On a
+restless machine that takes more rounds."""
+
+
+def clear(found: Ratio, most: float) -> bool:
+    """Whether a ratio says whether it is at most ``most``. Not as soon as a bound is within its limit: whoever looks
+    often enough sees that once."""
+    width = found.high / found.middle
+    return width <= NARROW or width**3 <= max(most / found.middle, found.middle / most)
+
+
 class Ranks:
     """A job of contestants in the lab, commanded from here."""
 
@@ -225,9 +237,6 @@ def in_turns(
 
 
 DENSE = ("horovod", "horovod fp16")
-NARROW = 1.015
-"""A ratio's bound within this of its middle is narrow enough, or three times as far from its limit as it is wide. On a
-restless machine that takes more rounds."""
 NEAR = 1.05
 """Levels within this of the fastest may turn out to be it."""
 
@@ -272,8 +281,7 @@ def best_level(ranks: Ranks, rounds: int) -> tuple[dict[str, float], dict[str, f
         ranks.forget(who=who)
         if parse(level).keeps_residual:  # errors grow with age
             ranks.steps(who=who, count=START_STEPS)
-            prices[level], error = price(ranks, who, level)
-            if error > Settings().error_budget:
+            if (error := errors(ranks, who)[level]) > Settings().error_budget:
                 over.setdefault(level, error)
     people = [f"level {level}" for level in Settings().ladder if level not in over]
 
@@ -282,14 +290,29 @@ def best_level(ranks: Ranks, rounds: int) -> tuple[dict[str, float], dict[str, f
         return [who for who in people if medians[who] <= HOPELESS * min(medians.values())]
 
     seconds = in_turns(ranks, people, rounds, promising, TRY_SECONDS)
+    for who in people:
+        prices |= prices_of(ranks, who)
     return {level_of(who): statistics.median(seconds[who]) * 1e3 for who in people}, prices, over
 
 
-def price(ranks: Ranks, who: str, level: str) -> tuple[float, float]:
-    """The price of delay where ``who`` has come to at ``level``, and the error there."""
-    errors = [window["error"] for window in windows(ranks, who)[-3:] if window["error"] is not None]
-    error = statistics.median(errors) if errors else 0.0
-    return price_of_delay(Settings().delay_price * parse(level).delay_weight, error), error
+def errors(ranks: Ranks, who: str, after: int = START_STEPS // 2) -> dict[str, float]:
+    """Level -> the median error of ``who`` there, ``after`` so many steps of its own: from one window to the next
+    errors change by a factor of two and more, and the price of delay was fitted to medians of whole trainings."""
+    found: dict[str, list[float]] = {}
+    for window in windows(ranks, who):
+        if window["first_step"] >= after:
+            found.setdefault(window["level"], []).append(window["error"] or 0.0)
+    return {level: statistics.median(readings) for level, readings in found.items()}
+
+
+def prices_of(ranks: Ranks, who: str, after: int = START_STEPS // 2) -> dict[str, float]:
+    """Level -> the price of delay that ``who`` paid there, ``after`` so many steps of its own."""
+    weights = {level: parse(level).delay_weight for level in Settings().ladder}
+    found = errors(ranks, who, after)
+    return {
+        level: price_of_delay(Settings().delay_price * weights[level], found[level])
+        for level in found.keys() & weights.keys()
+    }
 
 
 def level_of(who: str) -> str:
@@ -321,13 +344,14 @@ def cheapest(seconds: Seconds, people: Iterable[str], prices: Mapping[str, float
     return min(people, key=lambda who: statistics.median(seconds[who]) * prices.get(level_of(who), 1.0))
 
 
-def against(seconds: Seconds, rival: str, prices: Mapping[str, float] | None = None, ran: Sequence[str] = ()) -> Ratio:
-    """``auto``'s blocks over the rival's, in the rounds that it took part in, each times its level's price of delay.
-    ``ran``: the levels of ``auto``'s."""
-    prices = prices or {}
-    mine = [took * prices.get(ran[place], 1.0) if ran else took for place, took in enumerate(seconds["auto"])]
-    theirs = [took * prices.get(level_of(rival), 1.0) for took in seconds[rival]]
-    return ratio(mine[: len(theirs)], theirs)
+def against(
+    seconds: Seconds, rival: str, price: float = 1.0, paid: Sequence[float] = (), *, who: str = "auto"
+) -> Ratio:
+    """The blocks of ``who`` over the rival's, in the rounds that both took part in, each times its price of delay:
+    ``paid`` by ``who`` in its blocks."""
+    rounds = min(len(seconds[who]), len(seconds[rival]))
+    mine = [took * (paid[place] if paid else 1.0) for place, took in enumerate(seconds[who][:rounds])]
+    return ratio(mine, [took * price for took in seconds[rival][:rounds]])
 
 
 def compare(ranks: Ranks, hosts: int, model: str, rate: str, rounds: int, more_seconds: float, limit: float) -> Cell:
@@ -337,17 +361,19 @@ def compare(ranks: Ranks, hosts: int, model: str, rate: str, rounds: int, more_s
     ran: list[str] = []
     """Levels of ``auto``'s blocks."""
 
+    def paid() -> list[float]:
+        own = prices_of(ranks, "auto", began)
+        return [own.get(level, prices[level]) for level in ran]
+
     def undecided(seconds: Seconds) -> list[str]:
         levels = [who for who in seconds if who.startswith("level ")]
         oracle, dense = cheapest(seconds, levels, prices), cheapest(seconds, DENSE, {})
         rivals: list[str] = []
         for those, found, most in (
-            (levels, against(seconds, oracle, prices, ran), limit),
+            (levels, against(seconds, oracle, prices[level_of(oracle)], paid()), limit),
             (DENSE, against(seconds, dense), DENSE_LIMIT),
         ):
-            # Not as soon as a bound is within its limit: whoever looks often enough sees that once.
-            width = found.high / found.middle
-            if width > NARROW and width**3 > max(most / found.middle, found.middle / most):
+            if not clear(found, most):
                 rivals += those
         return ["auto", *rivals] if rivals else []
 
@@ -355,7 +381,7 @@ def compare(ranks: Ranks, hosts: int, model: str, rate: str, rounds: int, more_s
         ran.append(ranks.steps(who="auto", count=0)["level"])
 
     while not near:  # what goes over the budget while it is measured is no oracle
-        before = len(decisions(ranks))
+        before, began = len(decisions(ranks)), windows(ranks, "auto")[-1]["last_step"]
         levels, prices, over = best_level(ranks, rounds // 2)
         costs = {level: levels[level] * prices[level] for level in levels}
         near = [level for level in levels if costs[level] <= NEAR * min(costs.values())]
@@ -365,6 +391,8 @@ def compare(ranks: Ranks, hosts: int, model: str, rate: str, rounds: int, more_s
         ran.clear()
         seconds = in_turns(ranks, people, rounds, undecided, more_seconds, note)
         near = [level for level in near if level not in refused(ranks)]
+        for level in near:
+            prices |= prices_of(ranks, f"level {level}")
     oracle, dense = cheapest(seconds, (f"level {level}" for level in near), prices), cheapest(seconds, DENSE, {})
     now = ranks.steps(who="auto", count=1)["levels"][0]
     if not ranks.identical(who="auto"):
@@ -376,7 +404,7 @@ def compare(ranks: Ranks, hosts: int, model: str, rate: str, rounds: int, more_s
         now,
         level_of(oracle),
         dense,
-        against(seconds, oracle, prices, ran),
+        against(seconds, oracle, prices[level_of(oracle)], paid()),
         against(seconds, dense),
         statistics.median(seconds[oracle]) * 1e3,
         levels,

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from adaptive import START_STEPS, Ratio, Seconds, in_turns, machine, price, ratio, running
+from adaptive import START_STEPS, Ratio, Seconds, against, clear, in_turns, machine, prices_of, ratio, running, windows
 
 from hvdplus.compression import parse
 from hvdplus.lab import UNSHAPED
@@ -31,6 +31,14 @@ PLAIN = ("alone", "ddp", "ddp fp16", "ddp powersgd:4:2", "ddp powersgd:8:2")
 SOONER, SAME, NEAR = 0.6, 1.02, 1.05
 """Limits: a low-rank level over PowerSGD of rank 4, ``none`` over plain DDP, ``auto`` over its ladder's best level,
 which is the one of least seconds times price of delay."""
+PAIRS = (
+    ("hook lowrank:4", "ddp powersgd:4:2", SOONER),
+    ("hook lowrank:8+fp16", "ddp powersgd:4:2", SOONER),
+    ("hook fp16", "ddp fp16", SAME),
+    ("hook none", "ddp", SAME),
+)
+MOST_NEAR, MORE_SECONDS = 3, 240.0
+"""Of the ladder's levels, so many are measured on beside ``auto``; and so long, at one rate, may rounds go on."""
 LEVELS = tuple(dict.fromkeys(("none", "fp16", "lowrank:4", "lowrank:8+fp16", *Settings().ladder)))
 
 
@@ -42,7 +50,9 @@ class Measured(NamedTuple):
     ran: Sequence[str]
     """The level of each block of ``auto``'s."""
     prices: Mapping[str, float]
-    """Level -> price of delay."""
+    """Level -> price of delay, in a training of its own."""
+    paid: Sequence[float]
+    """The price of delay in each block of ``auto``'s."""
 
 
 def measure(rates: Sequence[str], rounds: int) -> dict[str, Measured]:
@@ -66,17 +76,50 @@ def measure(rates: Sequence[str], rounds: int) -> dict[str, Measured]:
             for level in Settings().ladder:
                 if parse(level).keeps_residual:
                     ranks.steps(who=f"hook {level}", count=START_STEPS)
-            seconds = in_turns(ranks, people, rounds, lambda _: [], 0.0, note)
-            prices = {level: price(ranks, f"hook {level}", level)[0] for level in Settings().ladder}
-            found[rate] = Measured(seconds, ran, prices)
+            began = windows(ranks, "hook auto")[-1]["last_step"]
+
+            def seen(seconds: Seconds, ran: list[str] = ran, began: int = began) -> Measured:
+                prices = {level: prices_of(ranks, f"hook {level}")[level] for level in Settings().ladder}
+                own = prices_of(ranks, "hook auto", began)
+                paid = [own.get(level, prices[level]) for level in ran]
+                return Measured(seconds, ran, prices, paid)
+
+            seconds = in_turns(ranks, people, rounds, lambda so_far: doubtful(seen(so_far)), MORE_SECONDS, note)
+            found[rate] = seen(seconds)
             print(f"{rate}: auto at {', '.join(dict.fromkeys(ran))}", flush=True)
     return found
 
 
+def compare(measured: Measured) -> list[tuple[str, str, Ratio, float]]:
+    """Who is held against whom, what came out, and the limit."""
+    seconds = measured.seconds
+    best = by_cost(measured)[0]
+    auto = against(seconds, f"hook {best}", measured.prices[best], measured.paid, who="hook auto")
+    found = [(mine, other, against(seconds, other, who=mine), limit) for mine, other, limit in PAIRS]
+    return [*found, ("hook auto", f"hook {best}, times their prices", auto, NEAR)]
+
+
+def by_cost(measured: Measured) -> list[str]:
+    """The levels of ``auto``'s ladder, that of least cost first."""
+    return sorted(
+        measured.prices,
+        key=lambda level: measured.prices[level] * statistics.median(measured.seconds[f"hook {level}"]),
+    )
+
+
+def doubtful(measured: Measured) -> list[str]:
+    """Whose rounds shall go on: nothing is clear yet about them."""
+    *pairs, (_, _, found, limit) = compare(measured)
+    people = {who for mine, other, found, limit in pairs if not clear(found, limit) for who in (mine, other)}
+    if not clear(found, limit):
+        people |= {"hook auto", *(f"hook {level}" for level in by_cost(measured)[:MOST_NEAR])}
+    return [*people]
+
+
 def judge(rate: str, measured: Measured) -> list[str]:
     """The table at one rate, and its verdicts."""
-    seconds, ran, prices = measured
-    lines = [f"{rate}: milliseconds a step (medians of {len(ran)} blocks); price of delay"]
+    seconds, ran, prices, _ = measured
+    lines = [f"{rate}: milliseconds a step (medians of {len(ran)} blocks or fewer); price of delay"]
     for who, took in seconds.items():
         level = who.removeprefix("hook ")
         cost = (
@@ -84,22 +127,9 @@ def judge(rate: str, measured: Measured) -> list[str]:
         )
         lines.append(f"  {who:<24} {statistics.median(took) * 1e3:8.1f}{cost}")
 
-    def say(mine: str, other: str, found: Ratio, limit: float) -> None:
+    for mine, other, found, limit in compare(measured):
         verdict = "ok  " if found.middle <= limit else "FAIL"
         lines.append(f"{verdict}  {rate}: {mine} over {other}: {found}, at most {limit}")
-
-    for mine, other, limit in (
-        ("hook lowrank:4", "ddp powersgd:4:2", SOONER),
-        ("hook lowrank:8+fp16", "ddp powersgd:4:2", SOONER),
-        ("hook fp16", "ddp fp16", SAME),
-        ("hook none", "ddp", SAME),
-    ):
-        say(mine, other, ratio(seconds[mine], seconds[other]), limit)
-    costs = {level: [took * prices[level] for took in seconds[f"hook {level}"]] for level in prices}
-    best = min(costs, key=lambda level: statistics.median(costs[level]))
-    mine_costs = [took * prices[level] for took, level in zip(seconds["hook auto"], ran, strict=True)]
-    say("hook auto", f"hook {best}, times their prices", ratio(mine_costs, costs[best]), NEAR)
-    lines.append(f"      {rate}: alone over ddp powersgd:4:2: {ratio(seconds['alone'], seconds['ddp powersgd:4:2'])}")
     return lines
 
 

@@ -21,14 +21,18 @@ from adaptive import (
     against,
     block_steps,
     cheapest,
+    clear,
     in_turns,
     judge_cells,
     judge_race,
     main,
+    prices_of,
     ratio,
 )
 from hypothesis import given
 from hypothesis import strategies as st
+
+from hvdplus.settings import Settings
 
 times = st.floats(1e-4, 10)
 pairs = st.lists(st.tuples(times, times), min_size=2, max_size=20)
@@ -146,10 +150,31 @@ def test_delay_has_its_price_in_a_cell() -> None:
     levels = ["level int8", "level lowrank:8"]
     assert cheapest(seconds, levels, {}) == "level lowrank:8"
     assert cheapest(seconds, levels, {"lowrank:8": 1.1}) == "level int8"
-    prices = {"lowrank:8": 1.1}
-    assert against(seconds, "level lowrank:8", prices).middle == pytest.approx(1 / 0.98 / 1.1)
-    ran = ["lowrank:8", "int8"]  # it left the level between its two blocks
-    assert against(seconds, "level int8", prices, ran).middle == pytest.approx(1.1**0.5)
+    assert against(seconds, "level lowrank:8", 1.1).middle == pytest.approx(1 / 0.98 / 1.1)
+    paid = [1.1, 1.0]  # it left lowrank between its two blocks
+    assert against(seconds, "level int8", 1.0, paid).middle == pytest.approx(1.1**0.5)
+
+
+def test_the_price_is_of_the_median_error_of_a_training_once_it_is_no_longer_young() -> None:
+    def window(step: int, level: str, error: float | None) -> dict[str, Any]:
+        return {"kind": "window", "first_step": step, "last_step": step + 9, "level": level, "error": error}
+
+    class Log:
+        def records(self, who: str) -> list[dict[str, Any]]:
+            assert who == "auto"
+            readings = [0.1, 0.1, 2.0, 9.0, 1.0]
+            log = [window(10 * place, "lowrank:16+fp16", error) for place, error in enumerate(readings)]
+            return [*log, window(50, "fp16", None), window(60, "draining", None), {"kind": "decision"}]
+
+    ranks: Any = Log()
+    prices = prices_of(ranks, "auto")
+    assert prices == {"lowrank:16+fp16": pytest.approx(1 + Settings().delay_price * 2.0), "fp16": 1.0}
+    assert prices_of(ranks, "auto", 40)["lowrank:16+fp16"] == pytest.approx(1 + Settings().delay_price)
+
+
+def test_a_ratio_is_clear_once_its_bounds_are_narrow_or_far_from_the_limit() -> None:
+    assert clear(Ratio(1.02, 1.01, 1.03), 1.02) and clear(Ratio(1.2, 1.15, 1.26), 1.02)
+    assert not clear(Ratio(1.0, 0.96, 1.04), 1.02), "within the limit by its middle alone"
 
 
 def test_parts_that_are_measured_on_two_hosts_are_refused_on_four(capsys: pytest.CaptureFixture[str]) -> None:
