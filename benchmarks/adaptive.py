@@ -13,16 +13,18 @@ different ratio of computation to gradient on real data (``contestants.py``). In
 start; after 40 steps, blocks of its steps are measured in turns with blocks of others:
 
     oracle   the level of the ladder of least cost, which is the seconds of a step times the price of delay, 1 + k e
-             (k: HVDPLUS_DELAY_PRICE; e: residual to gradient): all are tried, after as many steps of a training of
-             their own as ``auto`` has taken; those within the error budget (there, and where ``auto`` came to them)
-             and nearly the best are measured beside ``auto``, and the best then is the oracle
+             (k: HVDPLUS_DELAY_PRICE; e: residual to gradient, the median while blocks are measured, each contestant's
+             own): all are tried, after as many steps of a training of their own as ``auto`` has taken; those within
+             the error budget (there, and where ``auto`` came to them) and nearly the best are measured beside
+             ``auto``, and the best then is the oracle
     dense    the faster of stock Horovod in fp32 and in fp16, by seconds alone
 
 A round has one block of each, in changing order, of few steps; a block's figure is the mean of its steps, a
 round's ratio that of two blocks, a cell's ratio the rounds' geometric mean, with a 95 % bound from the rounds' spread
-(Student's t). Rounds go on, for a while, until these bounds are narrow; those about whom no doubt is left drop out, so
-that slow links leave time for the others. Before each block links rest until they have their bursts again: after a
-dense block, a small payload would wait where in a training of its own it never does.
+(Student's t), which is of seconds alone: prices have no bounds. Rounds go on, for a while, until these bounds are
+narrow; those about whom no doubt is left drop out, so that slow links leave time for the others. Before each block
+links rest until they have their bursts again: after a dense block, a small payload would wait where in a training of
+its own it never does.
 A line about cells fails (``FAIL``) where that bound is beyond the limit; the other lines judge the figures they print.
 Ratios below 1 are in favour of ``auto``. In races everybody pays for preparations, and ``auto`` for every second of its
 steps; the others' steps are measured all along its training. ``alone`` is one host with its share of each batch and
@@ -56,6 +58,7 @@ from scipy.special import stdtrit
 from hvdplus.compression import parse
 from hvdplus.control.delay import price_of_delay
 from hvdplus.lab import UNSHAPED, Job, Lab, LabError, a_core_each
+from hvdplus.log.facts import decisions_of, steps_in, weighted_median, windows_of
 from hvdplus.log.words import BOTTLENECK
 from hvdplus.settings import Settings
 
@@ -104,13 +107,12 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> Ratio:
 
 
 NARROW = 1.015
-"""A ratio's bound within this of its middle is narrow enough, or three times as far from its limit as it is wide. On a
-restless machine that takes more rounds."""
+"""Of a ratio's bound over its middle. On a restless machine that takes more rounds."""
 
 
 def clear(found: Ratio, most: float) -> bool:
-    """Whether a ratio says whether it is at most ``most``. Not as soon as a bound is within its limit: whoever looks
-    often enough sees that once."""
+    """Whether the bounds of a ratio are narrow, or its limit is three times as far from its middle as they are. To stop
+    as soon as a bound is within the limit would not do: whoever looks often enough sees that once."""
     width = found.high / found.middle
     return width <= NARROW or width**3 <= max(most / found.middle, found.middle / most)
 
@@ -208,6 +210,11 @@ Seconds = dict[str, list[float]]
 """Who -> mean seconds a step, one a block: of the first rounds, of as many as each took part in."""
 
 
+def in_all_rounds(seconds: Seconds, *people: str) -> bool:
+    """Whether they took part in the last round, too. Whoever drops out never comes back."""
+    return min(len(seconds[who]) for who in people) == max(map(len, seconds.values()))
+
+
 def in_turns(
     ranks: Ranks,
     people: Sequence[str],
@@ -254,10 +261,11 @@ class Cell(NamedTuple):
     against_oracle: Ratio
     against_dense: Ratio
     oracle_ms: float
+    auto_ms: float
     levels: dict[str, float]
     """Level -> milliseconds a step, when all were tried."""
     prices: dict[str, float]
-    """Level -> price of delay."""
+    """Level -> price of delay, in a training of its own."""
     over_budget: dict[str, float]
     """Level -> its error."""
     decisions: list[str]
@@ -274,14 +282,14 @@ slow as that one is not tried any longer."""
 
 
 def best_level(ranks: Ranks, rounds: int) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """Milliseconds of all levels within the error budget, the prices of delay there, the errors of those beyond it."""
-    over, prices = refused(ranks), dict.fromkeys(Settings().ladder, 1.0)
+    """Milliseconds of all levels within the error budget, prices of delay of all levels, errors of those beyond it."""
+    over = refused(ranks)
     for level in Settings().ladder:
         who = f"level {level}"
         ranks.forget(who=who)
         if parse(level).keeps_residual:  # errors grow with age
             ranks.steps(who=who, count=START_STEPS)
-            if (error := errors(ranks, who)[level]) > Settings().error_budget:
+            if (error := errors(ranks, who, 0)[level]) > Settings().error_budget:
                 over.setdefault(level, error)
     people = [f"level {level}" for level in Settings().ladder if level not in over]
 
@@ -290,29 +298,39 @@ def best_level(ranks: Ranks, rounds: int) -> tuple[dict[str, float], dict[str, f
         return [who for who in people if medians[who] <= HOPELESS * min(medians.values())]
 
     seconds = in_turns(ranks, people, rounds, promising, TRY_SECONDS)
-    for who in people:
-        prices |= prices_of(ranks, who)
+    prices = dict.fromkeys(Settings().ladder, 1.0)
+    for level in prices:
+        prices |= prices_of(ranks, f"level {level}", YOUNG_STEPS)
     return {level_of(who): statistics.median(seconds[who]) * 1e3 for who in people}, prices, over
 
 
-def errors(ranks: Ranks, who: str, after: int = START_STEPS // 2) -> dict[str, float]:
-    """Level -> the median error of ``who`` there, ``after`` so many steps of its own: from one window to the next
-    errors change by a factor of two and more, and the price of delay was fitted to medians of whole trainings."""
-    found: dict[str, list[float]] = {}
+YOUNG_STEPS = START_STEPS // 2
+"""Steps in which a training's residuals are still growing: its price of delay is that of later ones."""
+
+
+def errors(ranks: Ranks, who: str, first_step: int) -> dict[str, float]:
+    """Level -> the median error of ``who`` there, over its windows from a step on. Of all of them: from one window to
+    the next errors change by a factor of two, and the price of delay was fitted to medians of whole trainings."""
+    found: dict[str, list[tuple[float, int]]] = {}
     for window in windows(ranks, who):
-        if window["first_step"] >= after:
-            found.setdefault(window["level"], []).append(window["error"] or 0.0)
-    return {level: statistics.median(readings) for level, readings in found.items()}
+        if window["first_step"] >= first_step and window["error"] is not None:
+            found.setdefault(window["level"], []).append((window["error"], steps_in(window)))
+    return {level: weighted_median(*zip(*readings, strict=True)) for level, readings in found.items()}
 
 
-def prices_of(ranks: Ranks, who: str, after: int = START_STEPS // 2) -> dict[str, float]:
-    """Level -> the price of delay that ``who`` paid there, ``after`` so many steps of its own."""
-    weights = {level: parse(level).delay_weight for level in Settings().ladder}
-    found = errors(ranks, who, after)
+def prices_of(ranks: Ranks, who: str, first_step: int) -> dict[str, float]:
+    """Level of the ladder -> the price of delay that ``who`` paid there, from a step on, where errors were read."""
+    found = errors(ranks, who, first_step)
     return {
-        level: price_of_delay(Settings().delay_price * weights[level], found[level])
-        for level in found.keys() & weights.keys()
+        level: price_of_delay(Settings().delay_price * parse(level).delay_weight, found[level])
+        for level in Settings().ladder
+        if level in found
     }
+
+
+def next_step(ranks: Ranks, who: str) -> int:
+    """The first step that is not in a window yet."""
+    return max((window["last_step"] + 1 for window in windows(ranks, who)), default=0)
 
 
 def level_of(who: str) -> str:
@@ -331,12 +349,12 @@ def refused(ranks: Ranks) -> dict[str, float]:
 
 def decisions(ranks: Ranks) -> list[dict[str, Any]]:
     """Of ``auto``."""
-    return [record for record in ranks.records(who="auto") if record["kind"] == "decision"]
+    return decisions_of(ranks.records(who="auto"))
 
 
 def windows(ranks: Ranks, who: str) -> list[dict[str, Any]]:
     """From the run log."""
-    return [record for record in ranks.records(who=who) if record["kind"] == "window"]
+    return windows_of(ranks.records(who=who))
 
 
 def cheapest(seconds: Seconds, people: Iterable[str], prices: Mapping[str, float]) -> str:
@@ -348,7 +366,7 @@ def against(
     seconds: Seconds, rival: str, price: float = 1.0, paid: Sequence[float] = (), *, who: str = "auto"
 ) -> Ratio:
     """The blocks of ``who`` over the rival's, in the rounds that both took part in, each times its price of delay:
-    ``paid`` by ``who`` in its blocks."""
+    ``price`` is the rival's, ``paid`` are those of ``who``, one a block."""
     rounds = min(len(seconds[who]), len(seconds[rival]))
     mine = [took * (paid[place] if paid else 1.0) for place, took in enumerate(seconds[who][:rounds])]
     return ratio(mine, [took * price for took in seconds[rival][:rounds]])
@@ -361,19 +379,26 @@ def compare(ranks: Ranks, hosts: int, model: str, rate: str, rounds: int, more_s
     ran: list[str] = []
     """Levels of ``auto``'s blocks."""
 
-    def paid() -> list[float]:
-        own = prices_of(ranks, "auto", began)
-        return [own.get(level, prices[level]) for level in ran]
+    first: dict[str, int] = {}
+    """Who -> the first step of its blocks."""
+
+    def look(seconds: Seconds) -> tuple[str, Ratio]:
+        """The oracle, and ``auto`` against it, as the blocks so far have it."""
+        for level in near:
+            prices.update(prices_of(ranks, f"level {level}", first[f"level {level}"]))
+        oracle = cheapest(seconds, (f"level {level}" for level in near), prices)
+        paid = prices | prices_of(ranks, "auto", first["auto"])
+        return oracle, against(seconds, oracle, prices[level_of(oracle)], [paid[level] for level in ran])
 
     def undecided(seconds: Seconds) -> list[str]:
-        levels = [who for who in seconds if who.startswith("level ")]
-        oracle, dense = cheapest(seconds, levels, prices), cheapest(seconds, DENSE, {})
+        oracle, found = look(seconds)
+        dense = cheapest(seconds, DENSE, {})
         rivals: list[str] = []
-        for those, found, most in (
-            (levels, against(seconds, oracle, prices[level_of(oracle)], paid()), limit),
-            (DENSE, against(seconds, dense), DENSE_LIMIT),
+        for best, ratio_to_it, most, those in (
+            (oracle, found, limit, [f"level {level}" for level in near]),
+            (dense, against(seconds, dense), DENSE_LIMIT, DENSE),
         ):
-            if not clear(found, most):
+            if in_all_rounds(seconds, best) and not clear(ratio_to_it, most):
                 rivals += those
         return ["auto", *rivals] if rivals else []
 
@@ -381,7 +406,7 @@ def compare(ranks: Ranks, hosts: int, model: str, rate: str, rounds: int, more_s
         ran.append(ranks.steps(who="auto", count=0)["level"])
 
     while not near:  # what goes over the budget while it is measured is no oracle
-        before, began = len(decisions(ranks)), windows(ranks, "auto")[-1]["last_step"]
+        before = len(decisions(ranks))
         levels, prices, over = best_level(ranks, rounds // 2)
         costs = {level: levels[level] * prices[level] for level in levels}
         near = [level for level in levels if costs[level] <= NEAR * min(costs.values())]
@@ -389,11 +414,10 @@ def compare(ranks: Ranks, hosts: int, model: str, rate: str, rounds: int, more_s
         near += [now] * (now not in near)  # whatever a training of its own says of its error: `auto` runs it
         people = ["auto", *(f"level {level}" for level in near), *DENSE]
         ran.clear()
+        first = {who: next_step(ranks, who) for who in people if who not in DENSE}
         seconds = in_turns(ranks, people, rounds, undecided, more_seconds, note)
         near = [level for level in near if level not in refused(ranks)]
-        for level in near:
-            prices |= prices_of(ranks, f"level {level}")
-    oracle, dense = cheapest(seconds, (f"level {level}" for level in near), prices), cheapest(seconds, DENSE, {})
+    (oracle, against_oracle), dense = look(seconds), cheapest(seconds, DENSE, {})
     now = ranks.steps(who="auto", count=1)["levels"][0]
     if not ranks.identical(who="auto"):
         raise SystemExit(f"auto trained its ranks apart: {hosts} hosts, {model}, {rate}")
@@ -404,9 +428,10 @@ def compare(ranks: Ranks, hosts: int, model: str, rate: str, rounds: int, more_s
         now,
         level_of(oracle),
         dense,
-        against(seconds, oracle, prices[level_of(oracle)], paid()),
+        against_oracle,
         against(seconds, dense),
         statistics.median(seconds[oracle]) * 1e3,
+        statistics.median(seconds["auto"]) * 1e3,
         levels,
         prices,
         over,
@@ -844,11 +869,7 @@ def draw_cells(seen: Sequence[Cell], path: Path) -> None:
         points = [(x, cell.levels[level] / cell.levels["none"]) for x, cell in enumerate(seen) if level in cell.levels]
         if points:
             axis.plot(*zip(*points, strict=True), "o", label=level, alpha=0.7)
-    prices = [cell.prices.get(cell.oracle, 1.0) / cell.prices.get(cell.auto, 1.0) for cell in seen]
-    auto = [
-        price * cell.against_oracle.middle * cell.oracle_ms / cell.levels["none"]
-        for price, cell in zip(prices, seen, strict=True)
-    ]
+    auto = [cell.auto_ms / cell.levels["none"] for cell in seen]
     axis.plot(range(len(seen)), auto, "_", color="black", markersize=18, markeredgewidth=2.5, label="auto")
     axis.set_xticks(range(len(seen)), [cell.name for cell in seen], rotation=60, ha="right")
     axis.set_ylabel("step, as a share of dense fp32")

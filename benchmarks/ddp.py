@@ -1,13 +1,15 @@
 """hvdplus as the hook of DistributedDataParallel, against PyTorch's own hooks: steps in turns on real slow links.
 
-    python benchmarks/ddp.py            a perceptron of 10.2 M parameters, two hosts, 100 Mb/s and 1 Gb/s: some minutes
+    python benchmarks/ddp.py            a perceptron of 10.2 M parameters, two hosts, 100 Mb/s and 1 Gb/s: 20 minutes
     python benchmarks/ddp.py --rates unshaped
     python benchmarks/ddp.py --two-level   two hosts with two ranks each: one stream a host, or two?
 
 Needs root (network namespaces; see ``hvdplus.lab``); nothing else may run on the machine meanwhile. All contestants
 train on real digits over Gloo, in one job, in blocks of steps that alternate (``adaptive.py`` has the how), with
 gradients in the reducer's buckets (``gradient_as_bucket_view``). A ratio is the geometric mean over rounds, with its
-95 % bounds. Writes ``benchmarks/results/ddp.txt``.
+95 % bounds, which are of seconds alone; rounds of those about whom there is doubt go on for four minutes at most. A
+level's price of delay is by the median error of its blocks, and ``auto`` pays by its own. Writes
+``benchmarks/results/ddp.txt``.
 """
 
 from __future__ import annotations
@@ -20,7 +22,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from adaptive import START_STEPS, Ratio, Seconds, against, clear, in_turns, machine, prices_of, ratio, running, windows
+from adaptive import (
+    START_STEPS,
+    Ranks,
+    Ratio,
+    Seconds,
+    against,
+    clear,
+    in_all_rounds,
+    in_turns,
+    machine,
+    next_step,
+    prices_of,
+    ratio,
+    running,
+)
 
 from hvdplus.compression import parse
 from hvdplus.lab import UNSHAPED
@@ -37,8 +53,9 @@ PAIRS = (
     ("hook fp16", "ddp fp16", SAME),
     ("hook none", "ddp", SAME),
 )
-MOST_NEAR, MORE_SECONDS = 3, 240.0
-"""Of the ladder's levels, so many are measured on beside ``auto``; and so long, at one rate, may rounds go on."""
+STAY, LONGEST_SECONDS = 3, 240.0
+"""So many of the ladder's levels, the least costly of the first rounds, stay beside ``auto`` in further ones, which
+may take so many seconds at one rate."""
 LEVELS = tuple(dict.fromkeys(("none", "fp16", "lowrank:4", "lowrank:8+fp16", *Settings().ladder)))
 
 
@@ -48,50 +65,59 @@ class Measured(NamedTuple):
     seconds: Seconds
     """Who -> mean seconds a step, one a block."""
     ran: Sequence[str]
-    """The level of each block of ``auto``'s."""
+    """The level of ``auto`` in each round."""
     prices: Mapping[str, float]
     """Level -> price of delay, in a training of its own."""
     paid: Sequence[float]
-    """The price of delay in each block of ``auto``'s."""
+    """The price of delay that ``auto`` paid in each round."""
 
 
-def measure(rates: Sequence[str], rounds: int) -> dict[str, Measured]:
-    """Rate -> what was found there."""
+def measure(ranks: Ranks, rate: str, rounds: int) -> Measured:
+    """Blocks in turns, until it is clear who is faster or the time is over."""
     people = [*PLAIN, *(f"hook {level}" for level in LEVELS), "hook auto"]
-    found: dict[str, Measured] = {}
-    with running(2, [rate for rate in rates if rate != UNSHAPED]) as ranks:
-        for rate in rates:
-            ranks.model(name="wide")
-            ranks.lab.shape(UNSHAPED)
-            for who in people:
-                ranks.steps(who=who, count=START_STEPS if who != "hook auto" else 1)
-            ranks.lab.shape(rate)
-            ranks.steps(who="hook auto", count=START_STEPS)
-            ran: list[str] = []
+    # ``auto`` is to find its level at this rate, and residuals grow with age: theirs are to be as old as ``auto``'s.
+    later = ["hook auto", *(f"hook {level}" for level in Settings().ladder if parse(level).keeps_residual)]
+    ranks.model(name="wide")
+    ranks.lab.shape(UNSHAPED)
+    for who in people:
+        ranks.steps(who=who, count=1 if who in later else START_STEPS)
+    ranks.lab.shape(rate)
+    for who in later:
+        ranks.steps(who=who, count=START_STEPS)
+    first = {who: next_step(ranks, who) for who in ("hook auto", *(f"hook {level}" for level in Settings().ladder))}
+    ran, near = list[str](), list[str]()
 
-            def note(ran: list[str] = ran) -> None:
-                ran.append(ranks.steps(who="hook auto", count=0)["level"])
+    def note() -> None:
+        ran.append(ranks.steps(who="hook auto", count=0)["level"])
 
-            # Residuals grow with age: these are to be as old as auto's.
-            for level in Settings().ladder:
-                if parse(level).keeps_residual:
-                    ranks.steps(who=f"hook {level}", count=START_STEPS)
-            began = windows(ranks, "hook auto")[-1]["last_step"]
+    def look(seconds: Seconds) -> Measured:
+        prices = dict.fromkeys(Settings().ladder, 1.0)
+        for level in prices:
+            prices |= prices_of(ranks, f"hook {level}", first[f"hook {level}"])
+        paid = prices | prices_of(ranks, "hook auto", first["hook auto"])
+        return Measured(seconds, ran, prices, [paid[level] for level in ran])
 
-            def seen(seconds: Seconds, ran: list[str] = ran, began: int = began) -> Measured:
-                prices = {level: prices_of(ranks, f"hook {level}")[level] for level in Settings().ladder}
-                own = prices_of(ranks, "hook auto", began)
-                paid = [own.get(level, prices[level]) for level in ran]
-                return Measured(seconds, ran, prices, paid)
+    def doubtful(seconds: Seconds) -> list[str]:
+        measured = look(seconds)
+        near.extend([] if near else [f"hook {level}" for level in by_cost(measured)[:STAY]])
+        *pairs, (mine, _, of_auto, limit) = compare(measured)
+        contests = [((one, other), found, most) for one, other, found, most in pairs]
+        contests.append(((mine, *near), of_auto, limit))
+        doubts = [those for those, found, most in contests if in_all_rounds(seconds, *those) and not clear(found, most)]
+        return list({who for those in doubts for who in those})
 
-            seconds = in_turns(ranks, people, rounds, lambda so_far: doubtful(seen(so_far)), MORE_SECONDS, note)
-            found[rate] = seen(seconds)
-            print(f"{rate}: auto at {', '.join(dict.fromkeys(ran))}", flush=True)
-    return found
+    return look(in_turns(ranks, people, rounds, doubtful, LONGEST_SECONDS, note))
+
+
+def by_cost(measured: Measured) -> list[str]:
+    """Of ``auto``'s ladder the levels that took part as long as ``auto``, that of least cost first."""
+    seconds, prices = measured.seconds, measured.prices
+    those = [level for level in prices if len(seconds[f"hook {level}"]) >= len(seconds["hook auto"])]
+    return sorted(those, key=lambda level: prices[level] * statistics.median(seconds[f"hook {level}"]))
 
 
 def compare(measured: Measured) -> list[tuple[str, str, Ratio, float]]:
-    """Who is held against whom, what came out, and the limit."""
+    """Who is held against whom, what came out, and the limit; ``auto`` comes last."""
     seconds = measured.seconds
     best = by_cost(measured)[0]
     auto = against(seconds, f"hook {best}", measured.prices[best], measured.paid, who="hook auto")
@@ -99,33 +125,18 @@ def compare(measured: Measured) -> list[tuple[str, str, Ratio, float]]:
     return [*found, ("hook auto", f"hook {best}, times their prices", auto, NEAR)]
 
 
-def by_cost(measured: Measured) -> list[str]:
-    """The levels of ``auto``'s ladder, that of least cost first."""
-    return sorted(
-        measured.prices,
-        key=lambda level: measured.prices[level] * statistics.median(measured.seconds[f"hook {level}"]),
-    )
-
-
-def doubtful(measured: Measured) -> list[str]:
-    """Whose rounds shall go on: nothing is clear yet about them."""
-    *pairs, (_, _, found, limit) = compare(measured)
-    people = {who for mine, other, found, limit in pairs if not clear(found, limit) for who in (mine, other)}
-    if not clear(found, limit):
-        people |= {"hook auto", *(f"hook {level}" for level in by_cost(measured)[:MOST_NEAR])}
-    return [*people]
-
-
 def judge(rate: str, measured: Measured) -> list[str]:
     """The table at one rate, and its verdicts."""
-    seconds, ran, prices, _ = measured
-    lines = [f"{rate}: milliseconds a step (medians of {len(ran)} blocks or fewer); price of delay"]
+    seconds, ran, prices, paid = measured
+    lines = [f"{rate}: milliseconds a step (medians), blocks; price of delay"]
     for who, took in seconds.items():
         level = who.removeprefix("hook ")
-        cost = (
-            f"{prices[level]:8.3f}" if level in prices else f"  at {', '.join(dict.fromkeys(ran))}" * (level == "auto")
-        )
-        lines.append(f"  {who:<24} {statistics.median(took) * 1e3:8.1f}{cost}")
+        line = f"  {who:<24} {statistics.median(took) * 1e3:8.1f} {len(took):4}"
+        if level in prices:
+            line += f"{prices[level]:8.3f}"
+        elif level == "auto":
+            line += f"{statistics.mean(paid[: len(took)]):8.3f}  at {', '.join(dict.fromkeys(ran[: len(took)]))}"
+        lines.append(line)
 
     for mine, other, found, limit in compare(measured):
         verdict = "ok  " if found.middle <= limit else "FAIL"
@@ -159,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, judge."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rates", default=",".join(RATES), help="with commas between them")
-    parser.add_argument("--rounds", type=int, default=12, help="blocks of everybody")
+    parser.add_argument("--rounds", type=int, default=12, help="least rounds, a block of everybody in each")
     parser.add_argument("--two-level", action="store_true", help="only two hosts with two ranks each")
     options = parser.parse_args(arguments)
     began, rates = time.monotonic(), options.rates.split(",")
@@ -167,7 +178,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines = [machine(), *measure_two_level(rates, options.rounds), f"{time.monotonic() - began:.0f} s"]
         (Path(__file__).parent / "results" / "ddp-two-level.txt").write_text("\n".join(lines) + "\n")
         return 0
-    found = measure(rates, options.rounds)
+    found: dict[str, Measured] = {}
+    with running(2, [rate for rate in rates if rate != UNSHAPED]) as ranks:
+        for rate in rates:
+            found[rate] = measure(ranks, rate, options.rounds)
+            print(f"{rate}: auto at {', '.join(dict.fromkeys(found[rate].ran))}", flush=True)
     lines = [f"{machine()}; ladder of auto {', '.join(Settings().ladder)}"]
     lines += [line for rate in rates for line in judge(rate, found[rate])]
     lines.append(f"{time.monotonic() - began:.0f} s")

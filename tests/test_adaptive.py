@@ -22,16 +22,21 @@ from adaptive import (
     block_steps,
     cheapest,
     clear,
+    errors,
+    in_all_rounds,
     in_turns,
     judge_cells,
     judge_race,
     main,
+    next_step,
     prices_of,
     ratio,
 )
+from ddp import Measured, by_cost, compare
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdplus.compression import parse
 from hvdplus.settings import Settings
 
 times = st.floats(1e-4, 10)
@@ -105,7 +110,7 @@ def test_rounds_end_when_their_time_is_over() -> None:
 
 
 def cell(rate: str, oracle: Ratio, dense: Ratio) -> Cell:
-    return Cell(2, "mlp", rate, "fp16", "fp16", "horovod", oracle, dense, 10.0, {}, {}, {}, [])
+    return Cell(2, "mlp", rate, "fp16", "fp16", "horovod", oracle, dense, 10.0, 10.0, {}, {}, {}, [])
 
 
 def test_the_bound_is_judged_and_the_worst_cell_named() -> None:
@@ -155,26 +160,45 @@ def test_delay_has_its_price_in_a_cell() -> None:
     assert against(seconds, "level int8", 1.0, paid).middle == pytest.approx(1.1**0.5)
 
 
-def test_the_price_is_of_the_median_error_of_a_training_once_it_is_no_longer_young() -> None:
-    def window(step: int, level: str, error: float | None) -> dict[str, Any]:
-        return {"kind": "window", "first_step": step, "last_step": step + 9, "level": level, "error": error}
+def test_the_price_is_of_the_median_error_of_all_windows_from_a_step_on() -> None:
+    def window(step: int, level: str, error: float | None, steps: int = 10) -> dict[str, Any]:
+        return {"kind": "window", "first_step": step, "last_step": step + steps - 1, "level": level, "error": error}
 
     class Log:
         def records(self, who: str) -> list[dict[str, Any]]:
             assert who == "auto"
             readings = [0.1, 0.1, 2.0, 9.0, 1.0]
-            log = [window(10 * place, "lowrank:16+fp16", error) for place, error in enumerate(readings)]
-            return [*log, window(50, "fp16", None), window(60, "draining", None), {"kind": "decision"}]
+            log = [window(10 * place, "powersgd:8+fp16", error) for place, error in enumerate(readings)]
+            log += [window(50, "powersgd:8+fp16", None), window(60, "powersgd:8+fp16", 7.0, 2)]  # 2 steps count as 2
+            return [*log, window(62, "fp16", None), window(72, "draining", None), {"kind": "decision"}]
 
     ranks: Any = Log()
-    prices = prices_of(ranks, "auto")
-    assert prices == {"lowrank:16+fp16": pytest.approx(1 + Settings().delay_price * 2.0), "fp16": 1.0}
-    assert prices_of(ranks, "auto", 40)["lowrank:16+fp16"] == pytest.approx(1 + Settings().delay_price)
+    kappa = Settings().delay_price * parse("powersgd:8+fp16").delay_weight
+    assert kappa != Settings().delay_price
+    assert prices_of(ranks, "auto", 20) == {"powersgd:8+fp16": pytest.approx(1 + kappa * 2.0)}
+    assert prices_of(ranks, "auto", 40) == {"powersgd:8+fp16": pytest.approx(1 + kappa)}
+    assert errors(ranks, "auto", 0)["powersgd:8+fp16"] == pytest.approx(1.0)
+    assert next_step(ranks, "auto") == 82
 
 
 def test_a_ratio_is_clear_once_its_bounds_are_narrow_or_far_from_the_limit() -> None:
     assert clear(Ratio(1.02, 1.01, 1.03), 1.02) and clear(Ratio(1.2, 1.15, 1.26), 1.02)
     assert not clear(Ratio(1.0, 0.96, 1.04), 1.02), "within the limit by its middle alone"
+
+
+def test_the_hooks_auto_is_held_against_a_level_that_stayed_as_long() -> None:
+    seconds = {"hook auto": [1.0] * 6, "hook fp16": [1.2] * 6, "hook int8": [1.0] * 6, "hook none": [0.5] * 3}
+    others = {"ddp": [1.0] * 3, "ddp fp16": [1.2] * 3, "ddp powersgd:4:2": [2.0] * 4}
+    seconds |= others | {"hook lowrank:4": [1.0] * 4, "hook lowrank:8+fp16": [1.5] * 3}
+    assert in_all_rounds(seconds, "hook auto", "hook fp16") and not in_all_rounds(seconds, "hook none", "ddp")
+    measured = Measured(seconds, ["int8"] * 6, {"none": 1.0, "fp16": 1.0, "int8": 1.1}, [1.21] * 6)
+    assert by_cost(measured) == ["int8", "fp16"], "none, the fastest, dropped out"
+    *pairs, (mine, other, found, limit) = compare(measured)
+    assert (mine, other, limit) == ("hook auto", "hook int8, times their prices", 1.05)
+    assert found.middle == pytest.approx(1.1)
+    assert {mine: found.middle for mine, _, found, _ in pairs} == pytest.approx(
+        {"hook lowrank:4": 0.5, "hook lowrank:8+fp16": 0.75, "hook fp16": 1.0, "hook none": 0.5}
+    )
 
 
 def test_parts_that_are_measured_on_two_hosts_are_refused_on_four(capsys: pytest.CaptureFixture[str]) -> None:
