@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hvdplus.control.blocks import ALONE, NOISE_FLOOR, Block, Guess, block_of, ratio_of, shrunk
 from hvdplus.control.delay import LEAST_PREVIEW, MOST_ERROR, PREVIEW_ERROR, expected, foreseen, settled
-from hvdplus.control.knowledge import DRIFT, Knowledge
+from hvdplus.control.knowledge import DRIFT, Knowledge, plausible
 from hvdplus.control.link import LevelCost
 from hvdplus.control.memory import from_plain, restore, to_plain
 from hvdplus.control.meter import StepTimes
@@ -201,6 +201,37 @@ def test_what_a_preview_shows_is_a_first_reading() -> None:
     assert knowledge.may_pay(2, 0) and not knowledge.may_pay(0, 2)
     knowledge.link = knowledge.link._replace(beta=1e-12)
     assert not knowledge.may_pay(2, 0), "its codec takes longer than the link"
+
+
+def test_what_the_held_level_holds_back_moves_the_errors_of_all() -> None:
+    knowledge = known(0)
+    for level, error in ((1, 0.2), (2, 1.0)):
+        for _ in range(10):
+            knowledge.learn_error(level, error, 1000, held=level == 2)
+    for _ in range(40):  # the training goes on, and level 2 holds back three times as much
+        knowledge.learn_error(2, 3.0, 1000)
+    assert knowledge.error(2).mean == pytest.approx(3.0, rel=1e-3)
+    assert knowledge.error(1).mean == pytest.approx(0.6, rel=0.3), "it has not run since"
+    knowledge.foresee(0, math.sqrt(0.8))
+    assert knowledge.error(0).mean == pytest.approx(2.0, rel=1e-3), "what a preview shows is of today"
+    before = knowledge.moved
+    for _ in range(10):
+        knowledge.learn_error(1, 0.2, 1000, held=False)
+    assert knowledge.moved == before and knowledge.error(1).mean == pytest.approx(0.2, rel=1e-3), (
+        "a trial tells of its level alone"
+    )
+
+
+@given(st.lists(st.tuples(st.integers(1, 2), st.floats(0, 1e3), st.booleans()), max_size=60))
+@thoroughly
+def test_errors_move_no_further_than_what_was_read(readings: list[tuple[int, float, bool]]) -> None:
+    knowledge = known(0)
+    for level, error, held in readings:
+        knowledge.learn_error(level, error, 1000, held=held)
+    read = [settled(error, 1000) for _, error, _ in readings if error]
+    if read:
+        assert abs(knowledge.moved) <= math.log(max(read) / min(read)) + 1e-9
+    assert plausible(knowledge, [])
 
 
 def test_a_levels_weight_is_in_its_price() -> None:

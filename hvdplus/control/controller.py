@@ -301,7 +301,7 @@ class Controller:
     def _note_training(self, level: int, seen: Observation) -> None:
         """What the step says of delay and of its price."""
         if not math.isnan(seen.error) and level:
-            self._known.learn_error(level, seen.error, self._age, self._carried)
+            self._known.learn_error(level, seen.error, self._age, self._carried, held=level == self.held)
         self._phases.observe(seen.gradient_norm, seen.learning_rate)
         self._known.delay_price = self.config.delay_price * (self.config.critical_price if self._phases.left else 1.0)
 

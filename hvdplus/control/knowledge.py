@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, median
 from typing import NamedTuple
 
 from hvdplus.control.blocks import FAR, NOISE_FLOOR, Block, Guess
@@ -91,9 +91,12 @@ class Knowledge:
     hiding: Hiding = field(default_factory=Hiding)
     levels: dict[int, Level] = field(default_factory=dict)
     errors: dict[int, list[float]] = field(default_factory=dict)
-    """Level -> what its error comes to, by the latest readings."""
+    """Level -> what its error comes to, by the latest readings, over ``moved``."""
     previews: dict[int, float] = field(default_factory=dict)
-    """Level -> what its error comes to, by a preview."""
+    """Level -> what its error comes to, by a preview, over ``moved``."""
+    moved: float = 0.0
+    """Logarithm of all levels' errors over those at the beginning: they grow and fall with the training (five times in
+    200 steps of the laboratory's ``wide``, twice in 400 of ``text``)."""
     steps: int = 0
 
     def learn(self, level: int, block: Block, *, held: bool) -> None:
@@ -202,13 +205,19 @@ class Knowledge:
         own = self._model(other) + self.levels[other].own.mean + ratio.mean - self._model(level)
         self.levels[level] = self.levels[level]._replace(own=Guess(own, ratio.variance), steps=self.steps)
 
-    def learn_error(self, level: int, error: float, age: int, carried: float = 0.0) -> None:
-        """Take in a reading of e, ``age`` steps after the level began; the level before it had come to ``carried``."""
-        self.errors[level] = [*self.errors.get(level, [])[1 - ERRORS_KEPT :], settled(error, age, carried)]
+    def learn_error(self, level: int, error: float, age: int, carried: float = 0.0, *, held: bool = True) -> None:
+        """Take in a reading of e, ``age`` steps after the level began; the level before it had come to ``carried``.
+        ``held``: the level runs all the time, so that its error moves as all levels' errors do."""
+        known = self.errors.get(level, [])
+        readings = [*known[1 - ERRORS_KEPT :], settled(error, age, carried) / math.exp(self.moved)]
+        if held and len(known) >= SURE and min(before := median(known), now := median(readings)):
+            self.moved += math.log(now / before)
+            readings = [reading * before / now for reading in readings]
+        self.errors[level] = readings
 
     def foresee(self, level: int, error: float) -> None:
         """Take in what a level held back of a gradient in a preview, as a share of it."""
-        self.previews[level] = max(LEAST_PREVIEW, foreseen(error))
+        self.previews[level] = max(LEAST_PREVIEW, foreseen(error)) / math.exp(self.moved)
 
     def may_pay(self, level: int, held: int) -> bool:
         """Whether a level's communication and codec take less than those of the level held, were nothing hidden."""
@@ -221,7 +230,7 @@ class Knowledge:
     def least_error(self, level: int) -> float:
         """The least of the last readings of e; 0: there are few. A single one may be of an odd batch."""
         readings = self.errors.get(level, [])[-SURE:]
-        return min(readings) if len(readings) == SURE else 0.0
+        return min(readings) * math.exp(self.moved) if len(readings) == SURE else 0.0
 
     def known_own(self, level: int) -> Guess:
         """``Level.own``, as much as it is worth today."""
@@ -235,7 +244,8 @@ class Knowledge:
 
     def error(self, level: int) -> Guess:
         """e, as measured or as guessed."""
-        return expected(level, self.errors, self.costs, self.previews)
+        mean, variance = expected(level, self.errors, self.costs, self.previews)
+        return Guess(mean * math.exp(self.moved), variance * math.exp(2 * self.moved))
 
     def price(self, level: int) -> float:
         """By what factor a training at this level needs more steps."""
@@ -364,7 +374,7 @@ def plausible(known: Knowledge, blocks: Sequence[Block]) -> bool:
     rest = [known.probe_bent, link.alpha, link.beta, known.hiding.share]
     rest += [*(each.codec for each in levels), *(block.rest for block in blocks)]
     errors = [error for readings in known.errors.values() for error in readings]
-    logarithms = [abs(pace.mean), *(abs(each.own.mean) for each in levels)]
+    logarithms = [abs(pace.mean), abs(known.moved), *(abs(each.own.mean) for each in levels)]
     fits = all(known.errors.values()) and all(known.previews.values()) and max(logarithms) < 50
     return (
         fits and min(variances) >= 0 and min(seconds, default=1.0) > 0 <= min(*rest, *errors, *known.previews.values())
