@@ -412,6 +412,10 @@ def compare(ranks: Ranks, hosts: int, model: str, rate: str, rounds: int, more_s
         near = [level for level in levels if costs[level] <= NEAR * min(costs.values())]
         now = ranks.steps(who="auto", count=1)["levels"][0]
         near += [now] * (now not in near)  # whatever a training of its own says of its error: `auto` runs it
+        age = next_step(ranks, "auto")
+        for who in (f"level {level}" for level in near if parse(level).keeps_residual):
+            ranks.forget(who=who)  # it was tried for long, and errors grow with the training: as old as `auto`
+            ranks.steps(who=who, count=age)
         people = ["auto", *(f"level {level}" for level in near), *DENSE]
         ran.clear()
         first = {who: next_step(ranks, who) for who in people if who not in DENSE}
