@@ -418,7 +418,7 @@ def compare(ranks: Ranks, hosts: int, model: str, rate: str, rounds: int, more_s
             ranks.steps(who=who, count=age)
         people = ["auto", *(f"level {level}" for level in near), *DENSE]
         ran.clear()
-        first = {who: next_step(ranks, who) for who in people if who not in DENSE}
+        first = {"auto": age} | {f"level {level}": next_step(ranks, f"level {level}") for level in near}
         seconds = in_turns(ranks, people, rounds, undecided, more_seconds, note)
         near = [level for level in near if level not in refused(ranks)]
     (oracle, against_oracle), dense = look(seconds), cheapest(seconds, DENSE, {})

@@ -99,7 +99,8 @@ def measure(ranks: Ranks, rate: str, rounds: int) -> Measured:
 
     def doubtful(seconds: Seconds) -> list[str]:
         measured = look(seconds)
-        near.extend([] if near else [f"hook {level}" for level in by_cost(measured)[:STAY]])
+        if not near:
+            near.extend(f"hook {level}" for level in by_cost(measured)[:STAY])
         *pairs, (mine, _, of_auto, limit) = compare(measured)
         contests = [((one, other), found, most) for one, other, found, most in pairs]
         contests.append(((mine, *near), of_auto, limit))
