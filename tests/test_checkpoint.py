@@ -212,8 +212,8 @@ def not_finite(array: np.ndarray) -> np.ndarray:
 
 
 DAMAGE: dict[str, tuple[Edit, str]] = {
-    "format": (put("format", 1), "of format 7. Received: 1"),
-    "no format": (without("format"), "of format 7. Received: None"),
+    "format": (put("format", 1), "of format 8. Received: 1"),
+    "no format": (without("format"), "of format 8. Received: None"),
     **{f"no {name}": (without(name), f"the state has no {name}") for name in checkpoint.FIELDS},
     **{
         f"{name} is text": (put(name, "a lot"), "damaged|another model")
@@ -339,7 +339,8 @@ CONTROLLER_DAMAGE: dict[str, tuple[Edit, str]] = {
     "levels empty": (put("coordinator/controller/_known/levels", {"0": []}), "levels does not fit"),
     "no time": (put("coordinator/controller/_known/levels", {"0": [0, 1, 1, 1, 1, 1, [0, 1], 1]}), "less than no time"),
     "variance": (put("coordinator/controller/_known/pace", [0.0, -1.0]), "less than no time"),
-    "errors": (put("coordinator/controller/_known/errors", {"1": [math.nan]}), "errors does not fit: float is wanted"),
+    "errors": (put("coordinator/controller/_known/errors/readings", {"1": [math.nan]}), "fit: float is wanted"),
+    "errors negative": (put("coordinator/controller/_known/errors/previews", {"1": -0.5}), "less than no time"),
     "knows nothing": (put("coordinator/controller/_known", {}), "is missing"),
     "window": (put("coordinator/controller/_window", [[1.0]]), "_window does not fit"),
     "steps": (put("coordinator/controller/_age", -1), "_age does not fit"),
@@ -404,7 +405,7 @@ def test_where_contexts_do_not_fit_the_level_asks_again(bucket_bytes: int) -> No
 
 @pytest.mark.parametrize("value", [None, "a state", 3, []])
 def test_what_is_no_state_at_all_is_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match="This hvdplus reads states of format 7. Received: "):
+    with pytest.raises(ValueError, match="This hvdplus reads states of format 8. Received: "):
         exchange(Local()).load(value)
 
 

@@ -406,7 +406,7 @@ def test_a_residual_that_another_level_left_is_not_held_against_a_level() -> Non
         course, watch = watched(job, 240, seed, training=Handed(errors))
         ends.append(dearer(job, watch.held[-1], errors=errors))
         known = course.controller._known
-        sure = [level for level in known.errors if len(known.errors[level]) >= SURE]
+        sure = [level for level, readings in known.errors.readings.items() if len(readings) >= SURE]
         assert all(known.error(level).mean == pytest.approx(errors[level], rel=0.05) for level in sure)
     assert max(ends) < 1.05
 

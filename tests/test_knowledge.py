@@ -192,11 +192,11 @@ def test_what_holds_back_more_in_a_preview_comes_to_more(one: float, other: floa
 
 def test_what_a_preview_shows_is_a_first_reading() -> None:
     knowledge = known(0)
-    knowledge.foresee(2, math.sqrt(0.8))
+    knowledge.errors.foresee(2, math.sqrt(0.8))
     assert knowledge.error(2).mean == pytest.approx(2.0, rel=1e-3), (
         "what keeps 0.8 of the energy a step comes to e² = 4"
     )
-    knowledge.foresee(1, 0.0)
+    knowledge.errors.foresee(1, 0.0)
     assert knowledge.error(1).mean == LEAST_PREVIEW, "others' errors are held against it"
     assert knowledge.may_pay(2, 0) and not knowledge.may_pay(0, 2)
     knowledge.link = knowledge.link._replace(beta=1e-12)
@@ -207,17 +207,17 @@ def test_what_the_held_level_holds_back_moves_the_errors_of_all() -> None:
     knowledge = known(0)
     for level, error in ((1, 0.2), (2, 1.0)):
         for _ in range(10):
-            knowledge.learn_error(level, error, 1000, held=level == 2)
+            knowledge.errors.learn(level, error, 1000, held=level == 2)
     for _ in range(40):  # the training goes on, and level 2 holds back three times as much
-        knowledge.learn_error(2, 3.0, 1000)
+        knowledge.errors.learn(2, 3.0, 1000, held=True)
     assert knowledge.error(2).mean == pytest.approx(3.0, rel=1e-3)
     assert knowledge.error(1).mean == pytest.approx(0.6, rel=1e-3), "it has not run since"
-    knowledge.foresee(0, math.sqrt(0.8))
+    knowledge.errors.foresee(0, math.sqrt(0.8))
     assert knowledge.error(0).mean == pytest.approx(2.0, rel=1e-3), "what a preview shows is of today"
-    before = knowledge.moved
+    before = knowledge.errors.moved
     for _ in range(10):
-        knowledge.learn_error(1, 0.2, 1000, held=False)
-    assert knowledge.moved == before and knowledge.error(1).mean == pytest.approx(0.2, rel=1e-3), (
+        knowledge.errors.learn(1, 0.2, 1000, held=False)
+    assert knowledge.errors.moved == before and knowledge.error(1).mean == pytest.approx(0.2, rel=1e-3), (
         "a trial tells of its level alone"
     )
 
@@ -227,10 +227,10 @@ def test_what_the_held_level_holds_back_moves_the_errors_of_all() -> None:
 def test_errors_move_no_further_than_what_was_read(readings: list[tuple[int, float, bool]]) -> None:
     knowledge = known(0)
     for level, error, held in readings:
-        knowledge.learn_error(level, error, 1000, held=held)
+        knowledge.errors.learn(level, error, 1000, held=held)
     read = [settled(error, 1000) for _, error, _ in readings if error]
     if read:
-        assert abs(knowledge.moved) <= math.log(max(read) / min(read)) + 1e-9
+        assert abs(knowledge.errors.moved) <= math.log(max(read) / min(read)) + 1e-9
     assert plausible(knowledge, [])
 
 
@@ -257,7 +257,7 @@ def known(*levels: int, error: float = math.nan) -> Knowledge:
             took = StepTimes(0.05 + COSTS[level].codec + comm, COSTS[level].codec, comm)
             knowledge.learn(level, block_of([took] * 8), held=level == levels[0])
             if not math.isnan(error) and level:
-                knowledge.learn_error(level, error, 100)
+                knowledge.errors.learn(level, error, 100, held=True)
     return knowledge
 
 
@@ -371,7 +371,7 @@ def test_the_price_follows_the_errors_that_were_measured() -> None:
     assert measured.price(2) == pytest.approx(1 + 0.05 * 0.3)
     scaled = Knowledge((*COSTS, LevelCost(300_000, 60_000, 5)), 0.05)
     for error in (0.3, 0.3, 9.0):
-        scaled.learn_error(2, error, 100)
+        scaled.errors.learn(2, error, 100, held=True)
     assert scaled.error(2).mean == pytest.approx(0.3, rel=1e-4), "the middle of the readings"
     assert scaled.error(3).mean == pytest.approx(0.3 * ((8e6 / 3e5 - 1) / (1 / 0.07 - 1)) ** 0.875, rel=0.01)
 

@@ -186,16 +186,14 @@ class Controller:
         if not known.steps or sent < share or known.error(self.level).mean > error:
             return ()
         unknown = [
-            level
-            for level in self._usable()
-            if self.costs[level].keeps_residual and level not in known.errors and level not in known.previews
+            level for level in self._usable() if self.costs[level].keeps_residual and level not in known.errors.levels
         ]
         return tuple(level for level in unknown if known.may_pay(level, self.level))
 
     def foresee(self, errors: Mapping[int, float]) -> None:
         """A preview: level -> the norm of what it would have held back of a step's gradient, over the gradient's."""
         for level, error in errors.items():
-            self._known.foresee(level, error)
+            self._known.errors.foresee(level, error)
 
     def forbid(self, level: int, why: str) -> None:
         """Never again run ``level`` or one above it (1 or more); if one of them is held, the run starts anew, dense."""
@@ -219,7 +217,7 @@ class Controller:
         if self.mode is Mode.TRIAL and level == self.challenger:
             self._exploring.see_trial(times, held=self._turns[-1][1])
         self._note_training(level, seen)
-        if level and min(seen.error, self._known.least_error(level)) > config.error_budget:
+        if level and min(seen.error, self._known.errors.least(level)) > config.error_budget:
             budget = f"the residual at {self.names[level]} is {seen.error:.2f} times the gradient (budget "
             return self._refuse(f"{budget}{config.error_budget:g})")
         starts, asked = self.mode is Mode.START, config.dense_steps
@@ -301,7 +299,7 @@ class Controller:
     def _note_training(self, level: int, seen: Observation) -> None:
         """What the step says of delay and of its price."""
         if not math.isnan(seen.error) and level:
-            self._known.learn_error(level, seen.error, self._age, self._carried, held=level == self.held)
+            self._known.errors.learn(level, seen.error, self._age, self._carried, held=level == self.held)
         self._phases.observe(seen.gradient_norm, seen.learning_rate)
         self._known.delay_price = self.config.delay_price * (self.config.critical_price if self._phases.left else 1.0)
 
@@ -410,7 +408,7 @@ class Controller:
 def _check(controller: Controller) -> None:
     """Raise ValueError if what a controller has recalled does not fit together."""
     known, names, turns = controller._known, controller.names, controller._turns
-    seen = {*controller.refused, *known.levels, *known.errors, *known.previews, *controller._lost}
+    seen = {*controller.refused, *known.levels, *known.errors.levels, *controller._lost}
     levels = {controller.level, controller.held, controller.challenger, *seen, *(level for level, _ in turns)}
     if not levels <= set(range(len(names))):
         raise ValueError(f"it names levels beyond {', '.join(names)}")

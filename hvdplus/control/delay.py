@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
 from hvdplus.control.blocks import Guess
@@ -28,6 +29,60 @@ SURE = 3
 """Readings of a level's e that are no accident; a single one may be of an odd batch."""
 MOST_ERROR = 10.0
 """Of any level: one that sends a hundredth of the energy of gradient and residual in a step."""
+KEPT = 10
+"""Readings of a level's e that are kept."""
+
+
+@dataclass
+class Errors:
+    """What was seen of the levels' errors."""
+
+    readings: dict[int, list[float]] = field(default_factory=dict)
+    """Level -> what its error comes to, by the latest readings, over ``moved``."""
+    previews: dict[int, float] = field(default_factory=dict)
+    """Level -> what its error comes to, by a preview, over ``moved``."""
+    moved: float = 0.0
+    """Logarithm of all levels' errors over those at the beginning: they grow and fall with the training (five times in
+    200 steps of the laboratory's ``wide``, twice in 400 of ``text``)."""
+
+    @property
+    def levels(self) -> set[int]:
+        """Those of which more is known than their bytes."""
+        return {*self.readings, *self.previews}
+
+    def learn(self, level: int, error: float, age: int, carried: float = 0.0, *, held: bool) -> None:
+        """Take in a reading of e, ``age`` steps after the level began; the level before it had come to ``carried``.
+        ``held``: the level runs all the time, so that its error moves as all levels' errors do."""
+        known = self.readings.get(level, [])
+        readings = [*known[1 - KEPT :], settled(error, age, carried) / math.exp(self.moved)]
+        if held and len(known) >= SURE and min(before := median(known), now := median(readings)):
+            self.moved += math.log(now / before)
+            readings = [reading * before / now for reading in readings]
+        self.readings[level] = readings
+
+    def foresee(self, level: int, error: float) -> None:
+        """Take in what a level held back of a gradient in a preview, as a share of it."""
+        self.previews[level] = max(LEAST_PREVIEW, foreseen(error)) / math.exp(self.moved)
+
+    def expected(self, level: int, costs: Sequence[LevelCost]) -> Guess:
+        """A level's e, as measured or as guessed."""
+        mean, variance = expected(level, self.readings, costs, self.previews)
+        return Guess(mean * math.exp(self.moved), variance * math.exp(2 * self.moved))
+
+    def least(self, level: int) -> float:
+        """The least of the last readings of e; 0: there are few. A single one may be of an odd batch."""
+        readings = self.readings.get(level, [])[-SURE:]
+        return min(readings) * math.exp(self.moved) if len(readings) == SURE else 0.0
+
+    def are_plausible(self) -> bool:
+        """Whether they can have been seen."""
+        seen = [*self.previews.values(), *(error for readings in self.readings.values() for error in readings)]
+        return (
+            all(self.readings.values())
+            and all(self.previews.values())
+            and min(seen, default=0.0) >= 0
+            and abs(self.moved) < 50
+        )
 
 
 def expected(

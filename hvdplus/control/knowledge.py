@@ -15,11 +15,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median
+from statistics import fmean
 from typing import NamedTuple
 
 from hvdplus.control.blocks import FAR, NOISE_FLOOR, Block, Guess
-from hvdplus.control.delay import LEAST_PREVIEW, SURE, expected, foreseen, price_of_delay, settled
+from hvdplus.control.delay import Errors, price_of_delay
 from hvdplus.control.hiding import Hiding
 from hvdplus.control.link import MODEL_ERROR, LevelCost, LinkEstimate
 
@@ -43,8 +43,6 @@ PACKING, CODEC_ERROR, ALIKE_ERROR = 0.5, 0.3, 0.1
 """Seconds that a level with a residual takes to pack gradients and write means back, as a share of its codec's alone;
 standard deviations of a codec's time, as shares of it: of any, and where a level that packs likewise was measured.
 (0.5 to 0.8 on two cores, 2.3 for many small tensors; from ``lowrank`` to ``int8`` it hardly differs.)"""
-ERRORS_KEPT = 10
-"""Readings of an error that are kept."""
 MOST_PROBE_BENT = 5.0
 """Largest factor by which a probe takes longer than the link's straight line says: one beyond it fell into a burst of
 others. (Links that carry the first bytes at any speed let one through in a fifteenth.)"""
@@ -90,13 +88,7 @@ class Knowledge:
     """Logarithm of the computation's seconds over those at the beginning, whatever the level."""
     hiding: Hiding = field(default_factory=Hiding)
     levels: dict[int, Level] = field(default_factory=dict)
-    errors: dict[int, list[float]] = field(default_factory=dict)
-    """Level -> what its error comes to, by the latest readings, over ``moved``."""
-    previews: dict[int, float] = field(default_factory=dict)
-    """Level -> what its error comes to, by a preview, over ``moved``."""
-    moved: float = 0.0
-    """Logarithm of all levels' errors over those at the beginning: they grow and fall with the training (five times in
-    200 steps of the laboratory's ``wide``, twice in 400 of ``text``)."""
+    errors: Errors = field(default_factory=Errors)
     steps: int = 0
 
     def learn(self, level: int, block: Block, *, held: bool) -> None:
@@ -205,20 +197,6 @@ class Knowledge:
         own = self._model(other) + self.levels[other].own.mean + ratio.mean - self._model(level)
         self.levels[level] = self.levels[level]._replace(own=Guess(own, ratio.variance), steps=self.steps)
 
-    def learn_error(self, level: int, error: float, age: int, carried: float = 0.0, *, held: bool = True) -> None:
-        """Take in a reading of e, ``age`` steps after the level began; the level before it had come to ``carried``.
-        ``held``: the level runs all the time, so that its error moves as all levels' errors do."""
-        known = self.errors.get(level, [])
-        readings = [*known[1 - ERRORS_KEPT :], settled(error, age, carried) / math.exp(self.moved)]
-        if held and len(known) >= SURE and min(before := median(known), now := median(readings)):
-            self.moved += math.log(now / before)
-            readings = [reading * before / now for reading in readings]
-        self.errors[level] = readings
-
-    def foresee(self, level: int, error: float) -> None:
-        """Take in what a level held back of a gradient in a preview, as a share of it."""
-        self.previews[level] = max(LEAST_PREVIEW, foreseen(error)) / math.exp(self.moved)
-
     def may_pay(self, level: int, held: int) -> bool:
         """Whether a level's communication and codec take less than those of the level held, were nothing hidden."""
 
@@ -226,11 +204,6 @@ class Knowledge:
             return self._codec(level).mean + self.link.link.seconds(self.costs[level])
 
         return seconds(level) < seconds(held)
-
-    def least_error(self, level: int) -> float:
-        """The least of the last readings of e; 0: there are few. A single one may be of an odd batch."""
-        readings = self.errors.get(level, [])[-SURE:]
-        return min(readings) * math.exp(self.moved) if len(readings) == SURE else 0.0
 
     def known_own(self, level: int) -> Guess:
         """``Level.own``, as much as it is worth today."""
@@ -244,8 +217,7 @@ class Knowledge:
 
     def error(self, level: int) -> Guess:
         """e, as measured or as guessed."""
-        mean, variance = expected(level, self.errors, self.costs, self.previews)
-        return Guess(mean * math.exp(self.moved), variance * math.exp(2 * self.moved))
+        return self.errors.expected(level, self.costs)
 
     def price(self, level: int) -> float:
         """By what factor a training at this level needs more steps."""
@@ -373,9 +345,6 @@ def plausible(known: Knowledge, blocks: Sequence[Block]) -> bool:
         seconds += [block.step, block.busy]
     rest = [known.probe_bent, link.alpha, link.beta, known.hiding.share]
     rest += [*(each.codec for each in levels), *(block.rest for block in blocks)]
-    errors = [error for readings in known.errors.values() for error in readings]
-    logarithms = [abs(pace.mean), abs(known.moved), *(abs(each.own.mean) for each in levels)]
-    fits = all(known.errors.values()) and all(known.previews.values()) and max(logarithms) < 50
-    return (
-        fits and min(variances) >= 0 and min(seconds, default=1.0) > 0 <= min(*rest, *errors, *known.previews.values())
-    )
+    logarithms = [abs(pace.mean), *(abs(each.own.mean) for each in levels)]
+    fits = known.errors.are_plausible() and max(logarithms) < 50
+    return fits and min(variances) >= 0 and min(seconds, default=1.0) > 0 <= min(rest)
