@@ -37,11 +37,11 @@ sys.path.append(str(ROOT / "tests"))
 if __name__ == "__main__":  # the tree's own package, whatever is installed
     sys.path.insert(0, str(ROOT))
 
-from simulating import ERRORS, NOISES, Job, Noise, Training, drive, some_jobs  # noqa: E402
-from traces import Trace, traces  # noqa: E402
+from simulating import NOISES, Job, Noise, Training, drive, some_jobs  # noqa: E402
+from traces import ERRORS_STEPS, Trace, in_training, traces  # noqa: E402
 
 from hvdplus.control.controller import Config, Controller  # noqa: E402
-from hvdplus.control.delay import price_of_delay  # noqa: E402
+from hvdplus.control.delay import price_of_delay, reached  # noqa: E402
 
 PRICE_OF_DELAY = Config().delay_price
 NOISY = Noise(compute=0.1, wire=0.3, rank=0.05, odd=0.03, waves=0.1)
@@ -99,19 +99,26 @@ def cost(job: Job | Trace, level: int) -> float:
     return job.seconds(level) * price_of_delay(PRICE_OF_DELAY * job.costs[level].delay_weight, job.errors[level])
 
 
-def training(errors: Sequence[float] = ERRORS) -> Training:
+def steady(job: Job | Trace) -> At:
+    """Nothing changes."""
+    job = job.rewound() if isinstance(job, Trace) else job
+    return lambda step: job
+
+
+def training(at: At = steady(Job()), seed: int = 0) -> Training:  # noqa: B008 (a constant)
     """Gradients that are mostly noise: what is held back grows until as much leaves in a step as joins."""
+    dice, noise = random.Random(seed), at(0).noise.error
 
     def course(step: int, level: int, age: int) -> tuple[float, float, float]:
-        share = 1 / (1 + errors[level] ** 2)
-        return errors[level] * math.sqrt(1 - (1 - share) ** (age + 1)), 1.0, 0.1
+        error = reached(at(step).errors[level], age + 1)
+        return error * math.exp(dice.gauss(0, noise)) if noise else error, 1.0, 0.1
 
     return course
 
 
 def run(controller: Callable[..., Any], at: At, steps: int, seed: int) -> Outcome:
     """One job under one controller."""
-    course = drive(at, steps, make=controller, seed=seed, training=training(at(0).errors))
+    course = drive(at, steps, make=controller, seed=seed, training=training(at, seed))
     levels = range(len(at(0).names))
     oracle = sum(min(cost(at(step), level) for level in levels) for step in range(steps))
     last, level = at(steps - 1), course.levels[-1]
@@ -141,10 +148,9 @@ def misled(count: int, seed: int = 0) -> list[Job]:
     return [replace(job, before=dice.choice((0.6, 0.7, 2.0)), overlap=dice.uniform(0.4, 0.9)) for job in jobs]
 
 
-def steady(job: Job | Trace) -> At:
-    """Nothing changes."""
-    job = job.rewound() if isinstance(job, Trace) else job
-    return lambda step: job
+def in_the_course_of_training(job: Trace) -> At:
+    """Errors are what they were in a real one, step by step."""
+    return in_training(job.rewound()).__getitem__
 
 
 def link_times(factor: float) -> Callable[[Job], At]:
@@ -164,7 +170,8 @@ Scenario = tuple[Sequence["Job | Trace"], int, Callable[[Any], At]]
 
 def scenarios(count: int, seed: int = 0) -> dict[str, Scenario]:
     """Name -> scenario."""
-    calm = some_jobs(count, NOISES["jitter"], seed=6 + seed)
+    calm, found = some_jobs(count, NOISES["jitter"], seed=6 + seed), traces()
+    recorded = (found * count)[: max(count, len(found))]
     return {
         **{name: (some_jobs(count, noise, seed=5 + seed), 500, steady) for name, noise in NOISES.items()},
         "much noise": (some_jobs(count, NOISY, seed=11 + seed), 1000, steady),
@@ -172,7 +179,8 @@ def scenarios(count: int, seed: int = 0) -> dict[str, Scenario]:
         "misled at first": (misled(count, seed), 600, steady),
         "link 4 x faster": (calm, 600, link_times(4)),
         "link 4 x slower": (calm, 600, link_times(0.25)),
-        **({"traces": ((found * count)[: max(count, len(found))], 500, steady)} if (found := traces()) else {}),
+        "traces": (recorded, 500, steady),
+        "errors that move": (recorded, ERRORS_STEPS, in_the_course_of_training),
         "machine in phases": (some_jobs(count, NOISES["jitter"], seed=7 + seed), 700, phases),
     }
 

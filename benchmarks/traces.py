@@ -1,7 +1,8 @@
 """Recorded steps of real jobs, for ``controllers.py`` to play under any controller.
 
-    python benchmarks/traces.py                 records all of them anew (root, a quarter of an hour) into traces/
+    python benchmarks/traces.py                 records all of them anew (root, 35 minutes) into traces/
     python benchmarks/traces.py mlp 200mbit     one of them
+    python benchmarks/traces.py mlp errors      what levels' errors were in the course of a training
 
 A trace holds, for every level of the ladder, what each step of a job at that level took, part by part, as all ranks
 together saw it; levels were run in turns, so that steps with the same number saw much the same machine. It also holds
@@ -11,22 +12,28 @@ preview (``previews.py``) shows of them.
 A step that a controller takes at a level is that level's recorded one of that time, round and round: a recording is as
 long for every level, however many steps it has of each. What a change of level does to the steps right after it is not
 in a trace, and probes of bandwidth take what the link's α and β say.
+
+Errors do not depend on the link, and grow and fall with the training. So those of a model are recorded apart, in one
+training at each level, longer than a trace; ``in_training`` is a trace whose errors are those.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 from hvdplus.compression import parse
 from hvdplus.control.link import LevelCost, Link, fit_link
 from hvdplus.control.meter import StepTimes
+from hvdplus.lab import UNSHAPED
 from hvdplus.log.facts import probes_of
 from hvdplus.log.replay import costs_of
 from hvdplus.settings import Settings
@@ -34,7 +41,10 @@ from hvdplus.settings import Settings
 FOLDER = Path(__file__).parent / "traces"
 RECORDED = (("mlp", "100mbit"), ("mlp", "1gbit"), ("mlp", "unshaped"), ("text", "100mbit"), ("text", "1gbit"),
             ("text", "unshaped"), ("cnn", "100mbit"), ("cnn", "1gbit"), ("cnn", "unshaped"),
-            ("bytes", "100mbit"), ("bytes", "1gbit"))  # fmt: skip
+            ("bytes", "100mbit"), ("bytes", "1gbit"), ("wide", "100mbit"), ("wide", "1gbit"))  # fmt: skip
+ERRORS, ERRORS_STEPS, AROUND = "errors", 400, 40
+"""What the file of a model's errors is called, how many steps it is of, and by how many steps on either side a reading
+counts for what e is at a step: single ones are of single batches."""
 TURN_STEPS, TURN_SECONDS, TURNS = 20, 2.0, 8
 """A level's turn has so many steps, or as many as fit into so many seconds, and two at least; turns of each level."""
 
@@ -57,8 +67,8 @@ class Trace:
     link: Link
     _time: list[float] = field(default_factory=list, compare=False)
     """That of the next step, as a share of the recording."""
-    noise: ClassVar[SimpleNamespace] = SimpleNamespace(wire=0.0)
-    """None is added."""
+    noise: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(wire=0.0, error=0.0))
+    """What is added to figures, as standard deviations of their logarithms."""
 
     def rewound(self) -> Trace:
         """The same from the beginning."""
@@ -86,7 +96,27 @@ class Trace:
 
 def traces() -> list[Trace]:
     """All that there are."""
-    return [load(path) for path in sorted(FOLDER.glob("*.json"))]
+    return [load(path) for path in sorted(FOLDER.glob("*.json")) if not path.stem.endswith(f"-{ERRORS}")]
+
+
+def in_training(trace: Trace) -> list[Trace]:
+    """The trace at every step of a training, with the errors that its model's levels had then; of a level that was not
+    recorded so, its error in the trace."""
+    known = json.loads((FOLDER / f"{trace.name.split('-')[0]}-{ERRORS}.json").read_text())["readings"]
+    columns, off = [], []
+    for name, error in zip(trace.names, trace.errors, strict=True):
+        readings = [(step, math.log(error)) for step, error in known.get(name, ()) if error]
+        column = [_smooth(readings, step) for step in range(ERRORS_STEPS)] if readings else []
+        off += [reading - column[step] for step, reading in readings]
+        columns.append([math.exp(each) for each in column] or [error] * ERRORS_STEPS)
+    noise = SimpleNamespace(wire=0.0, error=statistics.pstdev(off))
+    return [replace(trace, errors=errors, noise=noise) for errors in zip(*columns, strict=True)]
+
+
+def _smooth(readings: Sequence[tuple[int, float]], step: int) -> float:
+    """The mean of the readings near a step, with the nearest one."""
+    near = [reading for at, reading in readings if abs(at - step) <= AROUND]
+    return statistics.fmean(near or [min(readings, key=lambda each: abs(each[0] - step))[1]])
 
 
 def load(path: Path) -> Trace:
@@ -137,6 +167,20 @@ def record(ranks: Any, model: str, rate: str) -> dict[str, Any]:
     return {**found, "steps": steps}
 
 
+def record_errors(ranks: Any, model: str) -> dict[str, Any]:
+    """Record what each level's error is in the course of a training."""
+    ranks.model(name=model)
+    ranks.lab.shape(UNSHAPED)
+    found = {}
+    for level in Settings().ladder:
+        if parse(level).keeps_residual:
+            ranks.steps(who=f"traced {level}", count=ERRORS_STEPS)
+            windows = (each for each in ranks.records(who=f"traced {level}") if each["kind"] == "window")
+            readings = ((each["first_step"], each["error"]) for each in windows if each["error"] is not None)
+            found[level] = [(step, float(f"{error:.3g}")) for step, error in readings]
+    return {"readings": found}
+
+
 def tried(model: str) -> dict[str, float]:
     """What a preview shows of every level."""
     from previews import FIRST, gradients, shown
@@ -148,19 +192,23 @@ def tried(model: str) -> dict[str, float]:
 
 def main() -> None:
     """Command line."""
-    from adaptive import UNSHAPED, machine, running
+    from adaptive import machine, running
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("which", nargs="*", metavar="MODEL RATE", help="one of them; default: all")
+    parser.add_argument("which", nargs="*", metavar="MODEL RATE", help=f"one of them, or MODEL {ERRORS}; default: all")
     asked = parser.parse_args().which
-    wanted = [tuple(asked)] if asked else list(RECORDED)
+    models = dict.fromkeys(model for model, _ in RECORDED)
+    wanted = [tuple(asked)] if asked else [*RECORDED, *((model, ERRORS) for model in models)]
     FOLDER.mkdir(exist_ok=True)
-    with running(2, sorted({rate for _, rate in wanted if rate != UNSHAPED} | {"1gbit"})) as ranks:
+    with running(2, sorted({rate for _, rate in wanted if rate not in (UNSHAPED, ERRORS)} | {"1gbit"})) as ranks:
         for model, rate in wanted:
-            found = {"machine": machine(), "hosts": 2, **record(ranks, model, rate)}
+            seen = record_errors(ranks, model) if rate == ERRORS else record(ranks, model, rate)
+            found = {"machine": machine(), "hosts": 2, **seen}
             path = FOLDER / f"{model}-{rate}.json"
             path.write_text(json.dumps(found, separators=(",", ":")) + "\n")
-            print(path, {level: len(steps) for level, steps in found["steps"].items()}, flush=True)
+            print(
+                path, {level: len(each) for level, each in (seen.get("steps") or seen["readings"]).items()}, flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -45,6 +45,8 @@ class Noise:
     """Share of steps that compute half as long again, and of those whose communication takes three times as long."""
     waves: float = 0.0
     """Of the wire, as it comes and goes over some ten steps."""
+    error: float = 0.0
+    """Of a reading of the error."""
 
 
 NOISES = {

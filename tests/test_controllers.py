@@ -5,8 +5,21 @@ from __future__ import annotations
 from statistics import median
 
 import pytest
-from controllers import Outcome, cost, in_use, line, phases, run, scenarios, steady, training, with_numbers
+from controllers import (
+    Outcome,
+    cost,
+    in_the_course_of_training,
+    in_use,
+    line,
+    phases,
+    run,
+    scenarios,
+    steady,
+    training,
+    with_numbers,
+)
 from simulating import ERRORS, Job, ms
+from traces import ERRORS_STEPS, Trace, traces
 
 from hvdplus.control.controller import Config, Controller
 
@@ -44,9 +57,20 @@ def test_its_jobs_are_what_they_are_called() -> None:
     job = Job(compute=50 * ms)
     assert phases(job)(69) == job and phases(job)(70).seconds(0) > 1.25 * job.compute
     for drawn, steps, changing in scenarios(3).values():
-        assert len(drawn) >= 3 and steps >= 500 and changing(drawn[0])(0) is not None
+        assert len(drawn) >= 3 and steps >= ERRORS_STEPS and changing(drawn[0])(0) is not None
     for level, error in enumerate(ERRORS):
         assert training()(0, level, 500)[0] == pytest.approx(error) and training()(0, level, 0)[0] <= error
     assert line([Outcome(1.0, 1.1, 0.5, 3), Outcome(1.2, 1.3, 1.1, 5)], 2.0).split() == [
         "1.200", "1.200", "1.200", "1", "1.300", "1.300", "1", "5", "5", "2.0",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("trace", traces(), ids=lambda trace: trace.name)
+def test_recorded_errors_move_with_the_training(trace: Trace) -> None:
+    """Of levels that keep a residual, and of no others."""
+    at = in_the_course_of_training(trace)
+    first, last = at(0), at(ERRORS_STEPS - 1)
+    assert 0.1 < first.noise.error < 1 and first.seconds(1) == trace.seconds(1)
+    for level, asked in enumerate(trace.costs):
+        assert (last.errors[level] > 0) == asked.keeps_residual and first.errors[level] < 10
+    assert first.errors != last.errors
