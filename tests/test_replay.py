@@ -57,6 +57,7 @@ class Run:
             World(Local(), {"a": RANKS}, "ring", 0, ()), "torch", parameters=1000, gradient_bytes=4000
         )
         self._ran: Plan | None = None
+        self._scales_losses = False
 
     def go(self, steps: int, rate: float = 0.1, norm: float = 1.0) -> Run:
         """``rate``, ``norm``: learning rate, and norm of the gradients, which is noisy."""
@@ -89,6 +90,8 @@ class Run:
         return self
 
     def scale_losses(self) -> Run:
+        """From now on. After a checkpoint was loaded, a loss scaler asks again."""
+        self._scales_losses = True
         self.coordinator.leave_out_residuals()
         self.coordinator.advance()
         return self
@@ -97,7 +100,10 @@ class Run:
         """As from a checkpoint that is so many steps old."""
         checkpoint = json.loads(json.dumps(self.coordinator.state()))
         self.go(steps)
-        assert self.coordinator.load(checkpoint) and json.loads(json.dumps(self.coordinator.state())) == checkpoint
+        assert self.coordinator.load(checkpoint)
+        if self._scales_losses:
+            self.scale_losses()
+        assert json.loads(json.dumps(self.coordinator.state())) == checkpoint
         self._ran = None
         return self
 
