@@ -38,7 +38,7 @@ if __name__ == "__main__":  # the tree's own package, whatever is installed
     sys.path.insert(0, str(ROOT))
 
 from simulating import NOISES, Job, Noise, Training, drive, some_jobs  # noqa: E402
-from traces import ERRORS_STEPS, Trace, in_training, traces  # noqa: E402
+from traces import TRAINING_STEPS, Trace, in_training, moves, traces  # noqa: E402
 
 from hvdplus.control.controller import Config, Controller  # noqa: E402
 from hvdplus.control.delay import price_of_delay, reached  # noqa: E402
@@ -106,12 +106,14 @@ def steady(job: Job | Trace) -> At:
 
 
 def training(at: At = steady(Job()), seed: int = 0) -> Training:  # noqa: B008 (a constant)
-    """Gradients that are mostly noise: what is held back grows until as much leaves in a step as joins."""
-    dice, noise = random.Random(seed), at(0).noise.error
+    """Gradients that are mostly noise: what is held back grows until as much leaves in a step as joins, which is the
+    job's error at that step. Readings scatter as the job says."""
+    dice = random.Random(seed)
 
     def course(step: int, level: int, age: int) -> tuple[float, float, float]:
-        error = reached(at(step).errors[level], age + 1)
-        return error * math.exp(dice.gauss(0, noise)) if noise else error, 1.0, 0.1
+        job = at(step)
+        off = dice.gauss(0, job.scatter[level]) if job.scatter else 0.0
+        return reached(job.errors[level], age + 1) * math.exp(off), 1.0, 0.1
 
     return course
 
@@ -148,11 +150,6 @@ def misled(count: int, seed: int = 0) -> list[Job]:
     return [replace(job, before=dice.choice((0.6, 0.7, 2.0)), overlap=dice.uniform(0.4, 0.9)) for job in jobs]
 
 
-def in_the_course_of_training(job: Trace) -> At:
-    """Errors are what they were in a real one, step by step."""
-    return in_training(job.rewound()).__getitem__
-
-
 def link_times(factor: float) -> Callable[[Job], At]:
     """The link becomes faster or slower at step 200."""
     return lambda job: lambda step: replace(job, rate=job.rate * (factor if step >= 200 else 1))
@@ -164,6 +161,7 @@ def phases(job: Job) -> At:
     return lambda step: slow if step // 70 % 2 else job
 
 
+MOVING = "errors that move"
 Scenario = tuple[Sequence["Job | Trace"], int, Callable[[Any], At]]
 """Jobs, steps of each, how they change."""
 
@@ -171,7 +169,7 @@ Scenario = tuple[Sequence["Job | Trace"], int, Callable[[Any], At]]
 def scenarios(count: int, seed: int = 0) -> dict[str, Scenario]:
     """Name -> scenario."""
     calm, found = some_jobs(count, NOISES["jitter"], seed=6 + seed), traces()
-    recorded = (found * count)[: max(count, len(found))]
+    moving = [trace for trace in found if moves(trace)]
     return {
         **{name: (some_jobs(count, noise, seed=5 + seed), 500, steady) for name, noise in NOISES.items()},
         "much noise": (some_jobs(count, NOISY, seed=11 + seed), 1000, steady),
@@ -179,8 +177,8 @@ def scenarios(count: int, seed: int = 0) -> dict[str, Scenario]:
         "misled at first": (misled(count, seed), 600, steady),
         "link 4 x faster": (calm, 600, link_times(4)),
         "link 4 x slower": (calm, 600, link_times(0.25)),
-        "traces": (recorded, 500, steady),
-        "errors that move": (recorded, ERRORS_STEPS, in_the_course_of_training),
+        "traces": ((found * count)[: max(count, len(found))], 500, steady),
+        MOVING: ((moving * count)[: max(count, len(moving))], TRAINING_STEPS, lambda job: in_training(job).__getitem__),
         "machine in phases": (some_jobs(count, NOISES["jitter"], seed=7 + seed), 700, phases),
     }
 
@@ -217,8 +215,8 @@ def main() -> None:
         for name, (jobs, steps, changing) in scenarios(asked.jobs, asked.seed).items():
             print(name)
             for title, controller in contestants.items():
-                began = time.process_time()
-                outcomes = [run(controller, changing(job), steps, seed) for seed, job in enumerate(jobs)]
+                ats, began = [changing(job) for job in jobs], time.process_time()
+                outcomes = [run(controller, at, steps, seed) for seed, at in enumerate(ats)]
                 print(f"  {title:28} {line(outcomes, time.process_time() - began)}", flush=True)
 
 

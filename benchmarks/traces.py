@@ -14,7 +14,7 @@ long for every level, however many steps it has of each. What a change of level 
 in a trace, and probes of bandwidth take what the link's α and β say.
 
 Errors do not depend on the link, and grow and fall with the training. So those of a model are recorded apart, in one
-training at each level, longer than a trace; ``in_training`` is a trace whose errors are those.
+training at each level, longer than a trace; ``in_training`` is a trace with those.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from hvdplus.compression import parse
+from hvdplus.control.delay import settled
 from hvdplus.control.link import LevelCost, Link, fit_link
 from hvdplus.control.meter import StepTimes
 from hvdplus.lab import UNSHAPED
@@ -42,9 +43,10 @@ FOLDER = Path(__file__).parent / "traces"
 RECORDED = (("mlp", "100mbit"), ("mlp", "1gbit"), ("mlp", "unshaped"), ("text", "100mbit"), ("text", "1gbit"),
             ("text", "unshaped"), ("cnn", "100mbit"), ("cnn", "1gbit"), ("cnn", "unshaped"),
             ("bytes", "100mbit"), ("bytes", "1gbit"), ("wide", "100mbit"), ("wide", "1gbit"))  # fmt: skip
-ERRORS, ERRORS_STEPS, AROUND = "errors", 400, 40
-"""What the file of a model's errors is called, how many steps it is of, and by how many steps on either side a reading
-counts for what e is at a step: single ones are of single batches."""
+ERRORS, TRAINING_STEPS = "errors", 400
+"""What is asked for in place of a rate, and the steps that it is recorded for."""
+AROUND = 20
+"""e at a step is the mean of the readings up to so many steps away: a single one is of a single batch."""
 TURN_STEPS, TURN_SECONDS, TURNS = 20, 2.0, 8
 """A level's turn has so many steps, or as many as fit into so many seconds, and two at least; turns of each level."""
 
@@ -67,8 +69,10 @@ class Trace:
     link: Link
     _time: list[float] = field(default_factory=list, compare=False)
     """That of the next step, as a share of the recording."""
-    noise: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(wire=0.0, error=0.0))
-    """What is added to figures, as standard deviations of their logarithms."""
+    scatter: tuple[float, ...] = ()
+    """Standard deviation of the logarithm of a reading of each level's error; whoever plays the trace adds it."""
+    noise: ClassVar[SimpleNamespace] = SimpleNamespace(wire=0.0)
+    """None is added."""
 
     def rewound(self) -> Trace:
         """The same from the beginning."""
@@ -99,24 +103,50 @@ def traces() -> list[Trace]:
     return [load(path) for path in sorted(FOLDER.glob("*.json")) if not path.stem.endswith(f"-{ERRORS}")]
 
 
+def moves(trace: Trace) -> bool:
+    """Whether the errors of all its levels were recorded in the course of a training."""
+    known = _readings(trace)
+    return all(name in known for name, cost in zip(trace.names, trace.costs, strict=True) if cost.keeps_residual)
+
+
 def in_training(trace: Trace) -> list[Trace]:
-    """The trace at every step of a training, with the errors that its model's levels had then; of a level that was not
-    recorded so, its error in the trace."""
-    known = json.loads((FOLDER / f"{trace.name.split('-')[0]}-{ERRORS}.json").read_text())["readings"]
-    columns, off = [], []
-    for name, error in zip(trace.names, trace.errors, strict=True):
-        readings = [(step, math.log(error)) for step, error in known.get(name, ()) if error]
-        column = [_smooth(readings, step) for step in range(ERRORS_STEPS)] if readings else []
-        off += [reading - column[step] for step, reading in readings]
-        columns.append([math.exp(each) for each in column] or [error] * ERRORS_STEPS)
-    noise = SimpleNamespace(wire=0.0, error=statistics.pstdev(off))
-    return [replace(trace, errors=errors, noise=noise) for errors in zip(*columns, strict=True)]
+    """The trace from the beginning, at every step of a training: with the errors that its model's levels had then, and
+    with previews that show as much more or less."""
+    known, columns, scatter = _readings(trace), [], []
+    for name, cost in zip(trace.names, trace.costs, strict=True):
+        seen = [(step, math.log(settled(error, step))) for step, error in known[name]] if cost.keeps_residual else []
+        column = [_near(seen, step) for step in range(TRAINING_STEPS)] if seen else []
+        scatter.append(statistics.pstdev(each - column[step] for step, each in seen) if seen else 0.0)
+        columns.append([math.exp(each) for each in column] or [0.0] * TRAINING_STEPS)
+    trace, at = trace.rewound(), list(zip(*columns, strict=True))
+    return [
+        replace(
+            trace,
+            errors=errors,
+            previews=tuple(map(_moved, trace.previews, at[0], errors)),
+            scatter=tuple(scatter),
+        )
+        for errors in at
+    ]
 
 
-def _smooth(readings: Sequence[tuple[int, float]], step: int) -> float:
-    """The mean of the readings near a step, with the nearest one."""
-    near = [reading for at, reading in readings if abs(at - step) <= AROUND]
-    return statistics.fmean(near or [min(readings, key=lambda each: abs(each[0] - step))[1]])
+def _readings(trace: Trace) -> dict[str, list[tuple[int, float]]]:
+    """(step, error) of the levels that were recorded in trainings of the trace's model."""
+    path = FOLDER / f"{trace.name.split('-')[0]}-{ERRORS}.json"
+    return json.loads(path.read_text())["readings"] if path.exists() else {}
+
+
+def _near(readings: Sequence[tuple[int, float]], step: int) -> float:
+    """The mean of the readings around a step."""
+    return statistics.fmean(reading for at, reading in readings if abs(at - step) <= AROUND)
+
+
+def _moved(shown: float, first: float, now: float) -> float:
+    """What a preview shows where it showed ``shown``, as a share, when the error was ``first``; it is ``now``."""
+    if not first:
+        return shown
+    error = shown / math.sqrt(1 - min(shown, 0.999) ** 2) * now / first
+    return error / math.hypot(1, error)
 
 
 def load(path: Path) -> Trace:
@@ -174,7 +204,7 @@ def record_errors(ranks: Any, model: str) -> dict[str, Any]:
     found = {}
     for level in Settings().ladder:
         if parse(level).keeps_residual:
-            ranks.steps(who=f"traced {level}", count=ERRORS_STEPS)
+            ranks.steps(who=f"traced {level}", count=TRAINING_STEPS)
             windows = (each for each in ranks.records(who=f"traced {level}") if each["kind"] == "window")
             readings = ((each["first_step"], each["error"]) for each in windows if each["error"] is not None)
             found[level] = [(step, float(f"{error:.3g}")) for step, error in readings]

@@ -45,8 +45,6 @@ class Noise:
     """Share of steps that compute half as long again, and of those whose communication takes three times as long."""
     waves: float = 0.0
     """Of the wire, as it comes and goes over some ten steps."""
-    error: float = 0.0
-    """Of a reading of the error."""
 
 
 NOISES = {
@@ -82,6 +80,8 @@ class Job:
     ranks: int = 2
     names: tuple[str, ...] = NAMES
     errors: tuple[float, ...] = ERRORS
+    scatter: tuple[float, ...] = ()
+    """Standard deviation of the logarithm of a reading of each level's error; empty: it is as it is."""
     slow_rank: float = 0.0
     """Seconds that rank 0 computes longer than the others."""
     noise: Noise = Noise()
