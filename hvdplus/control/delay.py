@@ -64,7 +64,7 @@ class Errors:
         """Take in what a level held back of a gradient in a preview, as a share of it."""
         self.previews[level] = max(LEAST_PREVIEW, foreseen(error)) / math.exp(self.moved)
 
-    def expected(self, level: int, costs: Sequence[LevelCost]) -> Guess:
+    def guess(self, level: int, costs: Sequence[LevelCost]) -> Guess:
         """A level's e, as measured or as guessed."""
         mean, variance = expected(level, self.readings, costs, self.previews)
         return Guess(mean * math.exp(self.moved), variance * math.exp(2 * self.moved))

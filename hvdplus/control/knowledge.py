@@ -217,7 +217,7 @@ class Knowledge:
 
     def error(self, level: int) -> Guess:
         """e, as measured or as guessed."""
-        return self.errors.expected(level, self.costs)
+        return self.errors.guess(level, self.costs)
 
     def price(self, level: int) -> float:
         """By what factor a training at this level needs more steps."""
