@@ -92,8 +92,8 @@ class Run:
     def scale_losses(self) -> Run:
         """From now on. After a checkpoint was loaded, a loss scaler asks again."""
         self._scales_losses = True
-        self.coordinator.leave_out_residuals()
-        self.coordinator.advance()
+        if self.coordinator.leave_out_residuals():
+            self.coordinator.advance()
         return self
 
     def go_back(self, steps: int) -> Run:
