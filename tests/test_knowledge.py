@@ -365,6 +365,16 @@ def test_a_ratio_that_was_measured_stands_until_the_level_runs_again() -> None:
     assert knowledge.seconds(1) / knowledge.seconds(0) == pytest.approx(0.8) and knowledge.known_own(1).variance < 2e-4
 
 
+def test_what_was_measured_holds_however_little_is_known_of_the_link() -> None:
+    knowledge = known(0, 1)
+    knowledge.link = knowledge.link._replace(aa=1e-4, bb=1e-14)  # a step may take 50 ms more or less
+    assert knowledge.cost(1, 0).variance > 0.1, "less is known than when it was measured"
+    knowledge.learn_ratio(1, 0, Guess(math.log(0.8), 1e-4))
+    assert knowledge.cost(1, 0).variance < 1e-3 and knowledge.cost(2, 0).variance > 0.1
+    knowledge.link = knowledge.link._replace(aa=4e-4)
+    assert knowledge.cost(1, 0).variance > 0.1, "the link is another"
+
+
 def test_the_price_follows_the_errors_that_were_measured() -> None:
     guessed, measured = known(0), known(0, 2, error=0.3)
     assert guessed.price(0) == 1.0 < guessed.price(1) < guessed.price(2)

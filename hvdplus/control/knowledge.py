@@ -13,7 +13,7 @@ a factor of its own, which is remembered, and trusted less the older it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import NamedTuple
@@ -67,6 +67,8 @@ class Level(NamedTuple):
     """Logarithm of a step's seconds over those of the model."""
     steps: int
     """Steps seen when it was measured."""
+    doubt: float
+    """Variance of what its communication makes a step wait, in seconds², by what was known of the link then."""
 
     @property
     def comm(self) -> float:
@@ -116,13 +118,16 @@ class Knowledge:
             self._keep(other, model)
         pace = math.exp(self.pace.mean)
         own = self.known_own(level) if known else Guess()
-        known = known or Level(block.busy / pace, block.codec / pace, 0.0, 0.0, 0.0, bent, own, self.steps)
+        known = known or Level(block.busy / pace, block.codec / pace, 0.0, 0.0, 0.0, bent, own, self.steps, 0.0)
         codec = known.codec + 0.3 * (block.codec / pace - known.codec)
         self.levels[level] = known._replace(
-            codec=codec, step=block.step, exposed=block.exposed, overlapped=block.overlapped, steps=self.steps
+            codec=codec, step=block.step, exposed=block.exposed, overlapped=block.overlapped
         )
-        own = own.updated(math.log(block.step) - self._model(level), block.step_variance)
-        self.levels[level] = self.levels[level]._replace(own=own)
+        self._measured(level, own.updated(math.log(block.step) - self._model(level), block.step_variance))
+
+    def _measured(self, level: int, own: Guess) -> None:
+        """What is known of a level is of today, and of the link as it is known today."""
+        self.levels[level] = self.levels[level]._replace(own=own, steps=self.steps, doubt=self._link_doubt(level))
 
     def _see_hiding(self, level: int, block: Block) -> None:
         """Take in how much communication a block hid: it tells of levels that never ran, and of no other."""
@@ -195,7 +200,7 @@ class Knowledge:
     def learn_ratio(self, level: int, other: int, ratio: Guess) -> None:
         """``level`` was measured to take as long as ``other``, times ``ratio`` (a logarithm)."""
         own = self._model(other) + self.levels[other].own.mean + ratio.mean - self._model(level)
-        self.levels[level] = self.levels[level]._replace(own=Guess(own, ratio.variance), steps=self.steps)
+        self._measured(level, Guess(own, ratio.variance))
 
     def may_pay(self, level: int, held: int) -> bool:
         """Whether a level's communication and codec take less than those of the level held, were nothing hidden."""
@@ -236,19 +241,26 @@ class Knowledge:
 
     def _doubt(self, level: int, held: int, step: float) -> float:
         """Variance of the logarithm of a level's seconds, ``step``."""
-        cost, busy = self.costs[level], self._busy(level)
-        if level in self.levels:
+        known = self.levels.get(level)
+        if known:
             variance = self.known_own(level).variance
         else:
             codec = math.exp(2 * self.pace.mean) * self._codec(level).variance
-            variance = (codec + self._exposed(level, busy).variance) / step**2
+            variance = (codec + self._exposed(level, self._busy(level)).variance) / step**2
         if level != held:
-            hides = self._comm(level) <= self.hiding.least(busy)
-            seen = cost._replace(payload_bytes=cost.last_bytes, messages=cost.passes) if hides else cost
-            variance += min(1.0, self._own_bent(level) ** 2 * self.link.variance(seen) / step**2)
-            if level in self.levels:  # measured on another link
-                variance += (BENT * (self._comm(level) - self.levels[level].comm) / step) ** 2
+            # What was measured holds, however little is known of the link, unless less is known of it than was then.
+            more = max(0.0, self._link_doubt(level) - (known.doubt if known else 0.0))
+            variance += min(1.0, more / step**2)
+            if known:  # measured on another link
+                variance += (BENT * (self._comm(level) - known.comm) / step) ** 2
         return variance
+
+    def _link_doubt(self, level: int) -> float:
+        """Variance of the seconds that a step waits for communication, as far as the link is the reason."""
+        cost = self.costs[level]
+        hides = self._comm(level) <= self.hiding.least(self._busy(level))
+        seen = cost._replace(payload_bytes=cost.last_bytes, messages=cost.passes) if hides else cost
+        return self._own_bent(level) ** 2 * self.link.variance(seen)
 
     def evidence(self, names: Sequence[str], usable: Sequence[int]) -> dict[str, float]:
         """All figures that decisions rest on; the unit stands in the name."""
@@ -304,27 +316,32 @@ class Knowledge:
         return min(max(comm / straight, 1 / MOST_BENT), MOST_BENT) if straight else 1.0
 
     def _codec(self, level: int) -> Guess:
-        """Seconds at pace 1: as measured, or else what the codec takes alone, and packing.
+        """Seconds at pace 1."""
+        return _codec_of(level, self.costs, self.levels)
 
-        What measured levels take beyond their codecs alone, others are expected to take as often as they do by
-        ``_handled``, of those that do it as often the nearest. Dense steps say nothing of it, as they may sum
-        gradients where they are; where only they were measured: what they take, and ``PACKING``.
-        """
-        if level in self.levels:
-            return Guess(self.levels[level].codec, 0.0)
-        cost, known = self.costs[level], [other for other in self.levels if other]
-        if not (cost.codec and known):
-            dense = self.levels[0].codec if 0 in self.levels else 0.0
-            codec = cost.codec + PACKING * cost.codec * cost.keeps_residual + dense
-            return Guess(codec, (CODEC_ERROR * codec) ** 2)
-        same = [other for other in known if _handled(self.costs[other]) == _handled(cost)]
-        beyond = [
-            max(0.0, self.levels[other].codec - self.costs[other].codec) / _handled(self.costs[other])
-            for other in ([min(same, key=lambda other: abs(other - level))] if same else known)
-        ]
-        codec = cost.codec + fmean(beyond) * _handled(cost)
-        alike = any(self.costs[other].keeps_residual == cost.keeps_residual for other in known)
-        return Guess(codec, ((ALIKE_ERROR if alike else CODEC_ERROR) * codec) ** 2)
+
+def _codec_of(level: int, costs: Sequence[LevelCost], levels: Mapping[int, Level]) -> Guess:
+    """Seconds of a level's codec at pace 1: as measured, or else what the codec takes alone, and packing.
+
+    What measured levels take beyond their codecs alone, others are expected to take as often as they do by
+    ``_handled``, of those that do it as often the nearest. Dense steps say nothing of it, as they may sum
+    gradients where they are; where only they were measured: what they take, and ``PACKING``.
+    """
+    if level in levels:
+        return Guess(levels[level].codec, 0.0)
+    cost, known = costs[level], [other for other in levels if other]
+    if not (cost.codec and known):
+        dense = levels[0].codec if 0 in levels else 0.0
+        codec = cost.codec + PACKING * cost.codec * cost.keeps_residual + dense
+        return Guess(codec, (CODEC_ERROR * codec) ** 2)
+    same = [other for other in known if _handled(costs[other]) == _handled(cost)]
+    beyond = [
+        max(0.0, levels[other].codec - costs[other].codec) / _handled(costs[other])
+        for other in ([min(same, key=lambda other: abs(other - level))] if same else known)
+    ]
+    codec = cost.codec + fmean(beyond) * _handled(cost)
+    alike = any(costs[other].keeps_residual == cost.keeps_residual for other in known)
+    return Guess(codec, ((ALIKE_ERROR if alike else CODEC_ERROR) * codec) ** 2)
 
 
 def _handled(cost: LevelCost) -> int:
@@ -338,6 +355,7 @@ def plausible(known: Knowledge, blocks: Sequence[Block]) -> bool:
     """Whether all that should be above 0 is."""
     link, pace, levels = known.link, known.pace, known.levels.values()
     variances = [link.aa, link.bb, pace.variance, *(each.own.variance for each in levels)]
+    variances += [each.doubt for each in levels]
     seconds = [*(each.busy for each in levels), *(each.step for each in levels)]
     seconds += [each.bent for each in levels]
     for block in blocks:
