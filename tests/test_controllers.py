@@ -68,7 +68,7 @@ def test_its_jobs_are_what_they_are_called() -> None:
 
 @pytest.mark.parametrize("trace", [each for each in traces() if moves(each)], ids=lambda trace: trace.name)
 def test_recorded_errors_move_with_the_training(trace: Trace) -> None:
-    """Those of levels that keep a residual, and of no others; readings of them scatter; the clock is one and the same."""
+    """Those of levels that keep a residual, and of no others; readings of them scatter; there is one clock."""
     steps = in_training(trace)
     first, last = steps[0], steps[-1]
     assert len(steps) == TRAINING_STEPS and first._time is last._time and first._time is not trace._time
