@@ -1,6 +1,6 @@
 """Two controllers on the same simulated jobs: who ends nearer to the best level, at what cost, with how many changes?
 
-    python benchmarks/controllers.py                    the controller of this tree, half a minute
+    python benchmarks/controllers.py                    the controller of this tree, a minute
     python benchmarks/controllers.py --against main~5   and that of another commit, in turns
     python benchmarks/controllers.py --seed 1000        other jobs than those that its numbers were chosen on
 
