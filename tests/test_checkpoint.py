@@ -337,10 +337,19 @@ CONTROLLER_DAMAGE: dict[str, tuple[Edit, str]] = {
     "link negative": (put("coordinator/controller/_known/link", [-1.0, 0.0, 1.0, 0.0, 1.0]), "less than no time"),
     "levels": (put("coordinator/controller/_known/levels", {"5": [1, 1, 1, 1, 1, 1, [0, 1], 1, 0]}), "levels beyond"),
     "levels empty": (put("coordinator/controller/_known/levels", {"0": []}), "levels does not fit"),
-    "no time": (put("coordinator/controller/_known/levels", {"0": [0, 1, 1, 1, 1, 1, [0, 1], 1, 0]}), "than no time"),
-    "doubt": (put("coordinator/controller/_known/levels", {"0": [1, 1, 1, 1, 1, 1, [0, 1], 1, -1]}), "than no time"),
+    "no time": (
+        put("coordinator/controller/_known/levels", {"0": [0, 1, 1, 1, 1, 1, [0, 1], 1, 0]}),
+        "less than no time",
+    ),
+    "doubt": (
+        put("coordinator/controller/_known/levels", {"0": [1, 1, 1, 1, 1, 1, [0, 1], 1, -1]}),
+        "less than no time",
+    ),
     "variance": (put("coordinator/controller/_known/pace", [0.0, -1.0]), "less than no time"),
-    "errors": (put("coordinator/controller/_known/errors/readings", {"1": [math.nan]}), "fit: float is wanted"),
+    "errors": (
+        put("coordinator/controller/_known/errors/readings", {"1": [math.nan]}),
+        "errors does not fit: readings does not fit: float is wanted",
+    ),
     "error negative": (put("coordinator/controller/_known/errors/readings", {"1": [0.5, -0.5]}), "less than no time"),
     "errors empty": (put("coordinator/controller/_known/errors/readings", {"1": []}), "less than no time"),
     "preview negative": (put("coordinator/controller/_known/errors/previews", {"1": -0.5}), "less than no time"),
