@@ -170,6 +170,11 @@ def scenarios(count: int, seed: int = 0) -> dict[str, Scenario]:
     """Name -> scenario."""
     calm, found = some_jobs(count, NOISES["jitter"], seed=6 + seed), traces()
     moving = [trace for trace in found if moves(trace)]
+
+    def again(recorded: list[Trace]) -> list[Trace]:
+        """So many jobs, and every trace once at least."""
+        return (recorded * count)[: max(count, len(recorded))]
+
     return {
         **{name: (some_jobs(count, noise, seed=5 + seed), 500, steady) for name, noise in NOISES.items()},
         "much noise": (some_jobs(count, NOISY, seed=11 + seed), 1000, steady),
@@ -177,8 +182,8 @@ def scenarios(count: int, seed: int = 0) -> dict[str, Scenario]:
         "misled at first": (misled(count, seed), 600, steady),
         "link 4 x faster": (calm, 600, link_times(4)),
         "link 4 x slower": (calm, 600, link_times(0.25)),
-        "traces": ((found * count)[: max(count, len(found))], 500, steady),
-        MOVING: ((moving * count)[: max(count, len(moving))], TRAINING_STEPS, lambda job: in_training(job).__getitem__),
+        "traces": (again(found), 500, steady),
+        MOVING: (again(moving), TRAINING_STEPS, lambda job: in_training(job).__getitem__),
         "machine in phases": (some_jobs(count, NOISES["jitter"], seed=7 + seed), 700, phases),
     }
 

@@ -31,7 +31,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from hvdplus.compression import parse
-from hvdplus.control.delay import settled
+from hvdplus.control.delay import foreseen, reached, settled
 from hvdplus.control.link import LevelCost, Link, fit_link
 from hvdplus.control.meter import StepTimes
 from hvdplus.lab import UNSHAPED
@@ -112,22 +112,20 @@ def moves(trace: Trace) -> bool:
 def in_training(trace: Trace) -> list[Trace]:
     """The trace from the beginning, at every step of a training: with the errors that its model's levels had then, and
     with previews that show as much more or less."""
-    known, columns, scatter = _readings(trace), [], []
+    known, columns, scatter, foretold = _readings(trace), [], [], [foreseen(shown) for shown in trace.previews]
     for name, cost in zip(trace.names, trace.costs, strict=True):
         seen = [(step, math.log(settled(error, step))) for step, error in known[name]] if cost.keeps_residual else []
         column = [_near(seen, step) for step in range(TRAINING_STEPS)] if seen else []
         scatter.append(statistics.pstdev(each - column[step] for step, each in seen) if seen else 0.0)
         columns.append([math.exp(each) for each in column] or [0.0] * TRAINING_STEPS)
-    trace, at = trace.rewound(), list(zip(*columns, strict=True))
-    return [
-        replace(
-            trace,
-            errors=errors,
-            previews=tuple(map(_moved, trace.previews, at[0], errors)),
-            scatter=tuple(scatter),
-        )
-        for errors in at
-    ]
+    at = list(zip(*columns, strict=True))
+
+    def previews(errors: Sequence[float]) -> tuple[float, ...]:
+        moved = (now / first if first else 1.0 for now, first in zip(errors, at[0], strict=True))
+        return tuple(reached(error * by, 1) for error, by in zip(foretold, moved, strict=True))
+
+    trace = replace(trace.rewound(), scatter=tuple(scatter))
+    return [replace(trace, errors=errors, previews=previews(errors)) for errors in at]
 
 
 def _readings(trace: Trace) -> dict[str, list[tuple[int, float]]]:
@@ -139,14 +137,6 @@ def _readings(trace: Trace) -> dict[str, list[tuple[int, float]]]:
 def _near(readings: Sequence[tuple[int, float]], step: int) -> float:
     """The mean of the readings around a step."""
     return statistics.fmean(reading for at, reading in readings if abs(at - step) <= AROUND)
-
-
-def _moved(shown: float, first: float, now: float) -> float:
-    """What a preview shows where it showed ``shown``, as a share, when the error was ``first``; it is ``now``."""
-    if not first:
-        return shown
-    error = shown / math.sqrt(1 - min(shown, 0.999) ** 2) * now / first
-    return error / math.hypot(1, error)
 
 
 def load(path: Path) -> Trace:

@@ -58,7 +58,11 @@ def test_its_jobs_are_what_they_are_called() -> None:
     job = Job(compute=50 * ms)
     assert phases(job)(69) == job and phases(job)(70).seconds(0) > 1.25 * job.compute
     for name, (drawn, steps, changing) in scenarios(3).items():
-        assert len(drawn) >= 3 and (steps >= 500 or name == MOVING) and changing(drawn[0])(0) is not None
+        assert (
+            len(drawn) >= 3
+            and steps >= (TRAINING_STEPS if name == MOVING else 500)
+            and changing(drawn[0])(0) is not None
+        )
     for level, error in enumerate(ERRORS):
         assert training()(0, level, 500)[0] == pytest.approx(error) and training()(0, level, 0)[0] <= error
     assert line([Outcome(1.0, 1.1, 0.5, 3), Outcome(1.2, 1.3, 1.1, 5)], 2.0).split() == [

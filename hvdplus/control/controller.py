@@ -185,9 +185,8 @@ class Controller:
         sent = self.costs[self.level].payload_bytes / max(1, self.costs[0].payload_bytes)
         if not known.steps or sent < share or known.error(self.level).mean > error:
             return ()
-        unknown = [
-            level for level in self._usable() if self.costs[level].keeps_residual and level not in known.errors.levels
-        ]
+        seen = known.errors.levels
+        unknown = [level for level in self._usable() if self.costs[level].keeps_residual and level not in seen]
         return tuple(level for level in unknown if known.may_pay(level, self.level))
 
     def foresee(self, errors: Mapping[int, float]) -> None:
