@@ -109,10 +109,11 @@ def moves(trace: Trace) -> bool:
     return all(name in known for name, cost in zip(trace.names, trace.costs, strict=True) if cost.keeps_residual)
 
 
-def in_training(trace: Trace) -> list[Trace]:
-    """The trace from the beginning, at every step of a training: with the errors that its model's levels had then, and
-    with previews that show as much more or less."""
-    known, columns, scatter, foretold = _readings(trace), [], [], [foreseen(shown) for shown in trace.previews]
+def in_training(trace: Trace, model: Trace | None = None) -> list[Trace]:
+    """The trace from the beginning, at every step of a training: with the errors that its model's levels had then, or
+    those of another trace's model, and with previews that show as much more or less."""
+    model = model or trace
+    known, columns, scatter, foretold = _readings(model), [], [], [foreseen(shown) for shown in model.previews]
     for name, cost in zip(trace.names, trace.costs, strict=True):
         seen = [(step, math.log(settled(error, step))) for step, error in known[name]] if cost.keeps_residual else []
         column = [_near(seen, step) for step in range(TRAINING_STEPS)] if seen else []

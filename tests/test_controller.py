@@ -16,7 +16,7 @@ from functools import cache, partial
 from typing import Any
 
 import pytest
-from controllers import NOISY, cost, training
+from controllers import NOISY, Delay, cost
 from frameworks import examples as up_to
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,6 +37,7 @@ from simulating import (
 from simulating import some_jobs as drawn
 
 from hvdplus.control.controller import (
+    HORIZON,
     LONGEST,
     START_SETTLES,
     START_STEPS,
@@ -48,6 +49,7 @@ from hvdplus.control.controller import (
 )
 from hvdplus.control.delay import SURE
 from hvdplus.control.exploring import PROBE_STEPS
+from hvdplus.control.knowledge import WITHIN
 from hvdplus.control.link import LevelCost
 from hvdplus.control.meter import StepTimes, reduce_times
 from hvdplus.control.phases import CRITICAL_STEPS
@@ -172,7 +174,7 @@ def test_without_noise_the_choice_is_the_best_within_the_margin(job: Job) -> Non
 
 def watched(job: Any, steps: int, seed: int = 0, **others: Any) -> tuple[Course, Watch]:
     watch = Watch()
-    return drive(job, steps, seed=seed, events=watch, **{"training": training(), **others}), watch
+    return drive(job, steps, seed=seed, events=watch, **{"training": Delay(), **others}), watch
 
 
 STEADY = 300
@@ -342,19 +344,27 @@ def test_a_single_odd_reading_is_no_reason() -> None:
 
 
 def test_a_controller_whose_first_level_was_refused_can_be_remembered() -> None:
-    """Nothing was measured of dense then, which it goes back to."""
+    """Nothing was measured then of the level that it goes to."""
     refusals, job = [], replace(SLOW, rate=1e6)
 
     def remember(step: int, controller: Controller) -> None:
         recalled = Controller(NAMES, job.costs)
         recalled.recall(json.loads(json.dumps(controller.memory())))
         assert recalled.memory() == controller.memory()
-        if controller.refused and not controller.held:
+        if controller.refused and controller.held not in controller._known.levels:
             refusals.append(controller.mode)
 
     bad = coming_to(0.0, 0.0, 9.0, 9.0, 9.0, tau=1.0)
     course = drive(job, 150, training=bad, events=remember)
     assert course.levels[0] >= LOWRANK_16 and refusals and course.levels[-1] in (NONE, FP16)
+
+
+def test_what_is_refused_gives_way_to_what_is_expected_to_be_best() -> None:
+    """Not to dense steps, where those take twenty times as long."""
+    job = replace(SLOW, rate=1e6)
+    course = drive(job, 150, training=coming_to(0.0, 0.0, 0.02, 0.3, 9.0, tau=1.0))
+    assert course.levels[0] == LOWRANK_8 and LOWRANK_8 in course.controller.refused
+    assert course.levels[-1] == LOWRANK_16 and NONE not in course.levels
 
 
 def test_a_pause_in_a_trial_is_no_time_spent_on_it() -> None:
@@ -370,7 +380,7 @@ def test_a_pause_in_a_trial_is_no_time_spent_on_it() -> None:
             spent.append(apart._exploring.spent - before)
 
     for seed, job in enumerate(drawn(8, NOISES["jitter"], seed=3)):
-        drive(job, 100, seed=seed, training=training(), events=pause)
+        drive(job, 100, seed=seed, training=Delay(), events=pause)
     assert spent and spent[0] < 0.1
 
 
@@ -381,7 +391,7 @@ def test_a_step_that_stalls_keeps_nobody_from_trying_levels_for_long() -> None:
     def stalls(step: int) -> Job:
         return faster(SLOW, 1 / 50) if step == 100 else SLOW
 
-    drive(stalls, 180, training=training(), events=lambda step, controller: noise.append(controller._noise))
+    drive(stalls, 180, training=Delay(), events=lambda step, controller: noise.append(controller._noise))
     assert max(noise[100:120]) > 3 * noise[99] or max(noise[100:120]) < 0.05
     assert noise[-1] < 3 * noise[99]
 
@@ -515,7 +525,7 @@ def test_a_link_that_becomes_slower_during_a_trial_makes_no_level_look_bad(slowe
             if controller.mode is Mode.TRIAL and controller.level == controller.challenger and not changed:
                 changed.append(step)
 
-        course = drive(at, 300, training=training(), events=change)
+        course = drive(at, 300, training=Delay(), events=change)
         if changed:
             assert dearer(at(0), course.controller.held) < 1.05
 
@@ -698,10 +708,10 @@ DEAR = replace(SLOW, compute=1 * ms, codec=(0.0, 1 * ms, 2 * ms, 4 * ms, 9.0), t
 
 def test_what_is_hopeless_is_given_up_after_three_steps() -> None:
     """If it is clear enough, those that do not count otherwise will do: new buffers are only the first one's."""
-    course = drive(DEAR, 300, config=Config(dense_steps=5), training=training())
+    course = drive(DEAR, 300, config=Config(dense_steps=5), training=Delay())
     assert course.levels.count(LOWRANK_8) == 3 + 1
     little = replace(DEAR, codec=(0.0, 1 * ms, 2 * ms, 4 * ms, 0.15 * SLOW.seconds(NONE)), told=1.0)
-    course = drive(little, 300, config=Config(dense_steps=5), training=training())
+    course = drive(little, 300, config=Config(dense_steps=5), training=Delay())
     assert course.levels.count(LOWRANK_8) in (0, CONFIG.settle_steps + 3 + 1)
 
 
@@ -719,7 +729,7 @@ def test_steps_that_flush_show_that_a_level_is_hopeless() -> None:
 
 
 def test_what_is_hopeless_says_nothing_of_the_level_below_it() -> None:
-    assert drive(DEAR, 300, config=Config(dense_steps=5), training=training()).levels[-1] == LOWRANK_16
+    assert drive(DEAR, 300, config=Config(dense_steps=5), training=Delay()).levels[-1] == LOWRANK_16
 
 
 @pytest.mark.parametrize("explore", [0.0, 0.02, 0.1])
@@ -735,7 +745,10 @@ def test_trials_that_promise_nothing_wait_until_they_are_affordable(explore: flo
         controller.observe(NONE, Observation(reduce_times(job.step(NONE, random.Random(0)))))
     controller._exploring.elapsed, controller._exploring.spent = 1000 * job.compute, 10 * job.compute
     per_turn = START * 0.3 / 1000
-    assert controller._affords(-math.log(1.3)) == (0.01 + per_turn < explore)
+    assert controller._affords(-math.log(1.3), promise=1.0) == (0.01 + per_turn < explore)
+    worth = per_turn / HORIZON
+    assert controller._affords(-math.log(1.3), promise=1.1 * worth) == (0.01 + per_turn < explore)
+    assert not controller._affords(-math.log(1.3), promise=0.9 * worth), "it takes longer than it may save"
 
 
 def test_blocks_are_longer_where_steps_are_noisy() -> None:
@@ -807,7 +820,7 @@ def test_forbidden_levels_do_not_run(job: Job, forbidden: int, when: int) -> Non
         after.extend([controller.level, controller.held])
 
     watch = Watch(when, forbid)
-    course = drive(job, 330, events=watch, training=training())
+    course = drive(job, 330, events=watch, training=Delay())
     assert after == ([NONE, NONE] if before[1] >= forbidden else [before[1]] * 2 if before[0] >= forbidden else before)
     assert max(course.levels[when:]) < forbidden > max(watch.held[when:])
     if before[1] >= forbidden:
@@ -967,7 +980,7 @@ def test_every_decision_explains_itself(job: Job, seed: int, kind: str) -> None:
 
 
 def test_evidence_is_in_milliseconds() -> None:
-    job = Job(compute=20 * ms, rate=100e6, alpha=0.0, overlap=0.5, codec=(0.0, *[100 * ms] * 4))
+    job = Job(compute=20 * ms, rate=100e6, alpha=0.0, overlap=0.5, codec=(0.0, *[100 * ms] * 4), before=1 / WITHIN)
     evidence = drive(job, 17, config=Config(dense_steps=11)).decisions[0][1].evidence
     measured = {"step": 90.0, "exposed_comm": 70.0, "overlapped_comm": 10.0, "codec": 0.0}
     assert {key: evidence[f"none.{key}_ms"] for key in measured} == pytest.approx(measured, abs=0.01)
@@ -993,7 +1006,7 @@ def test_what_is_recalled_decides_like_what_remembers(job: Job, seed: int, when:
         times, size = reduce_times(at.step(mine.level, dice)), mine.probe_bytes()
         if size:
             times = times._replace(step=times.step + at.probe(size), probe=at.probe(size))
-        seen = Observation(times, *training()(step, mine.level, 20), size)
+        seen = Observation(times, *Delay()(step, mine.level, 20), size)
         if step >= when:
             assert other.probe_bytes() == size and other.observe(other.level, seen) == mine.observe(mine.level, seen)
         else:

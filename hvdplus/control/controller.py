@@ -107,6 +107,8 @@ NOT_LEARNED = ("costs", "delay_price")
 """Fields of its ``Knowledge`` that are given anew."""
 QUIET = 1e-8
 """Least noise."""
+HORIZON = 0.25
+"""How long what a trial shows is of use, as a share of the time so far: then errors, link and machine are others."""
 LONGEST = 3
 """Largest factor by which noise makes a trial's blocks longer."""
 NEARLY_WHOLE = 0.3, 0.2
@@ -328,15 +330,17 @@ class Controller:
             certainty = self.config.certainty if level > self.held else 0.0  # half a proof is no reason to look for it
             promise = promised(gain, guess.variance + now.variance, self._noise, certainty)
             promise -= least * self._lost.get(level, 0)
-            if level != self.held and promise > least and (gain > 0 or self._affords(gain)):
+            if level != self.held and promise > least and (gain > 0 or self._affords(gain, promise)):
                 promises[level] = promise
         return promises
 
-    def _affords(self, gain: float) -> bool:
-        """Whether a trial that probably gains nothing (``gain``: a logarithm) fits into the time for exploring."""
+    def _affords(self, gain: float, promise: float) -> bool:
+        """Whether a trial that probably gains nothing (``gain``: a logarithm) is worth its time, by what it promises
+        all the same, and fits into the time for exploring."""
         steps = self.config.block_steps * self._patience() + self.config.settle_steps
         longer = steps * self._known.seconds(self.held) * (math.exp(-gain) - 1)
-        return self._exploring.affords(longer, self.config.explore)
+        worth = promise * HORIZON * self._exploring.elapsed
+        return longer <= worth and self._exploring.affords(longer, self.config.explore)
 
     def _judge(self) -> Decision | None:
         """After a block of a trial: decide, if the pairs' bound does, or let the other have its turn."""
@@ -388,8 +392,8 @@ class Controller:
         """The present level is out."""
         self.refused[self.level] = why
         if self.level == self.held:
-            known = [level for level in self._known.levels if level not in self.refused]
-            self.held = min(known, key=lambda level: self._known.cost(level, level).mean, default=0)
+            usable = self._usable() if self._known.levels else [0]
+            self.held = min(usable, key=lambda level: self._known.cost(level, level).mean)
         self._turns, self._lost = [], {}
         mode = Mode.HOLD if self.held in self._known.levels else Mode.START
         return self._enter(mode, self.held, f"{why}; back to {self.names[self.held]}")

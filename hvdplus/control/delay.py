@@ -31,6 +31,9 @@ MOST_ERROR = 10.0
 """Of any level: one that sends a hundredth of the energy of gradient and residual in a step."""
 KEPT = 10
 """Readings of a level's e that are kept."""
+FOLLOW = 0.65
+"""Logarithm by which a level's error moves while another's moves by 1, give or take half of it. (In the trainings that
+``benchmarks/traces.py`` recorded: 0.65 to 0.8 between levels of low rank, 0.4 to one with an e below 0.15.)"""
 
 
 @dataclass
@@ -42,8 +45,8 @@ class Errors:
     previews: dict[int, float] = field(default_factory=dict)
     """Level -> what its error comes to, by a preview, over ``moved``."""
     moved: float = 0.0
-    """Logarithm of all levels' errors over those at the beginning: they grow and fall with the training (five times in
-    200 steps of the laboratory's ``wide``, twice in 400 of ``text``)."""
+    """Logarithm of the errors of levels that do not run over those at the beginning: they grow and fall with the
+    training (that of ``powersgd:4+fp16`` seven times in 200 steps of the laboratory's ``wide``)."""
 
     @property
     def levels(self) -> set[int]:
@@ -52,12 +55,13 @@ class Errors:
 
     def learn(self, level: int, error: float, age: int, carried: float = 0.0, *, held: bool) -> None:
         """Take in a reading of e, ``age`` steps after the level began; the level before it had come to ``carried``.
-        ``held``: the level runs all the time, so that its error moves as all levels' errors do."""
+        ``held``: the level runs all the time, so that the errors of others follow its own."""
         known = self.readings.get(level, [])
         readings = [*known[1 - KEPT :], settled(error, age, carried) / math.exp(self.moved)]
         if held and len(known) >= SURE and min(before := median(known), now := median(readings)):
-            self.moved += math.log(now / before)
-            readings = [reading * before / now for reading in readings]
+            moves = FOLLOW * math.log(now / before)
+            self.moved += moves
+            readings = [reading / math.exp(moves) for reading in readings]
         self.readings[level] = readings
 
     def foresee(self, level: int, error: float) -> None:
