@@ -267,6 +267,7 @@ def drive(
         course.seconds += job_now.seconds(course.ran[-1])
         wave = 0.9 * wave + math.sqrt(1 - 0.9**2) * dice.gauss(0, 1)
         flushes, drains = drains > 0, max(0, drains - 1)
+        error, norm, rate = training(step, level, age)
         if flushes and not sees_flushes:
             continue
         times, sounding = reduce_times(job_now.step(level, dice, wave)), 0 if flushes else controller.probe_bytes()
@@ -275,7 +276,6 @@ def drive(
             times = times._replace(step=times.step + took, probe=took)
             course.soundings.append((step, job_now.probe(sounding)))
             course.seconds += course.soundings[-1][1]
-        error, norm, rate = training(step, level, age)
         unforeseen = controller.unforeseen() if hasattr(controller, "unforeseen") else ()
         previews += bool(unforeseen)
         if unforeseen and previews == PREVIEW_STEPS:

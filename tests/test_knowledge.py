@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hvdplus.control.blocks import ALONE, NOISE_FLOOR, Block, Guess, block_of, ratio_of, shrunk
 from hvdplus.control.delay import FOLLOW, LEAST_PREVIEW, MOST_ERROR, PREVIEW_ERROR, expected, foreseen, settled
-from hvdplus.control.knowledge import DRIFT, Knowledge, plausible
+from hvdplus.control.knowledge import DRIFT, WAIT_ERROR, WITHIN, Knowledge, plausible
 from hvdplus.control.link import LevelCost
 from hvdplus.control.memory import from_plain, restore, to_plain
 from hvdplus.control.meter import StepTimes
@@ -319,6 +319,14 @@ def ran(knowledge: Knowledge, level: int, ms_per_megabyte: float) -> Knowledge:
     took = StepTimes(0.05 + COSTS[level].codec + comm, COSTS[level].codec, comm)
     knowledge.learn(level, block_of([took] * 8), held=True)
     return knowledge
+
+
+def test_a_byte_is_expected_to_take_longer_within_training() -> None:
+    """And what an all-reduce takes, however small it is, to take as long; neither is sure."""
+    link = with_probes(10.0).link
+    assert link.beta == pytest.approx(WITHIN * 1e-8, rel=0.01) and link.alpha == pytest.approx(1e-4, rel=0.1)
+    assert math.sqrt(link.bb) == pytest.approx(WAIT_ERROR * 1e-8, rel=0.2)
+    assert math.sqrt(link.aa) == pytest.approx(WAIT_ERROR * 1e-4, rel=0.2)
 
 
 @pytest.mark.parametrize("before, within", [(7.0, 11.0), (12.0, 8.0)])

@@ -108,7 +108,7 @@ NOT_LEARNED = ("costs", "delay_price")
 QUIET = 1e-8
 """Least noise."""
 HORIZON = 0.25
-"""How long what a trial shows is of use, as a share of the time so far: then errors, link and machine are others."""
+"""How long what a trial shows is of use, as a share of the time so far: errors, link and machine change."""
 LONGEST = 3
 """Largest factor by which noise makes a trial's blocks longer."""
 NEARLY_WHOLE = 0.3, 0.2
@@ -221,9 +221,8 @@ class Controller:
         if level and min(seen.error, self._known.errors.least(level)) > config.error_budget:
             budget = f"the residual at {self.names[level]} is {seen.error:.2f} times the gradient (budget "
             return self._refuse(f"{budget}{config.error_budget:g})")
-        starts, asked = self.mode is Mode.START, config.dense_steps
-        settles = config.settle_steps
-        if starts:
+        settles, asked = config.settle_steps, self._dense_steps
+        if self.mode is Mode.START:
             settles = min(settles, asked - 1 if asked else START_SETTLES)
         if self._age <= settles or seen.flushes:
             if self._age <= settles:
@@ -253,12 +252,15 @@ class Controller:
 
     def _block_is_full(self) -> bool:
         config, count = self.config, len(self._window)
-        if self.mode is Mode.START and config.dense_steps:
-            return self._age >= config.dense_steps
         if self.mode is Mode.START:
-            return count >= START_STEPS
+            return self._age >= self._dense_steps if self._dense_steps else count >= START_STEPS
         turn = config.block_steps * (self._patience() if self.mode is Mode.TRIAL else 1)
         return count >= turn or self._is_hopeless(settled=True)
+
+    @property
+    def _dense_steps(self) -> int:
+        """Those that are asked for, as long as nothing was measured."""
+        return 0 if self._known.levels else self.config.dense_steps
 
     def _is_hopeless(self, *, settled: bool) -> bool:
         """Whether the trial's level is so much dearer already that the rest of its turn is not worth its time."""
@@ -335,8 +337,8 @@ class Controller:
         return promises
 
     def _affords(self, gain: float, promise: float) -> bool:
-        """Whether a trial that probably gains nothing (``gain``: a logarithm) is worth its time, by what it promises
-        all the same, and fits into the time for exploring."""
+        """Whether the first turn of a trial that probably gains nothing (``gain``: a logarithm) takes no longer than
+        what it promises all the same would save, and fits into the time for exploring."""
         steps = self.config.block_steps * self._patience() + self.config.settle_steps
         longer = steps * self._known.seconds(self.held) * (math.exp(-gain) - 1)
         worth = promise * HORIZON * self._exploring.elapsed
@@ -392,11 +394,24 @@ class Controller:
         """The present level is out."""
         self.refused[self.level] = why
         if self.level == self.held:
-            usable = self._usable() if self._known.levels else [0]
-            self.held = min(usable, key=lambda level: self._known.cost(level, level).mean)
+            self.held = self._surest()
         self._turns, self._lost = [], {}
-        mode = Mode.HOLD if self.held in self._known.levels else Mode.START
-        return self._enter(mode, self.held, f"{why}; back to {self.names[self.held]}")
+        measured = self.held in self._known.levels
+        where = f"{'back' if measured else 'on'} to {self.names[self.held]}"
+        return self._enter(Mode.HOLD if measured else Mode.START, self.held, f"{why}; {where}")
+
+    def _surest(self) -> int:
+        """The level within the error budget whose cost has the least upper bound, measured or not."""
+        known = self._known
+        if not known.levels:
+            return 0
+
+        def most(level: int) -> float:
+            guess = known.cost(level, level)
+            return guess.mean + self.config.certainty * math.sqrt(guess.variance)
+
+        within = [level for level in self._usable() if known.error(level).mean <= self.config.error_budget]
+        return min(within, key=most, default=0)
 
     def _enter(self, mode: Mode, level: int, why: str = "") -> Decision:
         if level != self.level:

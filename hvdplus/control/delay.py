@@ -33,7 +33,8 @@ KEPT = 10
 """Readings of a level's e that are kept."""
 FOLLOW = 0.65
 """Logarithm by which a level's error moves while another's moves by 1, give or take half of it. (In the trainings that
-``benchmarks/traces.py`` recorded: 0.65 to 0.8 between levels of low rank, 0.4 to one with an e below 0.15.)"""
+``benchmarks/traces.py`` recorded: 0.65 to 0.8 between levels of low rank, 0.4 to those of them with an e below 0.15.
+``int8`` does not follow, but what it holds back hardly counts.)"""
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Errors:
     """Level -> what its error comes to, by a preview, over ``moved``."""
     moved: float = 0.0
     """Logarithm of the errors of levels that do not run over those at the beginning: they grow and fall with the
-    training (that of ``powersgd:4+fp16`` seven times in 200 steps of the laboratory's ``wide``)."""
+    training (that of ``powersgd:4+fp16`` seven times from step 50 to 250 of the laboratory's ``wide``)."""
 
     @property
     def levels(self) -> set[int]:

@@ -29,10 +29,13 @@ EXPOSED_ERROR = 0.25
 """Standard deviation of predicted communication, as a share of it."""
 OVERLAP_ERROR = 0.5
 """The same of what runs behind the computation."""
-WITHIN, WAIT_ERROR = 1.25, 0.4
-"""Seconds a byte within training, over those that sums before it show: a processor that computes has less time for
-bytes (0.6 to 1.7 times on two cores). Standard deviation of that, and of what an all-reduce takes however small it is,
-as shares of them: Horovod begins one every millisecond, and a sum by itself just misses one of these turns or not."""
+WITHIN = 1.25
+"""Seconds a byte within training, over those that sums before training show: a processor that computes has less time
+for bytes (0.6 to 1.7 times in the recorded traces)."""
+WAIT_ERROR = 0.5
+"""Standard deviation of what an all-reduce takes within training, however small it is and a byte, as shares of what
+sums before training show. (Horovod begins one every millisecond; a sum by itself just misses one of these turns, or it
+does not.)"""
 BENT, FIRST_BENT, MOST_BENT = 0.15, 0.5, 100.0
 """Standard deviation of a level's communication from the link's straight line, as a share of it; the same, at most, of
 the first level that runs, from what sums before training show; and the largest factor between them. Links carry little
@@ -178,9 +181,9 @@ class Knowledge:
         """Before any step: take in what sums of so many bytes took, so many seconds."""
         for size, seconds in sums:
             self.see_sum(size, seconds, first=True)
-        link, beta = self.link, WITHIN * self.link.beta
-        aa, bb = ((WAIT_ERROR * each) ** 2 for each in (link.alpha, beta))
-        self.link = link._replace(beta=beta, aa=link.aa + aa, bb=link.bb + bb)
+        alpha, beta, aa, ab, bb = self.link
+        aa, bb = aa + (WAIT_ERROR * alpha) ** 2, WITHIN**2 * bb + (WAIT_ERROR * beta) ** 2
+        self.link = LinkEstimate(alpha, WITHIN * beta, aa, WITHIN * ab, bb)
 
     def best_start(self, usable: Sequence[int]) -> int:
         """The level to begin with, before any step was seen: that of least regret, which is what a step is expected to
