@@ -46,9 +46,6 @@ from hvdplus.control.delay import price_of_delay, reached  # noqa: E402
 
 PRICE_OF_DELAY = Config().delay_price
 NOISY = Noise(compute=0.1, wire=0.3, rank=0.05, odd=0.03, waves=0.1)
-LEAVES = 8.0
-"""Share that a level sends in a step of the energy that the level before it had left, over its share of the dense
-bytes: 15 to 20 early in a training (what ``powersgd:4`` left on ``wide``), 3 to 8 after 200 steps."""
 FIRST = (0, 50, 100)
 """Steps of a training at which jobs begin whose errors move: those of ``wide`` grow seven times from 50 to 250."""
 At = Callable[[int], "Job | Trace"]
@@ -132,9 +129,9 @@ class Delay:
         asks, dense = job.costs[level], job.costs[0]
         if not age:
             self._carried = self.errors[-1] if self.errors else 0.0
-        keeps = 1 - min(1.0, LEAVES * asks.payload_bytes / dense.payload_bytes)
-        carried = self._carried * keeps ** ((age + 1) / 2) * asks.keeps_residual  # a flush takes ten steps in truth
-        self.errors.append(math.hypot(reached(job.errors[level], age + 1), carried))
+        carried = self._carried * asks.keeps_residual  # a flush takes ten steps in truth
+        share = asks.payload_bytes / dense.payload_bytes
+        self.errors.append(reached(job.errors[level], age + 1, carried, share))
         off = self._dice.gauss(0, job.scatter[level]) if job.scatter else 0.0
         return self.errors[-1] * math.exp(off), 1.0, 0.1
 

@@ -15,7 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdplus.control.blocks import ALONE, NOISE_FLOOR, Block, Guess, block_of, ratio_of, shrunk
-from hvdplus.control.delay import FOLLOW, LEAST_PREVIEW, MOST_ERROR, PREVIEW_ERROR, expected, foreseen, settled
+from hvdplus.control.delay import (
+    FOLLOW,
+    LEAST_PREVIEW,
+    LEAVES,
+    MOST_ERROR,
+    PREVIEW_ERROR,
+    expected,
+    foreseen,
+    left_behind,
+    reached,
+    settled,
+)
 from hvdplus.control.knowledge import DRIFT, WAIT_ERROR, WITHIN, Knowledge, plausible
 from hvdplus.control.link import LevelCost
 from hvdplus.control.memory import from_plain, restore, to_plain
@@ -146,6 +157,26 @@ def test_an_error_that_still_changes_tells_what_it_comes_to(share: float, age: i
     kept = (1 - share) ** age
     reached = math.sqrt((1 - share) / share * (1 - kept) + carried**2 * kept)
     assert settled(reached, age, carried) == pytest.approx(math.sqrt((1 - share) / share), rel=0.02)
+
+
+@given(st.floats(0.1, 4), st.integers(1, 100), st.floats(0, 1), st.floats(0, 1))
+@thoroughly
+def test_what_another_level_left_leaves_no_faster_than_bytes_let_it(
+    error: float, age: int, carried: float, share: float
+) -> None:
+    """So a level of few bytes that comes to little is at much for long, and that is taken off."""
+    at = reached(error, age, carried, share)
+    assert at >= reached(error, age, carried) - 1e-9 and at >= reached(error, age, 0.0, share)
+    assert at >= carried * (1 - LEAVES * share) ** (age / 2) - 1e-9 if LEAVES * share < 1 else at >= 0
+    assert settled(at, age, carried, share) == pytest.approx(error, rel=0.02)
+
+
+@pytest.mark.parametrize("share", [0.003, 0.01, 0.03])
+def test_what_a_level_leaves_behind_is_the_sum_of_errors_until_it_has_left(share: float) -> None:
+    peak = reached(2.0, 11, 0.05, 0.003)
+    later = sum(reached(0.05, age, peak, share) - 0.05 for age in range(1, 3000))
+    assert left_behind(2.0, 11, 0.05, 0.003, share) == pytest.approx(later, rel=0.15)
+    assert left_behind(0.05, 11, 2.0, share, 0.003) == 0.0, "a level that holds back less leaves no more"
 
 
 @given(st.floats(0, 1e6), st.integers(0, 100), st.floats(0, 1e3))

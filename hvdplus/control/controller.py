@@ -24,7 +24,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from hvdplus.control.blocks import Block, Guess, block_of, noise_of
-from hvdplus.control.delay import reached
+from hvdplus.control.delay import left_behind, reached
 from hvdplus.control.exploring import Exploring
 from hvdplus.control.knowledge import Knowledge, plausible
 from hvdplus.control.link import LevelCost, Link
@@ -184,8 +184,7 @@ class Controller:
     def unforeseen(self) -> tuple[int, ...]:
         """While gradients travel nearly whole: levels of whose errors nothing is known but bytes, and that may pay."""
         known, (error, share) = self._known, NEARLY_WHOLE
-        sent = self.costs[self.level].payload_bytes / max(1, self.costs[0].payload_bytes)
-        if not known.steps or sent < share or known.error(self.level).mean > error:
+        if not known.steps or self._share(self.level) < share or known.error(self.level).mean > error:
             return ()
         seen = known.errors.levels
         unknown = [level for level in self._usable() if self.costs[level].keeps_residual and level not in seen]
@@ -302,7 +301,8 @@ class Controller:
     def _note_training(self, level: int, seen: Observation) -> None:
         """What the step says of delay and of its price."""
         if not math.isnan(seen.error) and level:
-            self._known.errors.learn(level, seen.error, self._age, self._carried, held=level == self.held)
+            share = self._share(level)
+            self._known.errors.learn(level, seen.error, self._age, self._carried, share=share, held=level == self.held)
         self._phases.observe(seen.gradient_norm, seen.learning_rate)
         self._known.delay_price = self.config.delay_price * (self.config.critical_price if self._phases.left else 1.0)
 
@@ -331,16 +331,29 @@ class Controller:
             gain = now.mean - self._need(level) - guess.mean
             certainty = self.config.certainty if level > self.held else 0.0  # half a proof is no reason to look for it
             promise = promised(gain, guess.variance + now.variance, self._noise, certainty)
-            promise -= least * self._lost.get(level, 0)
+            promise -= least * self._lost.get(level, 0) + self._rest(level)
             if level != self.held and promise > least and (gain > 0 or self._affords(gain, promise)):
                 promises[level] = promise
         return promises
 
+    def _rest(self, level: int) -> float:
+        """What a level's first turn would leave to the level held costs a step, over as long as the trial is of use."""
+        held, both = self.held, (self.costs[level], self.costs[self.held])
+        if not (all(cost.keeps_residual for cost in both) and self._exploring.elapsed):
+            return 0.0
+        error, before = self._known.error(level).mean, self._known.error(held).mean
+        rest = left_behind(error, self._turn, before, self._share(level), self._share(held))
+        return self._known.kappa(held) * rest * self._known.seconds(held) / (HORIZON * self._exploring.elapsed)
+
+    @property
+    def _turn(self) -> int:
+        """Steps of a level's first turn in a trial."""
+        return self.config.block_steps * self._patience() + self.config.settle_steps
+
     def _affords(self, gain: float, promise: float) -> bool:
         """Whether the first turn of a trial that probably gains nothing (``gain``: a logarithm) takes no longer than
         what it promises all the same would save, and fits into the time for exploring."""
-        steps = self.config.block_steps * self._patience() + self.config.settle_steps
-        longer = steps * self._known.seconds(self.held) * (math.exp(-gain) - 1)
+        longer = self._turn * self._known.seconds(self.held) * (math.exp(-gain) - 1)
         worth = promise * HORIZON * self._exploring.elapsed
         return longer <= worth and self._exploring.affords(longer, self.config.explore)
 
@@ -384,6 +397,10 @@ class Controller:
             return 0.0
         return 1.0 if self.costs[level].keeps_residual else 0.5
 
+    def _share(self, level: int) -> float:
+        """Of the dense bytes, that a level sends."""
+        return self.costs[level].payload_bytes / max(1, self.costs[0].payload_bytes)
+
     def _usable(self) -> list[int]:
         """Levels that may run, and that send less than every such level below them."""
         allowed = [level for level in range(len(self.names)) if level not in self.refused]
@@ -416,7 +433,8 @@ class Controller:
     def _enter(self, mode: Mode, level: int, why: str = "") -> Decision:
         if level != self.level:
             if self._age or self.costs[self.level].keeps_residual:  # else what was carried is under way still
-                self._carried = reached(self._known.error(self.level).mean, self._age, self._carried)
+                error, share = self._known.error(self.level).mean, self._share(self.level)
+                self._carried = reached(error, self._age, self._carried, share)
             self._age = 0
             self._exploring.level_changed()
         self.mode, self.level, self._window, self._doubt = mode, level, [], False

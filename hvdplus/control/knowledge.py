@@ -229,15 +229,15 @@ class Knowledge:
 
     def price(self, level: int) -> float:
         """By what factor a training at this level needs more steps."""
-        return price_of_delay(self._kappa(level), self.error(level).mean)
+        return price_of_delay(self.kappa(level), self.error(level).mean)
 
-    def _kappa(self, level: int) -> float:
+    def kappa(self, level: int) -> float:
         """κ of a level, at this time."""
         return self.delay_price * self.costs[level].delay_weight
 
     def cost(self, level: int, held: int) -> Guess:
         """Logarithm of seconds times price. ``held``: the level that runs, whose link needs no guess."""
-        kappa, error, step = self._kappa(level), self.error(level), self.seconds(level)
+        kappa, error, step = self.kappa(level), self.error(level), self.seconds(level)
         price = price_of_delay(kappa, error.mean)
         delay = kappa**2 * error.variance / price**2
         return Guess(math.log(step * price), self._doubt(level, held, step) + delay)
