@@ -37,7 +37,6 @@ from simulating import (
 from simulating import some_jobs as drawn
 
 from hvdplus.control.controller import (
-    HORIZON,
     LONGEST,
     START_SETTLES,
     START_STEPS,
@@ -48,7 +47,7 @@ from hvdplus.control.controller import (
     Observation,
 )
 from hvdplus.control.delay import SURE
-from hvdplus.control.exploring import PROBE_STEPS
+from hvdplus.control.exploring import HORIZON, PROBE_STEPS
 from hvdplus.control.knowledge import WITHIN
 from hvdplus.control.link import LevelCost
 from hvdplus.control.meter import StepTimes, reduce_times
@@ -317,7 +316,9 @@ def test_a_level_over_the_error_budget_is_left_for_good(tau: float) -> None:
         for step in course.times("times the gradient (budget 2)"):
             level, left = course.levels[step], left + 1
             assert level >= LOWRANK_16 and level not in course.levels[step + 1 :]
-            assert re.search("; (back|on) to ", dict(course.decisions)[step].reason)
+            decision = dict(course.decisions)[step]
+            where = "back to " if decision.level in course.levels[:step] else "on to "
+            assert f"; {where}{NAMES[decision.level]}" in decision.reason
         assert watch.held[-1] < LOWRANK_16
         assert job.seconds(watch.held[-1]) <= 1.05 * job.best(range(LOWRANK_16))
     assert left >= 16

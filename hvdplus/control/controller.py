@@ -107,8 +107,6 @@ NOT_LEARNED = ("costs", "delay_price")
 """Fields of its ``Knowledge`` that are given anew."""
 QUIET = 1e-8
 """Least noise."""
-HORIZON = 0.25
-"""How long what a trial shows is of use, as a share of the time so far: errors, link and machine change."""
 LONGEST = 3
 """Largest factor by which noise makes a trial's blocks longer."""
 NEARLY_WHOLE = 0.3, 0.2
@@ -338,12 +336,12 @@ class Controller:
 
     def _rest(self, level: int) -> float:
         """What a level's first turn would leave to the level held costs a step, over as long as the trial is of use."""
-        held, both = self.held, (self.costs[level], self.costs[self.held])
-        if not (all(cost.keeps_residual for cost in both) and self._exploring.elapsed):
+        held, horizon = self.held, self._exploring.horizon
+        if not (horizon and self.costs[level].keeps_residual and self.costs[held].keeps_residual):
             return 0.0
         error, before = self._known.error(level).mean, self._known.error(held).mean
         rest = left_behind(error, self._turn, before, self._share(level), self._share(held))
-        return self._known.kappa(held) * rest * self._known.seconds(held) / (HORIZON * self._exploring.elapsed)
+        return self._known.kappa(held) * rest * self._known.seconds(held) / horizon
 
     @property
     def _turn(self) -> int:
@@ -354,7 +352,7 @@ class Controller:
         """Whether the first turn of a trial that probably gains nothing (``gain``: a logarithm) takes no longer than
         what it promises all the same would save, and fits into the time for exploring."""
         longer = self._turn * self._known.seconds(self.held) * (math.exp(-gain) - 1)
-        worth = promise * HORIZON * self._exploring.elapsed
+        worth = promise * self._exploring.horizon
         return longer <= worth and self._exploring.affords(longer, self.config.explore)
 
     def _judge(self) -> Decision | None:

@@ -15,6 +15,8 @@ PROBE_STEPS = 40
 """Least steps between two bandwidth probes."""
 PROBES = 0.5
 """What probes may take, as a share of the time for exploring."""
+HORIZON = 0.25
+"""How long what a trial shows is of use, as a share of the time so far: errors, link and machine change."""
 
 
 @dataclass
@@ -27,6 +29,11 @@ class Exploring:
     """Seconds that trials and probes took beyond the level held."""
     probe_after: int = PROBE_STEPS
     """Steps after a change of level from which the next probe may come."""
+
+    @property
+    def horizon(self) -> float:
+        """Seconds for which what a trial shows is of use."""
+        return HORIZON * self.elapsed
 
     def see(self, times: StepTimes) -> None:
         """A step was observed, perhaps with a probe or a preview."""
