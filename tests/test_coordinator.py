@@ -165,9 +165,7 @@ def test_auto_rests_dense_on_a_fast_link_and_beside_a_slow_rank() -> None:
         run = Run(coordinator, milliseconds=links, slow_rank_ms=slow_rank_ms)
         run.steps(200)
         assert {plan.level for plan in run.plans} <= {NONE, FP16} and set(run.plans[52:]) == {Plan(NONE)}
-        assert decisions(coordinator)[-1]["to"] == "none"
-        assert [record["to"] for record in decisions(coordinator)].count("fp16") <= 1
-        assert len(decisions(coordinator)) <= 4
+        assert [record["to"] for record in decisions(coordinator)] == ["none", "fp16", "none", "none"]
 
 
 def test_auto_flushes_before_it_measures_dense_again() -> None:

@@ -191,7 +191,7 @@ def test_a_run_with_everything_in_it_is_replayed(tmp_path: Path) -> None:
     kinds = {"run", "trace", "preview", "decision", "resize", "forbid", "window", "end"}
     assert kinds == {record["kind"] for record in records}
     reasons = [reason for _, _, reason, _ in logged(records)]
-    for words in ("the start is over", "is expected to cost", "costs", "is best", "(budget 0.7); "):
+    for words in ("the start is over", "is expected to cost", "costs", "is best", "(budget 0.7); back to", "; on to"):
         assert any(words in reason for reason in reasons), words
     assert replayed(records) == logged(records)
     assert any(record["kind"] == "trace" and None in record["steps"][0] for record in records), (
