@@ -41,7 +41,8 @@ if __name__ == "__main__":  # the tree's own package, whatever is installed
 from simulating import NOISES, Job, Noise, drive, some_jobs  # noqa: E402
 from traces import TRAINING_STEPS, Trace, in_training, moves, traces  # noqa: E402
 
-from hvdplus.control.controller import Config, Controller  # noqa: E402
+from hvdplus.control.config import Config  # noqa: E402
+from hvdplus.control.controller import Controller  # noqa: E402
 from hvdplus.control.delay import price_of_delay, reached  # noqa: E402
 
 PRICE_OF_DELAY = Config().delay_price

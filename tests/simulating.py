@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
-from hvdplus.control.controller import Config, Controller, Decision, Mode, Observation
+from hvdplus.control.config import Config
+from hvdplus.control.controller import Controller, Decision, Mode, Observation
 from hvdplus.control.knowledge import PACKING
 from hvdplus.control.link import LevelCost
 from hvdplus.control.meter import StepTimes, reduce_times

@@ -36,22 +36,15 @@ from simulating import (
 )
 from simulating import some_jobs as drawn
 
-from hvdplus.control.controller import (
-    LONGEST,
-    START_SETTLES,
-    START_STEPS,
-    Config,
-    Controller,
-    Decision,
-    Mode,
-    Observation,
-)
+from hvdplus.control.config import Config
+from hvdplus.control.controller import START_SETTLES, START_STEPS, Controller, Decision, Mode, Observation
 from hvdplus.control.delay import SURE
 from hvdplus.control.exploring import HORIZON, PROBE_STEPS
 from hvdplus.control.knowledge import WITHIN
 from hvdplus.control.link import LevelCost
 from hvdplus.control.meter import StepTimes, reduce_times
 from hvdplus.control.phases import CRITICAL_STEPS
+from hvdplus.control.prospects import LONGEST
 from hvdplus.control.trial import promised
 
 NONE, FP16, INT8, LOWRANK_16, LOWRANK_8 = range(5)
@@ -765,10 +758,10 @@ def test_trials_that_promise_nothing_wait_until_they_are_affordable(explore: flo
         controller.observe(NONE, Observation(reduce_times(job.step(NONE, random.Random(0)))))
     controller._exploring.elapsed, controller._exploring.spent = 1000 * job.compute, 10 * job.compute
     per_turn = START * 0.3 / 1000
-    assert controller._affords(-math.log(1.3), promise=1.0) == (0.01 + per_turn < explore)
+    assert controller._prospects.affords(-math.log(1.3), promise=1.0) == (0.01 + per_turn < explore)
     worth = per_turn / HORIZON
-    assert controller._affords(-math.log(1.3), promise=1.1 * worth) == (0.01 + per_turn < explore)
-    assert not controller._affords(-math.log(1.3), promise=0.9 * worth), "it takes longer than it may save"
+    assert controller._prospects.affords(-math.log(1.3), promise=1.1 * worth) == (0.01 + per_turn < explore)
+    assert not controller._prospects.affords(-math.log(1.3), promise=0.9 * worth), "it takes longer than it may save"
 
 
 def test_blocks_are_longer_where_steps_are_noisy() -> None:

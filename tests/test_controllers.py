@@ -22,7 +22,8 @@ from controllers import (
 from simulating import ERRORS, Job, ms
 from traces import TRAINING_STEPS, Trace, in_training, moves, traces
 
-from hvdplus.control.controller import Config, Controller
+from hvdplus.control.config import Config
+from hvdplus.control.controller import Controller
 
 JOBS = 6
 

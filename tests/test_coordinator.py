@@ -36,7 +36,8 @@ from coordinating import (
 
 from hvdplus import __version__
 from hvdplus.adapters.transports.local import Local
-from hvdplus.control.controller import Config, Controller, Decision, Mode, Observation
+from hvdplus.control.config import Config
+from hvdplus.control.controller import Controller, Decision, Mode, Observation
 from hvdplus.control.meter import StepTimes
 from hvdplus.exchange.coordinator import NORM_STEPS, REST_STEPS, Coordinator
 from hvdplus.exchange.journal import TRACE_STEPS

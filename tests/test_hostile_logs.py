@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from hvdplus.cli import main
-from hvdplus.control.controller import Config
+from hvdplus.control.config import Config
 
 COSTS = {
     "payload_bytes": 4_000_000, "last_bytes": 400_000, "messages": 4, "codec_ms": 0.1, "keeps_residual": False,

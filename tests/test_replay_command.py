@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from hvdplus.cli import main
-from hvdplus.control.controller import Config, Controller, Observation
+from hvdplus.control.config import Config
+from hvdplus.control.controller import Controller, Observation
 from hvdplus.control.link import LevelCost
 from hvdplus.control.meter import StepTimes
 from hvdplus.log.runlog import RunLog, read

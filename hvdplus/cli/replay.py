@@ -11,7 +11,7 @@ from dataclasses import asdict
 from itertools import takewhile
 
 from hvdplus.cli.text import FOREIGN, foreign, read_log
-from hvdplus.control.controller import Config
+from hvdplus.control.config import Config
 from hvdplus.log.facts import Record, decisions_of
 from hvdplus.log.replay import Replayed, replay
 from hvdplus.log.words import explain

@@ -23,15 +23,18 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
+from hvdplus.control import untried
 from hvdplus.control.blocks import Block, Guess, block_of, noise_of
-from hvdplus.control.delay import left_behind, reached
+from hvdplus.control.config import Config
+from hvdplus.control.delay import reached
 from hvdplus.control.exploring import Exploring
 from hvdplus.control.knowledge import Knowledge, plausible
-from hvdplus.control.link import LevelCost, Link
+from hvdplus.control.link import LevelCost
 from hvdplus.control.memory import restore, to_plain
 from hvdplus.control.meter import StepTimes
 from hvdplus.control.phases import Phases
-from hvdplus.control.trial import hopeless, judge, promised
+from hvdplus.control.prospects import Prospects
+from hvdplus.control.trial import hopeless, judge
 
 
 class Observation(NamedTuple):
@@ -68,49 +71,12 @@ class Mode(Enum):
     HOLD = "holding a level"
 
 
-@dataclass(frozen=True)
-class Config:
-    """The numbers of all decisions."""
-
-    dense_steps: int = 0
-    """Dense steps at the start; 0: a few, at the level that is expected to lose least."""
-    block_steps: int = 8
-    """Steps that a level is measured for at a time."""
-    settle_steps: int = 3
-    """Steps after a change that are not counted: new buffers, new names."""
-    pairs: int = 3
-    """Most turns of a level in one trial."""
-    margin: float = 0.02
-    """Share of the cost that counts as a difference between levels."""
-    certainty: float = 2.0
-    """Standard deviations between an estimate and its bound."""
-    explore: float = 0.02
-    """Share of the time that trials of levels that are not expected to be better may cost, and bandwidth probes."""
-    delay_price: float = 0.25
-    """κ; 0: only time counts. Fitted by ``benchmarks/delay.py`` to trainings of 200 steps from the start: 0.18 for
-    integers, 0.26 for ``topk``, 0.31 for ``lowrank``; where they are longer, delay costs less. A kind of level that is
-    far from it has a weight of its own, see ``LevelCost``."""
-    critical_price: float = 2.0
-    """Factor of κ in a critical phase, see ``phases.py``."""
-    error_budget: float = 5.0
-    """Largest error of a level, whatever it saves."""
-
-    def __post_init__(self) -> None:
-        for name in ("block_steps", "pairs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} has to be at least 1. Received: {getattr(self, name)}")
-
-
 ARGUMENTS = ("names", "costs", "config")
 """Fields of a controller that a new one is given anew."""
 NOT_LEARNED = ("costs", "delay_price")
 """Fields of its ``Knowledge`` that are given anew."""
 QUIET = 1e-8
 """Least noise."""
-LONGEST = 3
-"""Largest factor by which noise makes a trial's blocks longer."""
-NEARLY_WHOLE = 0.3, 0.2
-"""Most error, and least share of the dense bytes, of a level whose means show what others would hold back."""
 START_SETTLES, START_STEPS = 2, 4
 """Steps of a start that do not count, and that do: it may be far from the best level, and trials follow anyway."""
 
@@ -154,9 +120,9 @@ class Controller:
         self._known = Knowledge(self.costs, self.config.delay_price)
 
     @property
-    def link(self) -> Link:
-        """The link as estimated."""
-        return self._known.link.link
+    def _prospects(self) -> Prospects:
+        """Of trials against the level held."""
+        return Prospects(self.config, self._known, self._exploring, self.held, self._noise, self._lost)
 
     def memory(self) -> dict[str, Any]:
         """All that was learned, as numbers, text, lists and dictionaries of them; see ``recall``."""
@@ -177,16 +143,11 @@ class Controller:
         """Before the first step: sums of so many bytes took so many seconds."""
         self._known.begin(probes)
         if probes and not self.config.dense_steps:
-            self.level = self.held = self._known.best_start(self._usable())
+            self.level = self.held = untried.best_start(self._known, self._usable())
 
     def unforeseen(self) -> tuple[int, ...]:
-        """While gradients travel nearly whole: levels of whose errors nothing is known but bytes, and that may pay."""
-        known, (error, share) = self._known, NEARLY_WHOLE
-        if not known.steps or self._share(self.level) < share or known.error(self.level).mean > error:
-            return ()
-        seen = known.errors.levels
-        unknown = [level for level in self._usable() if self.costs[level].keeps_residual and level not in seen]
-        return tuple(level for level in unknown if known.may_pay(level, self.level))
+        """Levels to preview in the coming step."""
+        return untried.unforeseen(self._known, self.level, self._usable())
 
     def foresee(self, errors: Mapping[int, float]) -> None:
         """A preview: level -> the norm of what it would have held back of a step's gradient, over the gradient's."""
@@ -236,13 +197,13 @@ class Controller:
 
     def probe_bytes(self) -> int:
         """Bytes by which the coming step shall probe the link's bandwidth, or 0."""
-        rests = self.mode is Mode.HOLD and self._age >= self._exploring.probe_after
-        if not (rests and self.level and self.link.beta and self.config.explore):
+        link, rests = self._known.link.link, self.mode is Mode.HOLD and self._age >= self._exploring.probe_after
+        if not (rests and self.level and link.beta and self.config.explore):
             return 0
-        size = self.link.probe_size(self._known.seconds(self.level), self.costs[0].payload_bytes)
+        size = link.probe_size(self._known.seconds(self.level), self.costs[0].payload_bytes)
         if 2 * size < self.costs[self.level].payload_bytes:  # which shows as much
             return 0
-        seconds = self.link.seconds(LevelCost.of_sum(size))
+        seconds = link.seconds(LevelCost.of_sum(size))
         return size if self._exploring.affords_probe(seconds, self.config.explore) else 0
 
     # -- one block
@@ -251,7 +212,7 @@ class Controller:
         config, count = self.config, len(self._window)
         if self.mode is Mode.START:
             return self._age >= self._dense_steps if self._dense_steps else count >= START_STEPS
-        turn = config.block_steps * (self._patience() if self.mode is Mode.TRIAL else 1)
+        turn = self._prospects.turn if self.mode is Mode.TRIAL else config.block_steps
         return count >= turn or self._is_hopeless(settled=True)
 
     @property
@@ -263,19 +224,10 @@ class Controller:
         """Whether the trial's level is so much dearer already that the rest of its turn is not worth its time."""
         if self.mode is not Mode.TRIAL or self.level != self.challenger or len(self._window) < 3:
             return False
-        steps, held = [each.step for each in self._window], self._turns[-1][1]
-        extra = self._dearer() + self._need(self.level)
-        count = self.config.block_steps * (self._patience() if len(self._turns) > 1 else 1)
+        steps, held, prospects = [each.step for each in self._window], self._turns[-1][1], self._prospects
+        extra = prospects.dearer(self.level) + prospects.need(self.level)
+        count = prospects.turn if len(self._turns) > 1 else self.config.block_steps
         return hopeless(steps, held, extra, count, settled=settled)
-
-    def _dearer(self) -> float:
-        """Logarithm of the challenger's price of delay over that of the level held."""
-        return math.log(self._known.price(self.challenger) / self._known.price(self.held))
-
-    def _patience(self) -> int:
-        """Factor by which a trial's blocks are longer: where steps are noisy, long turns cost less than many."""
-        margin = self.config.margin
-        return max(1, min(LONGEST, round(math.sqrt(self._noise) / margin))) if margin else 1
 
     def _after_block(self, block: Block) -> Decision | None:
         count, self._window = len(self._window), []
@@ -299,7 +251,7 @@ class Controller:
     def _note_training(self, level: int, seen: Observation) -> None:
         """What the step says of delay and of its price."""
         if not math.isnan(seen.error) and level:
-            share = self._share(level)
+            share = self._known.share(level)
             self._known.errors.learn(level, seen.error, self._age, self._carried, share=share, held=level == self.held)
         self._phases.observe(seen.gradient_norm, seen.learning_rate)
         self._known.delay_price = self.config.delay_price * (self.config.critical_price if self._phases.left else 1.0)
@@ -308,7 +260,7 @@ class Controller:
 
     def _choose(self, why: str) -> Decision | None:
         """Try the level that promises most, or hold the present choice."""
-        promises = self._promises()
+        promises = self._prospects.promises(self._usable())
         if not promises:
             news = self.mode is not Mode.HOLD
             words = f"{why}; {self.names[self.held]} is best"
@@ -321,58 +273,25 @@ class Controller:
         promise_text = f"{self.names[best]} is expected to cost {ratio:.2f} times {self.names[self.held]}"
         return self._enter(Mode.TRIAL, best, f"{why}; {promise_text}" if why else promise_text)
 
-    def _promises(self) -> dict[int, float]:
-        """Level -> what a trial of it may bring, for levels that are worth one."""
-        now, least, promises = self._known.cost(self.held, self.held), self.config.margin / 2, dict[int, float]()
-        for level in self._usable():
-            guess = self._known.cost(level, self.held)
-            gain = now.mean - self._need(level) - guess.mean
-            certainty = self.config.certainty if level > self.held else 0.0  # half a proof is no reason to look for it
-            promise = promised(gain, guess.variance + now.variance, self._noise, certainty)
-            promise -= least * self._lost.get(level, 0) + self._rest(level)
-            if level != self.held and promise > least and (gain > 0 or self._affords(gain, promise)):
-                promises[level] = promise
-        return promises
-
-    def _rest(self, level: int) -> float:
-        """What a level's first turn would leave to the level held costs a step, over as long as the trial is of use."""
-        held, horizon = self.held, self._exploring.horizon
-        if not (horizon and self.costs[level].keeps_residual and self.costs[held].keeps_residual):
-            return 0.0
-        error, before = self._known.error(level).mean, self._known.error(held).mean
-        rest = left_behind(error, self._turn, before, self._share(level), self._share(held))
-        return self._known.kappa(held) * rest * self._known.seconds(held) / horizon
-
-    @property
-    def _turn(self) -> int:
-        """Steps of a level's first turn in a trial."""
-        return self.config.block_steps * self._patience() + self.config.settle_steps
-
-    def _affords(self, gain: float, promise: float) -> bool:
-        """Whether the first turn of a trial that probably gains nothing (``gain``: a logarithm) takes no longer than
-        what it promises all the same would save, and fits into the time for exploring."""
-        longer = self._turn * self._known.seconds(self.held) * (math.exp(-gain) - 1)
-        worth = promise * self._exploring.horizon
-        return longer <= worth and self._exploring.affords(longer, self.config.explore)
-
     def _judge(self) -> Decision | None:
         """After a block of a trial: decide, if the pairs' bound does, or let the other have its turn."""
-        config, names = self.config, self.names
+        config, names, prospects = self.config, self.names, self._prospects
         verdict = judge(
             self._turns,
             self.challenger,
             self._prior,
-            price=self._dearer(),
-            need=self._need(self.challenger),
+            price=prospects.dearer(self.challenger),
+            need=prospects.need(self.challenger),
             certainty=config.certainty,
-            asked=config.certainty * self._burden(self.challenger),
+            asked=config.certainty * prospects.burden(self.challenger),
             pairs=config.pairs,
         )
         pairs = f"{verdict.pairs} pair{'s' if verdict.pairs > 1 else ''}"
         words = f"{names[self.challenger]} costs {verdict.interval} times {names[self.held]}, {pairs}"
         least = [config.margin / 2]
         if verdict.at_stake > config.margin / 2:
-            least += [promise for level, promise in self._promises().items() if level != self.challenger]
+            promises = prospects.promises(self._usable())
+            least += [promise for level, promise in promises.items() if level != self.challenger]
         # One that loses is held against a turn after its own, too: the link may have changed since the one before it.
         if verdict.at_stake > max(least) or (self.level == self.challenger and not verdict.wins):
             other = self.held if self.level == self.challenger else self.challenger
@@ -385,20 +304,6 @@ class Controller:
         self._turns = [turn for turn in self._turns if turn[0] == self.held][-1:]
         return self._choose(words)
 
-    def _need(self, level: int) -> float:
-        """Gain that a level has to show, as a logarithm."""
-        return self.config.margin * (self._burden(level) or -0.5)
-
-    def _burden(self, level: int) -> float:
-        """How much of a proof it takes: half of one, where more compression holds nothing back; none for less."""
-        if level <= self.held:
-            return 0.0
-        return 1.0 if self.costs[level].keeps_residual else 0.5
-
-    def _share(self, level: int) -> float:
-        """Of the dense bytes, that a level sends."""
-        return self.costs[level].payload_bytes / max(1, self.costs[0].payload_bytes)
-
     def _usable(self) -> list[int]:
         """Levels that may run, and that send less than every such level below them."""
         allowed = [level for level in range(len(self.names)) if level not in self.refused]
@@ -409,29 +314,16 @@ class Controller:
         """The present level is out."""
         self.refused[self.level] = why
         if self.level == self.held:
-            self.held = self._surest()
+            self.held = untried.surest(self._known, self._usable(), self.config)
         self._turns, self._lost = [], {}
         measured = self.held in self._known.levels
         where = f"{'back' if measured else 'on'} to {self.names[self.held]}"
         return self._enter(Mode.HOLD if measured else Mode.START, self.held, f"{why}; {where}")
 
-    def _surest(self) -> int:
-        """The level within the error budget whose cost has the least upper bound, measured or not."""
-        known = self._known
-        if not known.levels:
-            return 0
-
-        def most(level: int) -> float:
-            guess = known.cost(level, level)
-            return guess.mean + self.config.certainty * math.sqrt(guess.variance)
-
-        within = [level for level in self._usable() if known.error(level).mean <= self.config.error_budget]
-        return min(within, key=most, default=0)
-
     def _enter(self, mode: Mode, level: int, why: str = "") -> Decision:
         if level != self.level:
             if self._age or self.costs[self.level].keeps_residual:  # else what was carried is under way still
-                error, share = self._known.error(self.level).mean, self._share(self.level)
+                error, share = self._known.error(self.level).mean, self._known.share(self.level)
                 self._carried = reached(error, self._age, self._carried, share)
             self._age = 0
             self._exploring.level_changed()

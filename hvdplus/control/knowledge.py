@@ -49,8 +49,6 @@ standard deviations of a codec's time, as shares of it: of any, and where a leve
 MOST_PROBE_BENT = 5.0
 """Largest factor by which a probe takes longer than the link's straight line says: one beyond it fell into a burst of
 others. (Links that carry the first bytes at any speed let one through in a fifteenth.)"""
-COMPUTATIONS = (1e-3, 1e-2, 1e-1, 1.0)
-"""Seconds that the computation of a step may take, before one was seen; half of them may hide communication."""
 
 
 class Level(NamedTuple):
@@ -185,21 +183,6 @@ class Knowledge:
         aa, bb = aa + (WAIT_ERROR * alpha) ** 2, WITHIN**2 * bb + (WAIT_ERROR * beta) ** 2
         self.link = LinkEstimate(alpha, WITHIN * beta, aa, WITHIN * ab, bb)
 
-    def best_start(self, usable: Sequence[int]) -> int:
-        """The level to begin with, before any step was seen: that of least regret, which is what a step is expected to
-        cost beyond the best level's, as a share of it, if the computation may as well take any of ``COMPUTATIONS``."""
-
-        def cost(level: int, busy: float) -> float:
-            exposed = self.link.link.exposed(self.costs[level], busy / 2)
-            return self.price(level) * (busy + self._codec(level).mean + exposed)
-
-        regrets = dict.fromkeys(usable, 0.0)
-        for busy in COMPUTATIONS:
-            costs = {level: cost(level, busy) for level in usable}
-            for level in usable:
-                regrets[level] += costs[level] / min(costs.values())
-        return min(usable, key=lambda level: regrets[level])
-
     def learn_ratio(self, level: int, other: int, ratio: Guess) -> None:
         """``level`` was measured to take as long as ``other``, times ``ratio`` (a logarithm)."""
         own = self._model(other) + self.levels[other].own.mean + ratio.mean - self._model(level)
@@ -209,7 +192,7 @@ class Knowledge:
         """Whether a level's communication and codec take less than those of the level held, were nothing hidden."""
 
         def seconds(level: int) -> float:
-            return self._codec(level).mean + self.link.link.seconds(self.costs[level])
+            return self.codec(level).mean + self.link.link.seconds(self.costs[level])
 
         return seconds(level) < seconds(held)
 
@@ -223,9 +206,17 @@ class Knowledge:
         own = self.levels[level].own.mean if level in self.levels else 0.0
         return math.exp(self._model(level) + own)
 
+    def codec(self, level: int) -> Guess:
+        """Seconds at pace 1."""
+        return _codec_of(level, self.costs, self.levels)
+
     def error(self, level: int) -> Guess:
         """e, as measured or as guessed."""
         return self.errors.guess(level, self.costs)
+
+    def share(self, level: int) -> float:
+        """Of the dense bytes, that a level sends."""
+        return self.costs[level].payload_bytes / max(1, self.costs[0].payload_bytes)
 
     def price(self, level: int) -> float:
         """By what factor a training at this level needs more steps."""
@@ -248,7 +239,7 @@ class Knowledge:
         if known:
             variance = self.known_own(level).variance
         else:
-            codec = math.exp(2 * self.pace.mean) * self._codec(level).variance
+            codec = math.exp(2 * self.pace.mean) * self.codec(level).variance
             variance = (codec + self._exposed(level, self._busy(level)).variance) / step**2
         if level != held:
             # What was measured holds, however little is known of the link, unless less is known of it than was then.
@@ -288,7 +279,7 @@ class Knowledge:
     def _model(self, level: int) -> float:
         """Logarithm of a step's seconds, by the model."""
         busy = self._busy(level)
-        codec = self._codec(level).mean * math.exp(self.pace.mean)
+        codec = self.codec(level).mean * math.exp(self.pace.mean)
         return math.log(busy + codec + self._exposed(level, busy).mean)
 
     def _exposed(self, level: int, busy: float) -> Guess:
@@ -317,10 +308,6 @@ class Knowledge:
         """``Level.bent`` of one whose communication takes ``comm`` seconds."""
         straight = self.link.link.seconds(cost)
         return min(max(comm / straight, 1 / MOST_BENT), MOST_BENT) if straight else 1.0
-
-    def _codec(self, level: int) -> Guess:
-        """Seconds at pace 1."""
-        return _codec_of(level, self.costs, self.levels)
 
 
 def _codec_of(level: int, costs: Sequence[LevelCost], levels: Mapping[int, Level]) -> Guess:

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from hvdplus.control.controller import Config, Controller, Observation
+from hvdplus.control.config import Config
+from hvdplus.control.controller import Controller, Observation
 from hvdplus.control.link import PROBE_MOST, LevelCost
 from hvdplus.control.meter import StepTimes
 from hvdplus.exchange.form import is_count, is_list, require, require_fields

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from hvdplus.compression import NoCompression, Spec, parse
 from hvdplus.control import interval
-from hvdplus.control.controller import Config
+from hvdplus.control.config import Config
 from hvdplus.control.link import (
     ALL_REDUCES,
     Collective,

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import NamedTuple
 
-from hvdplus.control.controller import Config, Controller, Decision, Observation
+from hvdplus.control.config import Config
+from hvdplus.control.controller import Controller, Decision, Observation
 from hvdplus.control.link import LevelCost
 from hvdplus.control.meter import StepTimes
 from hvdplus.log.facts import Record, check_not_empty, probes_of, run_of
@@ -25,7 +26,7 @@ def replay(records: Sequence[Record], **limits: float) -> tuple[tuple[str, ...],
 
     Args:
         records: the log of a run at ``auto``, read from its file (traces are not kept in memory).
-        limits: fields of ``controller.Config`` to change; without any, decisions come out as in the run.
+        limits: fields of ``Config`` to change; without any, decisions come out as in the run.
 
     Raises:
         ValueError: the log holds no limits or no traces, which a replay needs.

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdplus.control.controller import Config
+from hvdplus.control.config import Config
 from hvdplus.log.facts import (
     DENSE,
     PLAIN,

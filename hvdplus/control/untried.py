@@ -1,0 +1,52 @@
+"""Choices without a trial: the level to begin with, levels to preview, and what takes over from a level that is out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from hvdplus.control.config import Config
+from hvdplus.control.knowledge import Knowledge
+
+COMPUTATIONS = (1e-3, 1e-2, 1e-1, 1.0)
+"""Seconds that the computation of a step may take, before one was seen; half of them may hide communication."""
+NEARLY_WHOLE = 0.3, 0.2
+"""Most error, and least share of the dense bytes, of a level whose means show what others would hold back."""
+
+
+def best_start(known: Knowledge, usable: Sequence[int]) -> int:
+    """The level to begin with, before any step was seen: that of least regret, which is what a step is expected to cost
+    beyond the best level's, as a share of it, if the computation may as well take any of ``COMPUTATIONS``."""
+
+    def cost(level: int, busy: float) -> float:
+        exposed = known.link.link.exposed(known.costs[level], busy / 2)
+        return known.price(level) * (busy + known.codec(level).mean + exposed)
+
+    regrets = dict.fromkeys(usable, 0.0)
+    for busy in COMPUTATIONS:
+        costs = {level: cost(level, busy) for level in usable}
+        for level in usable:
+            regrets[level] += costs[level] / min(costs.values())
+    return min(usable, key=lambda level: regrets[level])
+
+
+def unforeseen(known: Knowledge, level: int, usable: Sequence[int]) -> tuple[int, ...]:
+    """While ``level`` runs, if gradients travel nearly whole at it: levels of whose errors nothing is known but bytes,
+    and that may pay."""
+    error, share = NEARLY_WHOLE
+    if not known.steps or known.share(level) < share or known.error(level).mean > error:
+        return ()
+    unknown = [each for each in usable if known.costs[each].keeps_residual and each not in known.errors.levels]
+    return tuple(each for each in unknown if known.may_pay(each, level))
+
+
+def surest(known: Knowledge, usable: Sequence[int], config: Config) -> int:
+    """The level within the error budget whose cost has the least upper bound, measured or not."""
+    if not known.levels:
+        return 0
+
+    def most(level: int) -> float:
+        guess = known.cost(level, level)
+        return guess.mean + config.certainty * math.sqrt(guess.variance)
+
+    return min((level for level in usable if known.error(level).mean <= config.error_budget), key=most, default=0)
