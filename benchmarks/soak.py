@@ -125,7 +125,7 @@ def train(job: str, plan: Course, folder: Path) -> None:
     hvd.broadcast_parameters(net.state_dict(), root_rank=0)
     coordinator = optimizer.hvdplus
     if job == "walk":  # the controller looks on, and decides nothing
-        coordinator._controller.observe = lambda *_: None
+        coordinator.auto.controller.observe = lambda *_: None
     # All at once, so that what is kept here does not look like growth.
     seconds, levels = array("d", bytes(8 * plan.steps)), bytearray(plan.steps)
     yardsticks, looks = array("d", bytes(8 * plan.steps)), []

@@ -186,8 +186,9 @@ def test_after_loss_scaling_came_in_the_middle_of_a_trial_decisions_go_on() -> N
     coordinator = make(auto=True)
     run = Run(coordinator, milliseconds=SLOW)
     run.steps(60)
-    controller = coordinator._controller
-    assert controller is not None and controller.held == LOWRANK
+    assert coordinator.auto is not None
+    controller = coordinator.auto.controller
+    assert controller.held == LOWRANK
     controller.mode, controller.challenger, controller.level = Mode.TRIAL, FP16, FP16
     coordinator.set_level(FP16)
     coordinator.advance()

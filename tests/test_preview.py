@@ -122,7 +122,7 @@ def test_ranks_try_levels_beside_the_training_and_agree(
             for got, one, other in zip(means[-1], *both, strict=True):
                 np.testing.assert_array_equal(got, (one + other) / 2)
         check_preview(x.coordinator.log.records, ladder, shapes, means)
-        known = x.coordinator._controller._known.errors
+        known = x.coordinator.auto.controller._known.errors
         assert sorted(known.previews) == [1, 2, 3] and not x.preview._learned
         assert transport.gather_objects(known.previews)[0] == known.previews, "bit for bit"
 
@@ -143,7 +143,7 @@ def test_a_preview_begins_anew_where_parameters_change_between_its_steps(monkeyp
         for step in range(6):
             x.reduce([np.random.default_rng([step, transport.rank]).random((40, 24), np.float32)], 0.1)
             x.commit()
-        assert x.preview is not before and x.coordinator._controller._known.errors.previews.keys() == {1, 2}
+        assert x.preview is not before and x.coordinator.auto.controller._known.errors.previews.keys() == {1, 2}
 
     run(2, body)
 

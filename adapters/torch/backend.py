@@ -279,17 +279,18 @@ class TorchBackend:
             torch.cuda.current_stream(self.device).synchronize()
 
     def checksums(self) -> list[int]:
-        sums = []
-        for parameter in self.parameters:
-            flat = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
-            bits = flat.contiguous().view(-1).view(INTEGERS[flat.element_size()])
-            sums.append(bits.sum(dtype=torch.int64))
+        sums = [_sum_of_bits(real_view(parameter.detach())) for parameter in self.parameters]
         return torch.stack(sums).tolist() if sums else []
 
 
 def real_view(tensor: torch.Tensor) -> torch.Tensor:
     """Complex numbers as pairs of real ones, in one more dimension at the end; other tensors unchanged."""
     return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Of the elements' bits as integers, 0-d int64."""
+    return tensor.contiguous().view(-1).view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
 
 
 def like(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -377,7 +377,7 @@ class Distributed(torch.optim.Optimizer):
             if self._added:
                 names = [f"added parameter {i}" for i in range(len(self._added))]
                 check_types(names, list(map(type_name, self._added)), TYPES)
-        self._exchange.finish(self._learning_rate(), self._added)
+        self._exchange.finish(rate_of(self.param_groups), self._added)
 
     def _add_parameters(self) -> None:
         """Parameters that were unfrozen or added take part from the coming step on."""
@@ -399,9 +399,6 @@ class Distributed(torch.optim.Optimizer):
                 self._exchange.add_parameters(members, self._called(members))
                 self._known = frozenset(map(id, members))
 
-    def _learning_rate(self) -> float:
-        return rate_of(self.param_groups)
-
     def _exchanging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def exchanged() -> Any:
             with torch.enable_grad():
@@ -409,9 +406,7 @@ class Distributed(torch.optim.Optimizer):
             self._finish()
             # LBFGS decides by the loss how far it goes and when it stops: all ranks have to see the same loss.
             if isinstance(self, torch.optim.LBFGS) and not self._exchange.idle:
-                mine = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(loss, device="cpu")
-                losses = self._world.transport.gather_objects(mine.item(), "LBFGS's loss")
-                return torch.full_like(mine, sum(losses) / len(losses))
+                return _mean_loss(loss, self._world)
             return loss
 
         return exchanged
@@ -439,6 +434,13 @@ class Distributed(torch.optim.Optimizer):
 def rate_of(groups: Sequence[Mapping[str, Any]]) -> float:
     """The first learning rate that is not 0, as frozen layers' is; schedulers change them together. 0: all are."""
     return next(filter(None, (float(group.get("lr", 0.0)) for group in groups)), 0.0)
+
+
+def _mean_loss(loss: float | torch.Tensor, world: World) -> torch.Tensor:
+    """Over the ranks; the same on each."""
+    mine = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(loss, device="cpu")
+    losses = world.transport.gather_objects(mine.item(), "LBFGS's loss")
+    return torch.full_like(mine, sum(losses) / len(losses))
 
 
 def check_groups(groups: Any) -> None:

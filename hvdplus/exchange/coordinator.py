@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import copy
 import math
 import sys
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from hvdplus.control.config import Config
-from hvdplus.control.controller import Controller, Observation
+from hvdplus.control.controller import Observation
 from hvdplus.control.link import PROBE_MOST, LevelCost
 from hvdplus.control.meter import StepTimes
+from hvdplus.exchange.auto import LOSS_SCALING, Auto, asked_anew, check_memory, seven_digits, whole_microseconds
 from hvdplus.exchange.form import is_count, is_list, require, require_fields
-from hvdplus.exchange.journal import Journal, costs_of_levels, label
+from hvdplus.exchange.journal import Journal, check_facts, costs_of_levels, label
 from hvdplus.exchange.metadata import Metadata, check_agreement
 from hvdplus.exchange.plan import Ladder, Plan
 from hvdplus.exchange.schedule import Schedule
@@ -35,10 +32,7 @@ NORM_STEPS, REST_STEPS = 5, 20
 """Steps between two measurements of gradients and residuals, which cost passes over memory; and where a level holds
 nothing back, so that no error is read. Gradients that grow (``control/phases.py``) are noticed later there: within some
 60 steps, not 15."""
-LOSS_SCALING = "loss scaling would mix the units of residual and gradient"
 ALONE = "one rank has nobody to send to"
-TAKEN = {"kind", "keep", "steps", "wall_seconds"}
-"""Names that a fact of the user's cannot have in the log's last line."""
 _open: weakref.WeakSet[Coordinator] = weakref.WeakSet()
 """Coordinators whose run logs are open."""
 
@@ -59,14 +53,12 @@ class Coordinator:
         self.costs = _rounded(costs)
         self.schedule = Schedule(ladder, flush_steps=settings.drain_steps)
         self._journal = Journal(log, settings.window_steps)
-        self._controller = Controller(ladder.names, self.costs, _config(settings)) if auto else None
+        self.auto = Auto(ladder, settings, self.costs, self._journal) if auto else None
         lossy = any(compressor.keeps_residual for compressor in ladder.compressors)
         self._batch_size = settings.batch_size
         self._measures_norms = ranks > 1 and (auto or lossy) and not settings.secure_aggregation  # else nobody asks
         if not auto:
             self.schedule.set_level(len(ladder.names) - 1)
-        self._probes: list[tuple[int, float]] = []
-        """What sums took before training began: (bytes, seconds)."""
         self.listener: Callable[[StepTimes, float], None] = lambda times, learning_rate: None
         """Called once a step, on all ranks alike, with the times and the learning rate of a step that is over."""
         self.note = ""
@@ -85,12 +77,9 @@ class Coordinator:
         """Plan of the step whose times come next."""
         self._known = Observation(StepTimes())
         """The rest of the metadata of that step."""
-        self._began = time.monotonic()
         self._gradient_bytes = 0
         self._running = False
         """Whether the log is open."""
-        self._previews_left = 2 * len(ladder.names)
-        """Steps that may try levels, two each."""
         self.plan = Plan(self.schedule.level)
         """The coming step's plan."""
         self.advance()
@@ -111,41 +100,34 @@ class Coordinator:
 
     def begin(self, probes: Sequence[tuple[int, float]]) -> None:
         """Before the first step of ``auto``: sums of so many bytes took so many seconds, on all ranks alike."""
-        assert self._controller is not None
-        self._probes = [(size, _whole_microseconds(seconds)) for size, seconds in probes]
-        self._controller.begin(self._probes)
-        self.set_level(self._controller.level)
+        assert self.auto is not None
+        self.auto.begin(probes)
+        self.set_level(self.auto.level)
         self.advance()
 
     def resize(self, costs: Sequence[LevelCost]) -> None:
         """Take over the ``costs`` (as above) of buckets that were cut anew."""
         self.costs = _rounded(costs)
-        if self._controller:
-            self._controller.costs = self.costs
-            self._journal.write_trace(self.steps)
+        if self.auto:
+            self.auto.resize(self.costs, self.steps)
         self.log.write("resize", levels=costs_of_levels(self.ladder.names, self.costs))
 
     @property
     def previews(self) -> bool:
         """Whether levels may ever be tried beside the training."""
-        return self._controller is not None and self._measures_norms
+        return self.auto is not None and self._measures_norms
 
     def unforeseen(self) -> tuple[int, ...]:
         """Levels to try on the means of the step that runs the present plan, see ``preview.py``. In two steps of five,
         as it takes time to ask."""
-        if not (self._controller and self.previews and self._previews_left) or self.steps % NORM_STEPS < NORM_STEPS - 2:
+        if not (self.auto and self.previews) or self.steps % NORM_STEPS < NORM_STEPS - 2:
             return ()
-        return () if self.schedule.transitional or self.plan.probe_bytes else self._controller.unforeseen()
+        return () if self.schedule.transitional or self.plan.probe_bytes else self.auto.unforeseen()
 
     def foresee(self, total: np.ndarray) -> None:
         """Take in what a preview has shown: every level's error (see ``Preview.see``), added up over ranks."""
-        self._previews_left -= 1
-        shown = {level: _seven_digits(error / self.ranks) for level, error in enumerate(total.tolist())}
-        known = {level: error for level, error in shown.items() if math.isfinite(error)}
-        if known and self._controller:
-            self._journal.write_trace(self.steps)
-            self.log.write("preview", step=self.steps, errors={self.ladder.names[i]: e for i, e in known.items()})
-            self._controller.foresee(known)
+        assert self.auto is not None
+        self.auto.foresee([error / self.ranks for error in total.tolist()], self.steps)
 
     def ask(self) -> None:
         """Contexts were dropped: the coming steps ask as a level's first ones do."""
@@ -159,7 +141,7 @@ class Coordinator:
             "schedule": self.schedule.state(),
             "steps": self.steps,
             "plan": list(self.plan),
-            "controller": self._controller.memory() if self._controller else None,
+            "controller": self.auto.controller.memory() if self.auto else None,
         }
 
     def load(self, state: Mapping[str, Any]) -> bool:
@@ -170,16 +152,16 @@ class Coordinator:
         """
         if not self.fits(state):
             return False
-        controller, steps = _asked_anew(state["controller"]), state["steps"]
+        controller = asked_anew(state["controller"]) if self.auto else None
         self._journal.write_trace(self.steps)
         self._close_window()
         self.schedule.load(state["schedule"])
-        self._steps_before += steps - self.steps
-        self.steps, self.plan = steps, Plan(*state["plan"])
+        self._steps_before += state["steps"] - self.steps
+        self.steps, self.plan = state["steps"], Plan(*state["plan"])
         # The next times are of a step whose beginning was not timed, and do not count.
         self._measured, self._known = Plan(self.schedule.level), Observation(StepTimes())
-        if self._controller:
-            self._controller.recall(controller)
+        if self.auto:
+            self.auto.controller.recall(controller)
         name = self.ladder.names[self.schedule.level]
         self.log.write("resume", step=self.steps, level=name, controller=controller)
         return True
@@ -190,7 +172,7 @@ class Coordinator:
         Raises:
             ValueError: the state is damaged.
         """
-        if _checked_plan(state, self.ladder, self._controller) is None:
+        if _checked_plan(state, self.ladder, self.auto) is None:
             return False
         self.schedule.check(state["schedule"])
         return True
@@ -216,7 +198,7 @@ class Coordinator:
         check_agreement(metadata, self.ladder.names[plan.level], self.note)
         if counts and not metadata.nonfinite:
             self.schedule.commit(plan)
-        times = StepTimes(*map(_whole_microseconds, metadata.times))
+        times = StepTimes(*map(whole_microseconds, metadata.times))
         self.listener(times, _known_rate(metadata))
         self._measure(self._known._replace(times=times), metadata)
         if label(self.ladder, plan) != label(self.ladder, self._measured):
@@ -265,18 +247,16 @@ class Coordinator:
             gradient_bytes: bytes of all gradients in their own types.
         """
         self._gradient_bytes = gradient_bytes
-        limits = asdict(self._controller.config) if self._controller else None
         self._journal.write_run(
             world,
             framework=framework,
-            compression="auto" if self._controller else self.ladder.names[self.schedule.level],
+            compression="auto" if self.auto else self.ladder.names[self.schedule.level],
             names=self.ladder.names,
             costs=self.costs,
             parameters=parameters,
             gradient_bytes=gradient_bytes,
             batch_size=self._batch_size,
-            limits=limits,
-            probes=[[size, round(seconds * 1e6)] for size, seconds in self._probes],
+            **(self.auto.describe() if self.auto else {"limits": None, "probes": []}),
         )
         self._running = True
         _open.add(self)
@@ -292,29 +272,24 @@ class Coordinator:
         lossy = [level for level, compressor in enumerate(self.ladder.compressors) if compressor.keeps_residual]
         if not lossy:
             return False
-        if self._controller is None:
+        if self.auto is None:
             raise ValueError(
                 f"{self.ladder.names[self.schedule.level]} keeps a residual: {LOSS_SCALING}. Use "
                 "fp16 or none, or train in bfloat16, which needs no loss scaling."
             )
-        if self._controller.refused.get(lossy[0]) == LOSS_SCALING:
-            return False
         before = self.schedule.level
         self._forbid(lossy[0], LOSS_SCALING)
         return self.schedule.level != before
 
     def _forbid_if_alone(self) -> None:
         """On one rank ``auto`` stays dense: no link is known, and all levels would promise something for ever."""
-        alone = self.ranks == 1 and len(self.ladder.names) > 1
-        if self._controller and alone and self._controller.refused.get(1) != ALONE:
+        if self.auto and self.ranks == 1 and len(self.ladder.names) > 1:
             self._forbid(1, ALONE)
 
     def _forbid(self, level: int, reason: str) -> None:
-        assert self._controller is not None
-        self._journal.write_trace(self.steps)
-        self.log.write("forbid", step=self.steps, level=self.ladder.names[level], reason=reason)
-        self._controller.forbid(level, reason)
-        self.set_level(self._controller.level)
+        assert self.auto is not None
+        if self.auto.forbid(level, reason, self.steps):
+            self.set_level(self.auto.level)
 
     def finish(self, **facts: Any) -> dict[str, Any]:
         """Close the run log with the user's ``facts`` (accuracy, ...); return the run's figures.
@@ -324,18 +299,13 @@ class Coordinator:
         Raises:
             ValueError: a fact has the name of another field.
         """
-        if taken := TAKEN & facts.keys():
-            raise ValueError(f"The report has {', '.join(sorted(TAKEN))} itself. Received: {', '.join(sorted(taken))}")
+        check_facts(facts)
         self._running = False
         _open.discard(self)
         self._journal.write_trace(self.steps)
         self._close_window()
-        name = self.ladder.names[self.schedule.level]
-        figures = self.log.medians(name)
-        seconds = time.monotonic() - self._began
         steps = self.steps - self._steps_before + self.unread_steps
-        self.log.write("end", steps=steps, wall_seconds=round(seconds, 3), **facts)
-        return {"level": name, "steps": steps, **figures}
+        return self._journal.write_end(self.ladder.names[self.schedule.level], steps, facts)
 
     def __del__(self) -> None:
         """Complete the log of an optimizer that was dropped."""
@@ -349,7 +319,7 @@ class Coordinator:
         measurement = 1 + self.steps // NORM_STEPS if due else 0
         # What the last step's probe took is not known yet.
         may_probe = not (self.schedule.transitional or self._known.probe_bytes or self.plan.probe_bytes)
-        probe = self._controller.probe_bytes() if self._controller and may_probe else 0
+        probe = self.auto.controller.probe_bytes() if self.auto and may_probe else 0
         return plan._replace(measurement=measurement, probe_bytes=probe)
 
     def _measure(self, seen: Observation, metadata: Metadata) -> None:
@@ -359,14 +329,10 @@ class Coordinator:
         self._journal.add_step(seen, metadata.loss, metadata.compute)
         if self._journal.window_is_full:
             self._close_window()
-        if not self._controller:
+        if not self.auto:
             return
-        level, seen = self._measured.level, seen._replace(flushes=self.ladder.flushes(self._measured))
-        self._journal.add_observation(level, seen)
-        decision = self._controller.observe(level, seen)
-        if decision or self._journal.trace_is_full:
-            self._journal.write_trace(self.steps)
-        if decision:
+        seen = seen._replace(flushes=self.ladder.flushes(self._measured))
+        if decision := self.auto.observe(self._measured.level, seen, self.steps):
             self._close_window()
             self._journal.write_decision(self.steps, self.ladder.names, self.schedule.level, decision)
             self.set_level(decision.level)
@@ -376,24 +342,20 @@ class Coordinator:
         self._journal.write_window(self.steps, label(self.ladder, self._measured), sent)
 
 
-def _checked_plan(state: Any, ladder: Ladder, controller: Controller | None) -> Plan | None:
+def _checked_plan(state: Any, ladder: Ladder, auto: Auto | None) -> Plan | None:
     """The plan of a coordinator's state; None: its levels were different. Raises ValueError: damaged."""
     require_fields(state, ("levels", "schedule", "steps", "plan", "controller"), "its coordinator")
     levels, memory, steps, plan = (state[name] for name in ("levels", "controller", "steps", "plan"))
     require(is_list(levels, lambda name: isinstance(name, str)), "the coordinator's levels", "names", levels)
-    if list(levels) != list(ladder.names) or (memory is None) != (not controller):
+    if list(levels) != list(ladder.names) or (memory is None) != (not auto):
         return None
     require(is_count(steps), "the number of steps", "a whole number of at least 0", steps)
     wanted = f"one of {len(Plan._fields)} values that the levels allow"
     known = isinstance(plan, list | tuple) and len(plan) == len(Plan._fields) and ladder.allows(Plan(*plan))
-    most = PROBE_MOST if controller else 0
+    most = PROBE_MOST if auto else 0
     require(known and Plan(*plan).probe_bytes <= most, "its plan", wanted, plan)
-    if controller:
-        require_fields(memory, list(controller.memory()), "its controller")
-        try:
-            copy.deepcopy(controller).recall(memory)
-        except ValueError as error:
-            raise ValueError(f"The state of hvdplus is damaged: its controller: {error}") from None
+    if auto:
+        check_memory(memory, auto.controller)
     return Plan(*plan)
 
 
@@ -406,44 +368,21 @@ def _finish_at_exit() -> None:
             coordinator.finish()
 
 
-def _asked_anew(memory: Any) -> Any:
-    """A controller's memory without what a loss scaler has forbidden: one that is still there forbids it again."""
-    if memory is None:
-        return None
-    return {**memory, "refused": {level: why for level, why in memory["refused"].items() if why != LOSS_SCALING}}
-
-
-def _config(settings: Settings) -> Config:
-    return Config(
-        dense_steps=settings.dense_steps, delay_price=settings.delay_price, error_budget=settings.error_budget
-    )
-
-
 def _rounded(costs: Sequence[LevelCost]) -> tuple[LevelCost, ...]:
-    return tuple(cost._replace(codec=_whole_microseconds(cost.codec)) for cost in costs)
-
-
-def _whole_microseconds(seconds: float) -> float:
-    """Rounded, so that the log holds exactly the values that decisions are made from."""
-    return round(seconds * 1e6) / 1e6
+    return tuple(cost._replace(codec=whole_microseconds(cost.codec)) for cost in costs)
 
 
 def _observed(plan: Plan, metadata: Metadata) -> Observation:
     """The observation of a step without its times, which come with the next metadata."""
-    learning_rate = _seven_digits(_known_rate(metadata))
+    learning_rate = seven_digits(_known_rate(metadata))
     unmeasured = Observation(StepTimes(), learning_rate=learning_rate, probe_bytes=plan.probe_bytes)
     gradient, residual = metadata.gradient_norm, metadata.residual_norm
     if not plan.measurement or not (math.isfinite(gradient) and math.isfinite(residual)):  # the step was not taken
         return unmeasured
-    error, gradient, cosine = map(_seven_digits, (metadata.error, gradient, metadata.cosine))
+    error, gradient, cosine = map(seven_digits, (metadata.error, gradient, metadata.cosine))
     return unmeasured._replace(error=error, gradient_norm=gradient, cosine=cosine)
 
 
 def _known_rate(metadata: Metadata) -> float:
     """The learning rate; 0: it is not known."""
     return metadata.learning_rate if math.isfinite(metadata.learning_rate) else 0.0
-
-
-def _seven_digits(value: float) -> float:
-    """As in the log, so that it holds exactly the values that decisions are made from."""
-    return float(f"{value:.7g}")

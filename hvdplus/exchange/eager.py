@@ -167,11 +167,6 @@ class EagerExchange(Exchange[EagerArray]):
 
     # -- the end of a step
 
-    def wait_for_device(self) -> None:
-        """Wait for the device before the host makes the metadata."""
-        if not (self.idle or self.runs_ahead):
-            self.backend.wait_for_device()
-
     def sum_begins(self, number: int, transport: Transport, handle: Any) -> None:
         """Measure a bucket's sum, which is in flight."""
         self.meter.sum_begins(number, functools.partial(transport.done, handle), transport.ended(handle))

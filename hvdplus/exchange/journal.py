@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -21,6 +22,8 @@ TRACE_STEPS = 50
 """Steps of the controller's observations in one line of the run log."""
 MOST_RANKS = 64
 """On more ranks than this, a window has the computation of the slowest and of the middle one alone."""
+TAKEN = {"kind", "keep", "steps", "wall_seconds"}
+"""Names that a fact of the user's cannot have in the log's last line."""
 
 
 class Journal:
@@ -34,6 +37,7 @@ class Journal:
         self.callbacks: list[Callable[[dict[str, Any]], None]] = []
         """Called with every window."""
         self._rhythm: Mapping[str, Any] = {}
+        self._began = time.monotonic()
 
     def succeed(self, before: Journal) -> None:
         """Go on for one whose ranks have changed, in a log of its own."""
@@ -152,6 +156,12 @@ class Journal:
         fields: dict[str, Any] = {"from": names[level], "to": names[decision.level]}
         self.log.write("decision", step=steps, **fields, reason=decision.reason, evidence=decision.evidence)
 
+    def write_end(self, level: str, steps: int, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Close the log with the user's ``facts``; return the run's figures, times of ``level``, which was the last."""
+        figures = self.log.medians(level)
+        self.log.write("end", steps=steps, wall_seconds=round(time.monotonic() - self._began, 3), **facts)
+        return {"level": level, "steps": steps, **figures}
+
     def last_times(self) -> dict[str, float]:
         """Times of the last complete window in milliseconds, NaN before it."""
         last = self.log.last_window or {}
@@ -167,6 +177,12 @@ class Journal:
             f"level {last['level']}  step {last['step_ms']:.2f} ms, of which {last['exposed_comm_ms']:.2f} ms "
             "waiting for the network"
         )
+
+
+def check_facts(facts: Mapping[str, Any]) -> None:
+    """Raise ValueError if a fact of the user's has the name of another field."""
+    if taken := TAKEN & facts.keys():
+        raise ValueError(f"The report has {', '.join(sorted(TAKEN))} itself. Received: {', '.join(sorted(taken))}")
 
 
 def label(ladder: Ladder, plan: Plan) -> str:

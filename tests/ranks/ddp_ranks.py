@@ -237,7 +237,7 @@ def test_loss_scaling(given, capfd):
         scaler.update()
         assert torch.equal(weights(model), before) == (step == 4), "every rank's scaler skips the step"
     assert identical(model) and torch.isfinite(weights(model)).all()
-    refused = attached.hvdplus._controller.refused if attached.hvdplus._controller else {}
+    refused = attached.hvdplus.auto.controller.refused if attached.hvdplus.auto else {}
     assert bool(refused) == (not given and SIZE > 1)
     said = "attach() was not given it" in capfd.readouterr().err
     assert said == (not given and SIZE > 1 and RANK == 0)

@@ -389,7 +389,7 @@ def test_a_checkpoint_knows_what_the_controller_knew(monkeypatch):
     again = hvd.DistributedOptimizer(torch.optim.SGD(fresh.parameters(), lr=0.1))
     again.load_state_dict(state)
     assert again.hvdplus.steps == optimizer.hvdplus.steps >= 11 and again.hvdplus.plan == optimizer.hvdplus.plan
-    assert again.hvdplus._controller.memory() == optimizer.hvdplus._controller.memory()
+    assert again.hvdplus.auto.controller.memory() == optimizer.hvdplus.auto.controller.memory()
     assert again._exchange.tables == optimizer._exchange.tables == [0]
     walk(fresh, again, range(12, 16))
     assert hvd.identical(fresh)
