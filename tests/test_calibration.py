@@ -27,9 +27,9 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Sizes of the buckets of every level that is timed; a bucket takes 1 ms for every element."""
     sizes: list[list[int]] = []
 
-    def seconds(ops: Any, specs: Any, *rest: Any) -> float:
-        sizes.append([spec.size for spec in specs])
-        return sum(sizes[-1]) * 1e-3
+    def seconds(ops: Any, specs: Any, grads: Any, compressors: Any, compiled: Any) -> list[float]:
+        sizes.extend([spec.size for spec in specs] for _ in compressors)
+        return [sum(sizes[-1]) * 1e-3 for _ in compressors]
 
     monkeypatch.setattr(calibration, "_seconds", seconds)
     return sizes
@@ -92,7 +92,7 @@ def test_a_level_has_half_a_second_and_two_runs(monkeypatch: pytest.MonkeyPatch)
     for runs, expected in (
         ([9.0, 8.0, 7.0], 8.0),
         ([0.2, 0.4, 0.1], 0.4),
-        ([0.09, 0.08, 0.06, 0.01], 0.06),
+        ([0.09, 0.08, 0.06, 0.05, 0.01], 0.05),
     ):
         left = iter(runs)
 
@@ -100,5 +100,21 @@ def test_a_level_has_half_a_second_and_two_runs(monkeypatch: pytest.MonkeyPatch)
             now[0] += next(left)
             return [True], states, []
 
-        assert calibration._least(NumpyOps(), work, (), (), ()) == pytest.approx(expected)
+        assert calibration._least(NumpyOps(), [work], (), (), [()]) == pytest.approx([expected])
     assert list(left) == [0.01], "no more than RUNS"
+
+
+def test_a_busy_moment_does_not_meet_all_runs_of_one_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine takes three times as long from 0.35 to 0.75 seconds on."""
+    now = [0.0]
+    monkeypatch.setattr(calibration.time, "perf_counter", lambda: now[0])
+
+    def taking(seconds: float) -> Any:
+        def work(grads: Any, residuals: Any, states: Any) -> Any:
+            now[0] += seconds * (3 if 0.35 <= now[0] < 0.75 else 1)
+            return [True], states, []
+
+        return work
+
+    rounds = [taking(0.02), taking(0.05), taking(0.09)]
+    assert calibration._least(NumpyOps(), rounds, (), (), [()] * 3) == pytest.approx([0.02, 0.05, 0.09])

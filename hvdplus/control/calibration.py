@@ -1,12 +1,12 @@
 """Codec times of every level on this machine, measured before training begins.
 
 At most four buckets, spread over the model, stand for all of it. Each goes through the steps of an exchange (encode,
-check for finite values, compute the residual, decode, advance), once to warm up and a few times more. Packing gradients
-and writing means back is not measured: every level does that, dense too. (One exception: dense steps of PyTorch over
-Horovod sum gradients in place, so levels that have not run yet look cheaper than they are.)
+check for finite values, compute the residual, decode, advance), once to warm up and a few times more, levels in turns.
+Packing gradients and writing means back is not measured: every level does that, dense too. (One exception: dense steps
+of PyTorch over Horovod sum gradients in place, so levels that have not run yet look cheaper than they are.)
 
-A level takes at most about twice ``SECONDS``, and memory for some six copies of the buckets tried, which hold 32 MB at
-most. All of it is freed.
+A level takes at most about twice ``SECONDS``. All levels together take memory for their contexts, and for some six
+copies of the buckets tried, which hold 32 MB at most. All of it is freed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ BUCKETS = 4
 """Most buckets that are measured."""
 ELEMENTS = 2 << 20
 """Most elements of a bucket that are measured."""
-RUNS = 3
-"""Runs of a level. The first warms up; the fastest of the others counts."""
+RUNS = 4
+"""Runs of a level. The first warms up; the fastest of the others counts. Levels take turns, so that a busy moment of
+the machine does not meet all runs of one."""
 DRAWN = 65521
 """Random numbers that fill a bucket, over and over: zeros would take short cuts. A prime, so that no rows are equal."""
 SECONDS = 0.5
@@ -56,10 +57,9 @@ def codec_seconds(
     tried, factor = _typical(specs)
     drawn = np.random.default_rng(0).standard_normal(DRAWN, dtype=np.float32)  # not by the script's own generator
     grads = [np.resize(drawn, spec.size) for spec in tried]
-    own = [
-        0.0 if isinstance(c, NoCompression) or not tried else factor * _seconds(ops, tried, grads, c, compiled)
-        for c in compressors
-    ]
+    lossy = [c for c in compressors if tried and not isinstance(c, NoCompression)]
+    took = iter(_seconds(ops, tried, grads, lossy, compiled) if lossy else ())
+    own = [factor * next(took) if compressor in lossy else 0.0 for compressor in compressors]
     return tuple(max(ranks) for ranks in zip(*transport.gather_objects(own, "codec seconds"), strict=True))
 
 
@@ -86,16 +86,31 @@ def _seconds(
     ops: Ops[Array],
     specs: Sequence[Spec],
     grads: Sequence[np.ndarray],
-    compressor: Compressor,
+    compressors: Sequence[Compressor],
     compiled: Callable[[Round[Array]], Any] | None,
-) -> float:
-    """Seconds that a level takes for these buckets, in a graph less the time of one that does nothing."""
+) -> list[float]:
+    """Seconds that each level takes for these buckets, in a graph less the time of one that does nothing."""
     residuals = [ops.from_numpy(grad) for grad in grads]
     states = [
-        compressor.asked(ops, compressor.init(ops, spec), residual, lambda told: told).state
-        for spec, residual in zip(specs, residuals, strict=True)
+        [
+            compressor.asked(ops, compressor.init(ops, spec), residual, lambda told: told).state
+            for spec, residual in zip(specs, residuals, strict=True)
+        ]
+        for compressor in compressors
     ]
+    rounds = [_round(ops, specs, compressor) for compressor in compressors]
+    if compiled is None:
+        return _least(ops, rounds, grads, residuals, states)
 
+    def idle(grads: Sequence[Array], residuals: Sequence[Array], states: Sequence[State[Array]]) -> Any:
+        return [ops.all_finite(grad[:1]) for grad in grads], [tuple(state) for state in states], []
+
+    compiled_rounds = [compiled(each) for each in (*rounds, *[idle] * len(rounds))]
+    took = _least(ops, compiled_rounds, grads, residuals, [*states, *states])
+    return [max(0.0, busy - nothing) for busy, nothing in zip(took, took[len(rounds) :], strict=False)]
+
+
+def _round(ops: Ops[Array], specs: Sequence[Spec], compressor: Compressor) -> Round[Array]:
     def work(grads: Sequence[Array], residuals: Sequence[Array], states: Sequence[State[Array]]) -> Any:
         sound, after, results = [], [], []
         for spec, grad, residual, state in zip(specs, grads, residuals, states, strict=True):
@@ -111,32 +126,30 @@ def _seconds(
             after.append(compressor.advance(ops, ctx, payload).state)
         return sound, after, results
 
-    def idle(grads: Sequence[Array], residuals: Sequence[Array], states: Sequence[State[Array]]) -> Any:
-        return [ops.all_finite(grad[:1]) for grad in grads], [tuple(state) for state in states], []
-
-    if compiled is None:
-        return _least(ops, work, grads, residuals, states)
-    busy, nothing = (_least(ops, compiled(a_round), grads, residuals, states) for a_round in (work, idle))
-    return max(0.0, busy - nothing)
+    return work
 
 
 def _least(
     ops: Ops[Array],
-    a_round: Round[Array],
+    rounds: Sequence[Round[Array]],
     grads: Sequence[np.ndarray],
     residuals: Sequence[Array],
-    states: Sequence[State[Array]],
-) -> float:
-    """Seconds of the fastest run."""
-    seconds: list[float] = []
-    while len(seconds) < 2 or (len(seconds) < RUNS and sum(seconds) < SECONDS):
-        fresh = [ops.from_numpy(grad) for grad in grads]  # the residual may overwrite them
-        for grad in fresh:
-            ops.to_numpy(grad[:1])  # waits until it is on the device
-        began = time.perf_counter()
-        sound, states, results = a_round(fresh, residuals, states)
-        all([bool(flag) for flag in sound])  # waits for the device
-        for last in (*results[-1:], *(states[-1] if states else ())):
-            ops.to_numpy(ops.reshape(last, (-1,))[:1])
-        seconds.append(time.perf_counter() - began)
-    return min(seconds[1:])
+    states: Sequence[Sequence[State[Array]]],
+) -> list[float]:
+    """Seconds of the fastest run of each, from contexts ``states`` on."""
+    seconds: list[list[float]] = [[] for _ in rounds]
+    now = list(states)
+    for _ in range(RUNS):
+        for place, (a_round, taken) in enumerate(zip(rounds, seconds, strict=True)):
+            if len(taken) >= 2 and sum(taken) >= SECONDS:
+                continue
+            fresh = [ops.from_numpy(grad) for grad in grads]  # the residual may overwrite them
+            for grad in fresh:
+                ops.to_numpy(grad[:1])  # waits until it is on the device
+            began = time.perf_counter()
+            sound, now[place], results = a_round(fresh, residuals, now[place])
+            all([bool(flag) for flag in sound])  # waits for the device
+            for last in (*results[-1:], *(now[place][-1] if now[place] else ())):
+                ops.to_numpy(ops.reshape(last, (-1,))[:1])
+            taken.append(time.perf_counter() - began)
+    return [min(taken[1:]) for taken in seconds]
