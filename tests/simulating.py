@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from hvdplus.control.config import Config
 from hvdplus.control.controller import Controller, Decision, Mode, Observation
-from hvdplus.control.knowledge import PACKING
+from hvdplus.control.handling import PACKING
 from hvdplus.control.link import LevelCost
 from hvdplus.control.meter import StepTimes, reduce_times
 from hvdplus.control.probing import sizes

@@ -185,7 +185,9 @@ class Controller:
         if self._age <= settles or seen.flushes:
             if self._age <= settles:
                 self._window.append(times)
-            return self._after_block(block_of(self._window)) if self._is_hopeless(settled=False) else None
+            if self._is_hopeless(settled=False):
+                return self._after_block(block_of(self._window), flushes=seen.flushes)
+            return None
         if self._age == settles + 1:
             self._window = []
         self._window.append(times)
@@ -229,7 +231,7 @@ class Controller:
         count = prospects.turn if len(self._turns) > 1 else self.config.block_steps
         return hopeless(steps, held, extra, count, settled=settled)
 
-    def _after_block(self, block: Block) -> Decision | None:
+    def _after_block(self, block: Block, *, flushes: bool = False) -> Decision | None:
         count, self._window = len(self._window), []
         news = self._known.is_news(self.level, block)
         self._doubt, changed = news and not self._doubt, news and self._doubt
@@ -237,7 +239,7 @@ class Controller:
             return None
         if changed:
             self._lost = {}
-        self._known.learn(self.level, block, held=self.level == self.held)
+        self._known.learn(self.level, block, held=self.level == self.held, flushes=flushes)
         if self.level == self.held:
             noise = max(noise_of(block, self.config.pairs) * count / self.config.block_steps, QUIET)
             # The geometric mean of late: a step that stalled makes its block hundreds of times as noisy as others.

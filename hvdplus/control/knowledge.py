@@ -13,13 +13,13 @@ a factor of its own, which is remembered, and trusted less the older it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import NamedTuple
 
 from hvdplus.control.blocks import FAR, NOISE_FLOOR, Block, Guess
 from hvdplus.control.delay import Errors, price_of_delay
+from hvdplus.control.handling import Seen, codec_of
 from hvdplus.control.hiding import Hiding
 from hvdplus.control.link import MODEL_ERROR, LevelCost, LinkEstimate
 
@@ -42,10 +42,6 @@ the first level that runs, from what sums before training show; and the largest 
 at any speed after a rest, and ranks that wait for each other are slower, five times where sums are small."""
 BURST = 256e3
 """Bytes that a link may have carried at any speed, in the first level that runs."""
-PACKING, CODEC_ERROR, ALIKE_ERROR = 0.5, 0.3, 0.1
-"""Seconds that a level with a residual takes to pack gradients and write means back, as a share of its codec's alone;
-standard deviations of a codec's time, as shares of it: of any, and where a level that packs likewise was measured.
-(0.5 to 0.8 on two cores, 2.3 for many small tensors; from ``lowrank`` to ``int8`` it hardly differs.)"""
 MOST_PROBE_BENT = 5.0
 """Largest factor by which a probe takes longer than the link's straight line says: one beyond it fell into a burst of
 others. (Links that carry the first bytes at any speed let one through in a fifteenth.)"""
@@ -94,8 +90,13 @@ class Knowledge:
     errors: Errors = field(default_factory=Errors)
     steps: int = 0
 
-    def learn(self, level: int, block: Block, *, held: bool) -> None:
-        """Take in a block. ``held``: the level ran before it, too, so a change of its computation is the machine's."""
+    def learn(self, level: int, block: Block, *, held: bool, flushes: bool = False) -> None:
+        """Take in a block.
+
+        Args:
+            held: the level ran before it, too, so a change of its computation is the machine's.
+            flushes: its steps also sent a residual, which says nothing of the level's codec.
+        """
         aged = DRIFT**2 * max(1, self.steps - max((known.steps for known in self.levels.values()), default=0))
         known = self.levels.get(level)
         self.pace = Guess(self.pace.mean, self.pace.variance + aged)
@@ -119,8 +120,9 @@ class Knowledge:
             self._keep(other, model)
         pace = math.exp(self.pace.mean)
         own = self.known_own(level) if known else Guess()
-        known = known or Level(block.busy / pace, block.codec / pace, 0.0, 0.0, 0.0, bent, own, self.steps, 0.0)
-        codec = known.codec + 0.3 * (block.codec / pace - known.codec)
+        measured = self.codec(level).mean if flushes else block.codec / pace
+        known = known or Level(block.busy / pace, measured, 0.0, 0.0, 0.0, bent, own, self.steps, 0.0)
+        codec = known.codec + 0.3 * (measured - known.codec)
         self.levels[level] = known._replace(
             codec=codec, step=block.step, exposed=block.exposed, overlapped=block.overlapped
         )
@@ -208,7 +210,17 @@ class Knowledge:
 
     def codec(self, level: int) -> Guess:
         """Seconds at pace 1."""
-        return _codec_of(level, self.costs, self.levels)
+        if level in self.levels:
+            return Guess(self.levels[level].codec, 0.0)
+        seen = {other: Seen(known.codec, self._travel(other)) for other, known in self.levels.items()}
+        return codec_of(level, self.costs, seen, self._travel(level))
+
+    def _travel(self, level: int) -> float:
+        """Seconds in which a level's bytes travel behind computation and codec."""
+        travels = self.link.link.seconds(self.costs[level])
+        if level in self.levels:
+            return min(travels, self.levels[level].overlapped)
+        return travels - self._exposed(level, self._busy(level)).mean if self.levels else 0.0
 
     def error(self, level: int) -> Guess:
         """e, as measured or as guessed."""
@@ -308,37 +320,6 @@ class Knowledge:
         """``Level.bent`` of one whose communication takes ``comm`` seconds."""
         straight = self.link.link.seconds(cost)
         return min(max(comm / straight, 1 / MOST_BENT), MOST_BENT) if straight else 1.0
-
-
-def _codec_of(level: int, costs: Sequence[LevelCost], levels: Mapping[int, Level]) -> Guess:
-    """Seconds of a level's codec at pace 1: as measured, or else what the codec takes alone, and packing.
-
-    What measured levels take beyond their codecs alone, others are expected to take as often as they do by
-    ``_handled``, of those that do it as often the nearest. Dense steps say nothing of it, as they may sum
-    gradients where they are; where only they were measured: what they take, and ``PACKING``.
-    """
-    if level in levels:
-        return Guess(levels[level].codec, 0.0)
-    cost, known = costs[level], [other for other in levels if other]
-    if not (cost.codec and known):
-        dense = levels[0].codec if 0 in levels else 0.0
-        codec = cost.codec + PACKING * cost.codec * cost.keeps_residual + dense
-        return Guess(codec, (CODEC_ERROR * codec) ** 2)
-    same = [other for other in known if _handled(costs[other]) == _handled(cost)]
-    beyond = [
-        max(0.0, levels[other].codec - costs[other].codec) / _handled(costs[other])
-        for other in ([min(same, key=lambda other: abs(other - level))] if same else known)
-    ]
-    codec = cost.codec + fmean(beyond) * _handled(cost)
-    alike = any(costs[other].keeps_residual == cost.keeps_residual for other in known)
-    return Guess(codec, ((ALIKE_ERROR if alike else CODEC_ERROR) * codec) ** 2)
-
-
-def _handled(cost: LevelCost) -> int:
-    """How often a step at a level handles its gradients beside the codec: to write means back, with a residual also to
-    pack them, and to hand over every pass. (In the recorded traces levels with a residual and one pass take 3 to 4
-    times what ``fp16`` takes so, with two passes 4 to 6 times.)"""
-    return 1 + (1 + cost.passes) * cost.keeps_residual
 
 
 def plausible(known: Knowledge, blocks: Sequence[Block]) -> bool:
