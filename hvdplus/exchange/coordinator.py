@@ -152,7 +152,6 @@ class Coordinator:
         """
         if not self.fits(state):
             return False
-        controller = asked_anew(state["controller"]) if self.auto else None
         self._journal.write_trace(self.steps)
         self._close_window()
         self.schedule.load(state["schedule"])
@@ -160,7 +159,9 @@ class Coordinator:
         self.steps, self.plan = state["steps"], Plan(*state["plan"])
         # The next times are of a step whose beginning was not timed, and do not count.
         self._measured, self._known = Plan(self.schedule.level), Observation(StepTimes())
+        controller = None
         if self.auto:
+            controller = asked_anew(state["controller"])
             self.auto.controller.recall(controller)
         name = self.ladder.names[self.schedule.level]
         self.log.write("resume", step=self.steps, level=name, controller=controller)
