@@ -209,7 +209,7 @@ class Knowledge:
         return math.exp(self._model(level) + own)
 
     def codec(self, level: int) -> Guess:
-        """Seconds at pace 1."""
+        """Seconds of a level's codec at pace 1: as measured, or as expected."""
         if level in self.levels:
             return Guess(self.levels[level].codec, 0.0)
         seen = {other: Seen(known.codec, self._travel(other)) for other, known in self.levels.items()}
