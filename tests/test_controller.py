@@ -741,8 +741,10 @@ def test_steps_that_flush_show_that_a_level_is_hopeless() -> None:
     assert controller._exploring.spent - spent == pytest.approx(3 * (SLOW.seconds(NONE) - SLOW.seconds(held)), rel=0.1)
 
 
-def test_steps_that_flush_say_nothing_of_codecs() -> None:
-    """What a residual takes beside the gradients is no codec's, at this level or at others."""
+@pytest.mark.parametrize("flushing", [2, 3])
+def test_steps_that_flush_say_nothing_of_codecs(flushing: int) -> None:
+    """What a residual takes beside the gradients is no codec's, at this level or at others; not even with a step that
+    does not flush among them."""
     controller, dice = drive(SLOW, 100, config=Config(dense_steps=5)).controller, random.Random(0)
     known, held = controller._known, controller.held
     for level in (FP16, INT8):
@@ -750,10 +752,10 @@ def test_steps_that_flush_say_nothing_of_codecs() -> None:
     before = {level: known.codec(level).mean for level in (FP16, INT8)}
     controller.challenger = FP16
     controller._enter(Mode.TRIAL, FP16)
-    for _ in range(3):
+    for step in range(3):
         times = reduce_times(SLOW.step(FP16, dice))
         longer = times._replace(step=3 * times.step, codec=times.codec + 2 * times.step)
-        controller.observe(FP16, Observation(longer, flushes=True))
+        controller.observe(FP16, Observation(longer, flushes=step < flushing))
     assert controller.level == controller.held == held != FP16
     assert FP16 in known.levels, "it was judged"
     for level, codec in before.items():

@@ -185,8 +185,8 @@ class Controller:
         if self._age <= settles or seen.flushes:
             if self._age <= settles:
                 self._window.append(times)
-            if self._is_hopeless(settled=False):
-                return self._after_block(block_of(self._window), flushes=seen.flushes)
+            if self._is_hopeless(settled=False):  # by steps of which those beyond the age have flushed
+                return self._after_block(block_of(self._window), flushes=len(self._window) > self._age)
             return None
         if self._age == settles + 1:
             self._window = []
