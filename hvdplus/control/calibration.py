@@ -105,9 +105,9 @@ def _seconds(
     def idle(grads: Sequence[Array], residuals: Sequence[Array], states: Sequence[State[Array]]) -> Any:
         return [ops.all_finite(grad[:1]) for grad in grads], [tuple(state) for state in states], []
 
-    compiled_rounds = [compiled(each) for each in (*rounds, *[idle] * len(rounds))]
-    took = _least(ops, compiled_rounds, grads, residuals, [*states, *states])
-    return [max(0.0, busy - nothing) for busy, nothing in zip(took, took[len(rounds) :], strict=False)]
+    count = len(rounds)
+    took = _least(ops, [compiled(each) for each in (*rounds, *[idle] * count)], grads, residuals, [*states, *states])
+    return [max(0.0, busy - nothing) for busy, nothing in zip(took[:count], took[count:], strict=True)]
 
 
 def _round(ops: Ops[Array], specs: Sequence[Spec], compressor: Compressor) -> Round[Array]:
