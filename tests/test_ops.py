@@ -284,6 +284,28 @@ def test_assemble_and_subtract(framework: str, large: bool) -> None:
 
 
 @every_framework
+@pytest.mark.parametrize("rows", [15, 16, 1000, 1003])
+@pytest.mark.parametrize("column_by_column", [False, True])
+def test_products_larger_than_the_cache(framework: str, rows: int, column_by_column: bool) -> None:
+    """PyTorch computes them in blocks of rows, whatever is left over, and however the factors lie in memory."""
+    ops, columns = ops_of(framework), 300 * 1000 // rows
+    left, right = (random_values(3 * length, seed=length).reshape(length, 3) for length in (rows, columns))
+    factors = [ops.from_numpy(factor) for factor in (left, right)]
+    if column_by_column:
+        if framework != "torch":
+            pytest.skip("only PyTorch's arrays know strides of their own")
+        factors = [factor.t().contiguous().t() for factor in factors]
+    product = Product(*factors)
+    expected = (left.astype(np.float64) @ right.T.astype(np.float64)).ravel()
+    assert np.allclose(ops.to_numpy(ops.assemble([product], 1 / 3)), expected / 3, rtol=1e-5, atol=1e-6)
+    minuend = random_values(rows * columns, seed=1)
+    assert np.allclose(ops.to_numpy(ops.subtract(ops.from_numpy(minuend), [product])), minuend - expected, atol=1e-5)
+    into = ops.from_numpy(np.full(rows * columns, np.nan, np.float32))
+    if ops.assemble_into([product], 1.0, [into]):
+        assert np.allclose(ops.to_numpy(into), expected, atol=1e-5), "what was there is not read"
+
+
+@every_framework
 @pytest.mark.parametrize("level", ["lowrank:2", "lowrank:4+fp16", "topk:0.2", "topk:0.3:7", "randomk:0.3+fp16", "fp16"])
 def test_means_are_written_where_they_shall_be(framework: str, level: str) -> None:
     """Into tensors with gaps between them."""

@@ -27,10 +27,15 @@ FAINT = 1e-15
 
 
 HAIR = 1e-6
+BLOCK_ROWS, BLOCK_RANKS, BLOCK_SIZE = 16, range(2, 17), CHUNK // 4
+"""A product is computed in so many rows at a time on the CPU, if it has so many columns to multiply, and more elements
+than this for each. MKL takes up to twice as long for the whole of it, and less for others (``benchmarks/NOTES.md``)."""
 
 
 class TorchOps(PackingOps):
     """See ``hvdplus.compression.ops.Ops`` for what each method promises."""
+
+    _multiplies_in_blocks = torch.backends.mkl.is_available()
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
@@ -101,7 +106,7 @@ class TorchOps(PackingOps):
         for part, piece in zip(parts, pieces, strict=True):
             if isinstance(piece, Product):
                 matrix = part.view(piece.left.shape[0], piece.right.shape[0])
-                torch.addmm(matrix, piece.left, piece.right.t(), beta=0, alpha=scale, out=matrix)
+                self._add_product(matrix, piece, alpha=scale, beta=0)
             elif isinstance(piece, Rows):
                 part.zero_()
                 values = piece.values if scale == 1 else piece.values * scale
@@ -130,7 +135,7 @@ class TorchOps(PackingOps):
         for part, piece in zip(_split(values, pieces), pieces, strict=True):
             if isinstance(piece, Product):
                 matrix = part.view(piece.left.shape[0], piece.right.shape[0])
-                torch.addmm(matrix, piece.left, piece.right.t(), alpha=-1, out=matrix)
+                self._add_product(matrix, piece, alpha=-1, beta=1)
             elif isinstance(piece, Rows):
                 part.view(piece.height, -1).index_add_(0, piece.rows.long(), piece.values, alpha=-1)
             elif isinstance(piece, Halves):
@@ -142,6 +147,19 @@ class TorchOps(PackingOps):
                     self._deduct(part[a:b], numbers, step)
             else:
                 part.sub_(piece)
+
+    def _add_product(self, matrix: torch.Tensor, product: Product[torch.Tensor], *, alpha: float, beta: int) -> None:
+        """``beta`` times the matrix, plus ``alpha`` times the product, in place."""
+        left, right = product.left, product.right.t()
+        large = len(right) in BLOCK_RANKS and matrix.numel() > BLOCK_SIZE * len(right)
+        blocks = len(matrix) // BLOCK_ROWS if large and self._multiplies_in_blocks else 0
+        done = blocks * BLOCK_ROWS
+        if blocks:
+            those = matrix[:done].unflatten(0, (blocks, BLOCK_ROWS))
+            lefts = left[:done].unflatten(0, (blocks, BLOCK_ROWS))
+            torch.baddbmm(those, lefts, right.expand(blocks, *right.shape), alpha=alpha, beta=beta, out=those)
+        if done < len(matrix):
+            torch.addmm(matrix[done:], left[done:], right, alpha=alpha, beta=beta, out=matrix[done:])
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor, transpose_a: bool = False) -> torch.Tensor:
         kind = self._device.type
@@ -259,6 +277,7 @@ class DeviceOps(TorchOps):
 
     _chunk_length = CHUNK << 8
     _rounding = DeviceRounding
+    _multiplies_in_blocks = False
 
     def from_numpy(self, values: np.ndarray) -> torch.Tensor:
         here = torch.tensor(values, device="cpu")
