@@ -309,11 +309,16 @@ YOUNG_STEPS = START_STEPS // 2
 
 
 def errors(ranks: Ranks, who: str, first_step: int) -> dict[str, float]:
-    """Level -> the median error of ``who`` there, over its windows from a step on. Of all of them: from one window to
-    the next errors change by a factor of two, and the price of delay was fitted to medians of whole trainings."""
+    """As ``errors_in``, of the windows of ``who`` so far."""
+    return errors_in(windows(ranks, who), first_step)
+
+
+def errors_in(windows: Iterable[Mapping[str, Any]], first_step: int, last_step: float = math.inf) -> dict[str, float]:
+    """Level -> the median error there, over windows from a step to another. Of all of them: from one window to the next
+    errors change by a factor of two, and the price of delay was fitted to medians of whole trainings."""
     found: dict[str, list[tuple[float, int]]] = {}
-    for window in windows(ranks, who):
-        if window["first_step"] >= first_step and window["error"] is not None:
+    for window in windows:
+        if first_step <= window["first_step"] and window["last_step"] <= last_step and window["error"] is not None:
             found.setdefault(window["level"], []).append((window["error"], steps_in(window)))
     return {level: weighted_median(*zip(*readings, strict=True)) for level, readings in found.items()}
 

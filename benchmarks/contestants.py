@@ -19,6 +19,8 @@ same conditions. Rank 0 takes commands over the socket that CONTESTANTS names, t
     postlocal H                PyTorch's own PostLocalSGDOptimizer, which averages parameters every H steps
     diloco H                   DiLoCo without compression: AdamW or whatever it is inside, Nesterov 0.7, 0.9 outside
     alone                      a rank with its share of the batch, and nobody to talk to
+
+``hook auto #1`` is ``hook auto`` with another order of data, and so on: another training of the same kind.
 """
 
 from __future__ import annotations
@@ -171,6 +173,8 @@ class Contestant:
 
     def __init__(self, who: str, number: int, task: quality.Task, initial: nn.Module, seed: int) -> None:
         """``number``: of this contestant in the job; tensor names begin with it. ``seed``: of the order of data."""
+        who, _, training = who.partition(" #")
+        seed += int(training or 0)
         self.model = copy.deepcopy(initial)
         self._task = task
         self._draw = torch.Generator().manual_seed(1000 * seed + hvd.rank())

@@ -23,6 +23,7 @@ from adaptive import (
     cheapest,
     clear,
     errors,
+    errors_in,
     in_all_rounds,
     in_turns,
     judge_cells,
@@ -31,8 +32,9 @@ from adaptive import (
     next_step,
     prices_of,
     ratio,
+    windows,
 )
-from ddp import Measured, by_cost, compare
+from ddp import AUTOS, Measured, by_cost, compare, over, versus
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -178,6 +180,7 @@ def test_the_price_is_of_the_median_error_of_all_windows_from_a_step_on() -> Non
     assert prices_of(ranks, "auto", 20) == {"powersgd:8+fp16": pytest.approx(1 + kappa * 2.0)}
     assert prices_of(ranks, "auto", 40) == {"powersgd:8+fp16": pytest.approx(1 + kappa)}
     assert errors(ranks, "auto", 0)["powersgd:8+fp16"] == pytest.approx(1.0)
+    assert errors_in(windows(ranks, "auto"), 10, 35)["powersgd:8+fp16"] == pytest.approx((0.1 + 2.0) / 2)
     assert next_step(ranks, "auto") == 82
 
 
@@ -187,18 +190,28 @@ def test_a_ratio_is_clear_once_its_bounds_are_narrow_or_far_from_the_limit() -> 
 
 
 def test_the_hooks_auto_is_held_against_a_level_that_stayed_as_long() -> None:
-    seconds = {"hook auto": [1.0] * 6, "hook fp16": [1.2] * 6, "hook int8": [1.0] * 6, "hook none": [0.5] * 3}
+    one, two, three = AUTOS
+    seconds = {one: [1.0] * 6, two: [0.9] * 6, three: [1.0 / 0.9] * 6}
+    seconds |= {"hook fp16": [1.2] * 6, "hook int8": [1.0] * 6, "hook none": [0.5] * 3}
     others = {"ddp": [1.0] * 3, "ddp fp16": [1.2] * 3, "ddp powersgd:4:2": [2.0] * 4}
     seconds |= others | {"hook lowrank:4": [1.0] * 4, "hook lowrank:8+fp16": [1.5] * 3}
-    assert in_all_rounds(seconds, "hook auto", "hook fp16") and not in_all_rounds(seconds, "hook none", "ddp")
-    measured = Measured(seconds, ["int8"] * 6, {"none": 1.0, "fp16": 1.0, "int8": 1.1}, [1.21] * 6)
+    assert in_all_rounds(seconds, one, "hook fp16") and not in_all_rounds(seconds, "hook none", "ddp")
+    ran, paid = dict.fromkeys(AUTOS, ["int8"] * 6), {one: [1.0] * 6, two: [1.21] * 6, three: [1.21] * 6}
+    prices = {"none": [1.0], "fp16": [1.0], "int8": [0.9, 1.1, 1.3]}
+    measured = Measured(seconds, ran, paid, prices, {})
     assert by_cost(measured) == ["int8", "fp16"], "none, the fastest, dropped out"
     *pairs, (mine, other, found, limit) = compare(measured)
     assert (mine, other, limit) == ("hook auto", "hook int8, times their prices", 1.05)
-    assert found.middle == pytest.approx(1.1)
+    assert found.middle == pytest.approx(1.21 ** (2 / 3) / 1.1)
+    assert over(measured, "int8", [two]).middle == pytest.approx(0.9 * 1.21 / 1.1)
     assert {mine: found.middle for mine, _, found, _ in pairs} == pytest.approx(
         {"hook lowrank:4": 0.5, "hook lowrank:8+fp16": 0.75, "hook fp16": 1.0, "hook none": 0.5}
     )
+
+    # Further blocks of a pair count as those of the rounds do; one without its other does not.
+    measured.more["hook fp16", "ddp fp16"] = {"hook fp16": [2.4] * 3, "ddp fp16": [1.2] * 4}
+    assert versus(measured, "hook fp16", "ddp fp16").middle == pytest.approx(2**0.5)
+    assert versus(measured, "hook none", "ddp").middle == pytest.approx(0.5)
 
 
 def test_parts_that_are_measured_on_two_hosts_are_refused_on_four(capsys: pytest.CaptureFixture[str]) -> None:
