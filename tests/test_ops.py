@@ -649,6 +649,24 @@ def test_checksums_see_every_bit_and_agree_with_numpy(framework: str) -> None:
     assert int(ops.checksum(ops.from_numpy(integers))) == int(integers.sum(dtype=np.int64))
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("size", [0, 1, 2, 7, 8, 45])
+def test_a_parameters_checksum_sees_every_bit_wherever_it_lies_in_memory(dtype: str, size: int) -> None:
+    torch = need("torch")
+    from hvdplus.adapters.torch.backend import _sum_of_bits
+
+    values = torch.randn(size + 1, dtype=torch.float64).to(getattr(torch, dtype))[1:]  # it begins within a word
+    expected = int(_sum_of_bits(values.clone()))
+    assert int(_sum_of_bits(values)) == expected
+    assert int(_sum_of_bits(torch.stack([values, values], 1)[:, 0])) == expected, "nor with gaps"
+    raw = values.clone().view(torch.uint8).numpy()
+    for place in range(raw.size):
+        for bit in range(8):
+            changed = raw.copy()
+            changed[place] ^= np.uint8(1 << bit)
+            assert int(_sum_of_bits(torch.from_numpy(changed).view(values.dtype))) != expected
+
+
 # -- hashes and lanes --------------------------------------------------------------------------------------------------
 
 

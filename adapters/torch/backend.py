@@ -30,6 +30,8 @@ ADOPTED = 1 << 16
 """Bytes from which on a mean's memory becomes the gradient's: what is smaller is copied sooner, many in one call."""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the integer type that shows its bits."""
+WORD = 8
+"""Bytes of int64."""
 
 
 class TorchBackend:
@@ -289,8 +291,14 @@ def real_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Of the elements' bits as integers, 0-d int64."""
-    return tensor.contiguous().view(-1).view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
+    """Of the bits as integers, 0-d int64: of eight bytes each, and of the elements that are left over."""
+    values = tensor.contiguous().view(-1)
+    if values.storage_offset() * values.element_size() % WORD:
+        values = values.clone()  # words begin where the storage does
+    whole = len(values) - len(values) % (WORD // values.element_size())
+    rest = values[whole:].view(INTEGERS[values.element_size()]).sum(dtype=torch.int64)
+    # Elements by themselves would have to be made wider first, which takes thirty times as long.
+    return rest + values[:whole].view(torch.int64).sum() if whole else rest
 
 
 def like(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
