@@ -27,6 +27,7 @@ FAINT = 1e-15
 
 
 HAIR = 1e-6
+MKL: bool = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
 BLOCK_ROWS, BLOCK_RANKS, BLOCK_SIZE = 16, range(2, 17), CHUNK // 4
 """A product is computed in so many rows at a time on the CPU, if it has so many columns to multiply, and more elements
 than this for each. MKL takes up to twice as long for the whole of it, and less for others (``benchmarks/NOTES.md``)."""
@@ -35,7 +36,7 @@ than this for each. MKL takes up to twice as long for the whole of it, and less 
 class TorchOps(PackingOps):
     """See ``hvdplus.compression.ops.Ops`` for what each method promises."""
 
-    _multiplies_in_blocks = torch.backends.mkl.is_available()
+    _on_host = True
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
@@ -152,11 +153,11 @@ class TorchOps(PackingOps):
         """``beta`` times the matrix, plus ``alpha`` times the product, in place."""
         left, right = product.left, product.right.t()
         large = len(right) in BLOCK_RANKS and matrix.numel() > BLOCK_SIZE * len(right)
-        blocks = len(matrix) // BLOCK_ROWS if large and self._multiplies_in_blocks else 0
+        blocks = len(matrix) // BLOCK_ROWS if large and self._on_host and MKL else 0
         done = blocks * BLOCK_ROWS
         if blocks:
-            those = matrix[:done].unflatten(0, (blocks, BLOCK_ROWS))
-            lefts = left[:done].unflatten(0, (blocks, BLOCK_ROWS))
+            those = matrix[:done].view(blocks, BLOCK_ROWS, -1)
+            lefts = left[:done].view(blocks, BLOCK_ROWS, -1)
             torch.baddbmm(those, lefts, right.expand(blocks, *right.shape), alpha=alpha, beta=beta, out=those)
         if done < len(matrix):
             torch.addmm(matrix[done:], left[done:], right, alpha=alpha, beta=beta, out=matrix[done:])
@@ -166,8 +167,9 @@ class TorchOps(PackingOps):
         # A script may call step() inside of autocast.
         wide = torch.autocast(kind, enabled=False) if private.autocasts(kind) else nullcontext()
         with wide, private.full_precision():
-            if transpose_a:  # this way round both are read along their rows
-                return torch.matmul(b.mT, a).mT
+            a = a.mT if transpose_a else a
+            if self._on_host:  # this way round is faster, by half where a basis has eight columns
+                return torch.matmul(b.mT, a.mT).mT
             return torch.matmul(a, b)
 
     def orthonormal(self, columns: torch.Tensor) -> torch.Tensor:
@@ -277,7 +279,7 @@ class DeviceOps(TorchOps):
 
     _chunk_length = CHUNK << 8
     _rounding = DeviceRounding
-    _multiplies_in_blocks = False
+    _on_host = False
 
     def from_numpy(self, values: np.ndarray) -> torch.Tensor:
         here = torch.tensor(values, device="cpu")
@@ -303,9 +305,6 @@ class DeviceOps(TorchOps):
             q, r = torch.linalg.qr(columns + hair)
         signs = torch.copysign(self._one(), r.diagonal(dim1=-2, dim2=-1)).unsqueeze(-2)
         return torch.mul(q, signs, out=q.new_empty(q.shape))  # row by row; q is column by column
-
-    def matmul(self, a: torch.Tensor, b: torch.Tensor, transpose_a: bool = False) -> torch.Tensor:
-        return super().matmul(a.mT if transpose_a else a, b)  # it reads as well along columns
 
     def _one(self) -> torch.Tensor:
         return self.constant("one", lambda: np.ones((), np.float32))
