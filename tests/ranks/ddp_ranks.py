@@ -218,7 +218,8 @@ def test_levels_that_have_not_run_are_tried_on_the_means(options, monkeypatch):
         means.append([p.grad.numpy().copy() for p in model.parameters()])
     assert identical(model)
     if RANK == 0:
-        check_preview(attached.hvdplus.log.records, ladder, [tuple(p.shape) for p in model.parameters()], means)
+        shapes = [tuple(p.shape) for p in model.parameters()]
+        check_preview(attached.hvdplus.log.records, ladder, shapes, means, ranks=SIZE)
 
 
 @pytest.mark.parametrize("given", [True, False])

@@ -54,7 +54,7 @@ class Reference:
         return means
 
 
-def previewed(levels, shapes, steps, corner=512):
+def previewed(levels, shapes, steps, corner=512, ranks=2):
     """Level by level, the share of the last step's gradient that would be held back by contexts of the step before.
 
     ``steps``: two steps' mean gradients, of which the ``corner`` of every large one counts (None: all).
@@ -63,7 +63,7 @@ def previewed(levels, shapes, steps, corner=512):
     largest = max(np.prod(shapes[i]) for i in matrices)
     matrices = [i for i in matrices if np.prod(shapes[i]) >= largest / 2]
     corners = [[step[i][:corner, :corner] for i in matrices] for step in steps]
-    spec = Spec(tuple(part.shape for part in corners[0]), ranks=2)
+    spec = Spec(tuple(part.shape for part in corners[0]), ranks=ranks)
     found = []
     for compressor in map(parse, levels):
         ctx = compressor.init(ops, spec)
@@ -79,7 +79,7 @@ def previewed(levels, shapes, steps, corner=512):
     return found
 
 
-def check_preview(records, levels, shapes, means):
+def check_preview(records, levels, shapes, means, ranks=2):
     """That a job has tried all levels but the first once, in two early steps in a row, and what it has found.
 
     ``means``: mean gradients, step by step.
@@ -87,5 +87,5 @@ def check_preview(records, levels, shapes, means):
     (record,) = [record for record in records if record["kind"] == "preview"]
     assert list(record["errors"]) == list(levels[1:])
     shown, pairs = list(record["errors"].values()), list(zip(means, means[1:], strict=False))
-    expected = [previewed(levels, shapes, pair)[1:] for pair in pairs[:5]]
+    expected = [previewed(levels, shapes, pair, ranks=ranks)[1:] for pair in pairs[:5]]
     assert any(np.allclose(shown, each, rtol=1e-3) for each in expected), (shown, expected)
