@@ -135,7 +135,10 @@ def measure(ranks: Ranks, rate: str, rounds: int, trained: Mapping[str, Sequence
             prices[level] = [price_at(level, each, first.get(who, 0), last) for each in seen]
         for auto, levels in ran.items():
             seen = windows(ranks, auto)
-            known = {level: price_at(level, seen, first[auto], last) for level in set(levels)}
+            usual = {
+                level: statistics.mean(prices[level]) for level in levels
+            }  # where it left before an error was read
+            known = {level: price_at(level, seen, first[auto], last, usual[level]) for level in usual}
             paid[auto] = [known[level] for level in levels]
         return Measured(seconds, ran, paid, prices, more)
 
@@ -166,10 +169,11 @@ def go_on(ranks: Ranks, measured: Measured, mine: str, other: str, limit: float)
         in_turns(ranks, (mine, other), 0, these, PAIR_SECONDS)
 
 
-def price_at(level: str, seen: Windows, first: int, last: int) -> float:
-    """A level's price of delay in the windows of one training, from a step to another."""
-    error = errors_in(seen, first, last).get(level, 0.0)
-    return price_of_delay(Settings().delay_price * parse(level).delay_weight, error)
+def price_at(level: str, seen: Windows, first: int, last: int, unread: float = 1.0) -> float:
+    """A level's price of delay in the windows of one training, from a step to another. ``unread``: if none has an
+    error of the level."""
+    error = errors_in(seen, first, last).get(level)
+    return unread if error is None else price_of_delay(Settings().delay_price * parse(level).delay_weight, error)
 
 
 def by_cost(measured: Measured) -> list[str]:
