@@ -324,8 +324,13 @@ def errors_in(windows: Iterable[Mapping[str, Any]], first_step: int, last_step: 
 
 
 def prices_of(ranks: Ranks, who: str, first_step: int) -> dict[str, float]:
-    """Level of the ladder -> the price of delay that ``who`` paid there, from a step on, where errors were read."""
-    found = errors(ranks, who, first_step)
+    """As ``prices_in``, of the windows of ``who`` so far."""
+    return prices_in(windows(ranks, who), first_step)
+
+
+def prices_in(windows: Iterable[Mapping[str, Any]], first_step: int, last_step: float = math.inf) -> dict[str, float]:
+    """Level of the ladder -> the price of delay that was paid there, from a step to another, where errors were read."""
+    found = errors_in(windows, first_step, last_step)
     return {
         level: price_of_delay(Settings().delay_price * parse(level).delay_weight, found[level])
         for level in Settings().ladder

@@ -31,19 +31,19 @@ from adaptive import (
     Ranks,
     Ratio,
     Seconds,
+    against,
     clear,
-    errors_in,
     in_all_rounds,
     in_turns,
     machine,
     next_step,
+    prices_in,
     ratio,
     running,
     windows,
 )
 
 from hvdplus.compression import parse
-from hvdplus.control.delay import price_of_delay
 from hvdplus.lab import UNSHAPED
 from hvdplus.settings import Settings
 
@@ -132,13 +132,11 @@ def measure(ranks: Ranks, rate: str, rounds: int, trained: Mapping[str, Sequence
         for level in Settings().ladder:
             who = f"hook {level}"
             seen = (windows(ranks, who), *trained[level])
-            prices[level] = [price_at(level, each, first.get(who, 0), last) for each in seen]
+            prices[level] = [prices_in(each, first.get(who, 0), last).get(level, 1.0) for each in seen]
         for auto, levels in ran.items():
             seen = windows(ranks, auto)
-            usual = {
-                level: statistics.mean(prices[level]) for level in levels
-            }  # where it left before an error was read
-            known = {level: price_at(level, seen, first[auto], last, usual[level]) for level in usual}
+            usual = {level: statistics.mean(prices[level]) for level in levels}
+            known = usual | prices_in(seen, first[auto], last)  # a level may be left before its error was read
             paid[auto] = [known[level] for level in levels]
         return Measured(seconds, ran, paid, prices, more)
 
@@ -169,13 +167,6 @@ def go_on(ranks: Ranks, measured: Measured, mine: str, other: str, limit: float)
         in_turns(ranks, (mine, other), 0, these, PAIR_SECONDS)
 
 
-def price_at(level: str, seen: Windows, first: int, last: int, unread: float = 1.0) -> float:
-    """A level's price of delay in the windows of one training, from a step to another. ``unread``: if none has an
-    error of the level."""
-    error = errors_in(seen, first, last).get(level)
-    return unread if error is None else price_of_delay(Settings().delay_price * parse(level).delay_weight, error)
-
-
 def by_cost(measured: Measured) -> list[str]:
     """Of ``auto``'s ladder the levels that took part as long as ``auto``, that of least cost first."""
     seconds = measured.seconds
@@ -185,7 +176,7 @@ def by_cost(measured: Measured) -> list[str]:
 
 def versus(measured: Measured, mine: str, other: str) -> Ratio:
     """The blocks of two in the rounds that both took part in."""
-    both = [measured.seconds, *filter(None, [measured.more.get((mine, other))])]
+    both = measured.seconds, measured.more.get((mine, other), {mine: [], other: []})
     blocks = [pair for seconds in both for pair in zip(seconds[mine], seconds[other], strict=False)]
     return ratio(*zip(*blocks, strict=True))
 
@@ -193,10 +184,8 @@ def versus(measured: Measured, mine: str, other: str) -> Ratio:
 def over(measured: Measured, level: str, autos: Sequence[str] = AUTOS) -> Ratio:
     """The blocks of ``auto`` over those of a level, times their prices of delay: in each round the geometric mean of
     all of its trainings."""
-    rival = [took * measured.price(level) for took in measured.seconds[f"hook {level}"]]
     mine = [statistics.geometric_mean(each) for each in zip(*map(measured.of_auto, autos), strict=True)]
-    rounds = min(len(mine), len(rival))
-    return ratio(mine[:rounds], rival[:rounds])
+    return against(measured.seconds | {"auto": mine}, f"hook {level}", measured.price(level))
 
 
 def compare(measured: Measured) -> list[tuple[str, str, Ratio, float]]:

@@ -30,11 +30,12 @@ from adaptive import (
     judge_race,
     main,
     next_step,
+    prices_in,
     prices_of,
     ratio,
     windows,
 )
-from ddp import AUTOS, Measured, by_cost, compare, over, price_at, versus
+from ddp import AUTOS, Measured, by_cost, compare, over, versus
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -182,9 +183,9 @@ def test_the_price_is_of_the_median_error_of_all_windows_from_a_step_on() -> Non
     assert errors(ranks, "auto", 0)["powersgd:8+fp16"] == pytest.approx(1.0)
     assert errors_in(windows(ranks, "auto"), 10, 35)["powersgd:8+fp16"] == pytest.approx((0.1 + 2.0) / 2)
     assert next_step(ranks, "auto") == 82
-    assert price_at("powersgd:8+fp16", windows(ranks, "auto"), 40, 90) == pytest.approx(1 + kappa)
-    assert price_at("powersgd:8+fp16", windows(ranks, "auto"), 82, 90, 1.1) == 1.1, "no error was read there"
-    assert price_at("fp16", windows(ranks, "auto"), 0, 90) == 1.0
+    assert prices_in(windows(ranks, "auto"), 40, 90) == {"powersgd:8+fp16": pytest.approx(1 + kappa)}
+    assert prices_in(windows(ranks, "auto"), 82, 90) == {}, "no error was read there"
+    assert "fp16" not in prices_in(windows(ranks, "auto"), 0, 90)
 
 
 def test_a_ratio_is_clear_once_its_bounds_are_narrow_or_far_from_the_limit() -> None:
