@@ -20,7 +20,9 @@ from hvdplus.control.delay import (
     LEAST_PREVIEW,
     LEAVES,
     MOST_ERROR,
+    OWN,
     PREVIEW_ERROR,
+    Errors,
     expected,
     foreseen,
     left_behind,
@@ -177,6 +179,27 @@ def test_what_a_level_leaves_behind_is_the_sum_of_errors_until_it_has_left(share
     later = sum(reached(0.05, age, peak, share) - 0.05 for age in range(1, 3000))
     assert left_behind(2.0, 11, 0.05, 0.003, share) == pytest.approx(later, rel=0.15)
     assert left_behind(0.05, 11, 2.0, share, 0.003) == 0.0, "a level that holds back less leaves no more"
+
+
+@given(st.floats(0.01, 10), st.integers(1, 100), st.floats(0, 4), st.floats(0.001, 0.1))
+@thoroughly
+def test_whatever_another_level_left_a_reading_is_in_part_of_the_level_that_runs(
+    error: float, age: int, carried: float, share: float
+) -> None:
+    errors = Errors()
+    errors.learn(1, error, age, carried, share=share, held=False)
+    (read,) = errors.readings[1]
+    assert reached(read, age) >= 0.99 * error * math.sqrt(OWN) or read >= error, "its own part"
+    assert read <= max(10.0, error) and read <= 1.01 * settled(error, age), "but no more than all of it"
+
+
+def test_a_trial_after_a_level_that_holds_back_much_does_not_find_that_the_next_holds_back_nothing() -> None:
+    """Of a training: readings of ``powersgd:16+fp16`` after ``powersgd:4+fp16`` had come to 0.5."""
+    errors = Errors()
+    errors.foresee(1, 0.14)
+    for age, error in ((4, 0.17), (9, 0.12), (14, 0.045)):
+        errors.learn(1, error, age, 0.5, share=0.02, held=False)
+    assert 0.05 < errors.guess(1, known(0).costs).mean < 0.17
 
 
 @given(st.floats(0, 1e6), st.integers(0, 100), st.floats(0, 1e3))

@@ -40,6 +40,11 @@ LEAVES = 8.0
 """Share that a level sends in a step of the energy that the level before it had left, over its share of the dense
 bytes: 15 to 20 early in a training (what ``powersgd:4`` left on the laboratory's ``wide``), 3 to 8 after 200 steps."""
 
+OWN = 0.25
+"""Least share of the energy of a residual that is taken to be the running level's own, whatever the level before may
+have left: how fast that leaves is known badly. (Without it, a level tried after one that holds back much was taken to
+hold back nothing.)"""
+
 
 @dataclass
 class Errors:
@@ -65,7 +70,8 @@ class Errors:
         ``share``: of the dense bytes, that it sends.
         ``held``: the level runs all the time, so that the errors of others follow its own."""
         known = self.readings.get(level, [])
-        readings = [*known[1 - KEPT :], settled(error, age, carried, share) / math.exp(self.moved)]
+        comes_to = max(settled(error, age, carried, share), settled(error * math.sqrt(OWN), age))
+        readings = [*known[1 - KEPT :], comes_to / math.exp(self.moved)]
         if held and len(known) >= SURE and min(before := median(known), now := median(readings)):
             moves = FOLLOW * math.log(now / before)
             self.moved += moves
