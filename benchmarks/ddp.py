@@ -109,12 +109,14 @@ def train(ranks: Ranks) -> dict[str, list[Windows]]:
 def measure(ranks: Ranks, rate: str, rounds: int, trained: Mapping[str, Sequence[Windows]]) -> Measured:
     """Blocks in turns, until it is clear who is faster or the time is over. ``trained``: as of ``train``."""
     people = [*PLAIN, *(f"hook {level}" for level in LEVELS), *AUTOS]
-    # ``auto`` is to find its level at this rate, and residuals grow with age: theirs are to be as old as ``auto``'s.
+    # ``auto`` is to find its level at this rate from its first step on, before which small sums show it the link; and
+    # residuals grow with age: theirs are to be as old as ``auto``'s.
     later = [*AUTOS, *(f"hook {level}" for level in Settings().ladder if parse(level).keeps_residual)]
     ranks.model(name="wide")
     ranks.lab.shape(UNSHAPED)
     for who in people:
-        ranks.steps(who=who, count=1 if who in later else START_STEPS)
+        if who not in AUTOS:
+            ranks.steps(who=who, count=1 if who in later else START_STEPS)
     ranks.lab.shape(rate)
     for who in later:
         ranks.steps(who=who, count=START_STEPS)
