@@ -85,7 +85,7 @@ class Trace:
         self._time[:] = [(now + 1 / len(steps)) % 1]
         return [steps[int(now * len(steps))]]
 
-    def preview(self, level: int, dice: random.Random) -> float:
+    def preview(self, level: int, dice: random.Random, off: float) -> float:
         """As recorded."""
         return self.previews[level]
 

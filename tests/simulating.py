@@ -29,8 +29,10 @@ LOSSY = 2
 """Least level that keeps a residual."""
 DRAIN_STEPS = 10
 NORM_STEPS = 5
-PREVIEW_STEPS, PREVIEW_ERROR = 2, 0.5
-"""Steps that a preview takes, and the standard deviation of the logarithm of what it shows."""
+PREVIEW_STEPS, PREVIEW_ERROR, PREVIEWS_APART = 2, 0.5, 0.15
+"""Steps that a preview takes; standard deviations of the logarithm of the error that follows from it: common to levels
+of as many passes, and of each by itself. (``benchmarks/previews.py``: five models, three levels of two passes, 0.5 and
+0.15.)"""
 ms = 1e-3
 
 
@@ -126,9 +128,11 @@ class Job:
         """The shortest step of all, without noise: the oracle that has tried every level."""
         return min(self.seconds(level) for level in levels)
 
-    def preview(self, level: int, dice: random.Random) -> float:
-        """What a preview shows: the share of a step's gradient that a level would hold back."""
-        return self.errors[level] / math.hypot(1, self.errors[level]) * _shaken(dice, PREVIEW_ERROR)
+    def preview(self, level: int, dice: random.Random, off: float) -> float:
+        """What a preview shows: the share of a step's gradient that a level would hold back. ``off``: of the error that
+        follows from it, as a factor common to all levels."""
+        comes_to = self.errors[level] * off * _shaken(dice, PREVIEWS_APART)
+        return comes_to / math.hypot(1, comes_to)
 
     def step(self, level: int, dice: random.Random, wave: float = 0.0) -> list[StepTimes]:
         """What each rank measures of one step."""
@@ -281,7 +285,8 @@ def drive(
         previews += bool(unforeseen)
         if unforeseen and previews == PREVIEW_STEPS:
             shown = random.Random(seed)  # of its own: levels without a preview see the same noise
-            controller.foresee({level: job_now.preview(level, shown) for level in unforeseen})
+            off = _shaken(shown, PREVIEW_ERROR)
+            controller.foresee({level: job_now.preview(level, shown, off) for level in unforeseen})
         if step % NORM_STEPS:
             error = norm = math.nan
         age += 1

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks.reference import check_preview, previewed
+from ranks.reference import at_any_price, check_preview, previewed
 
 from hvdplus.adapters.numpy import NumpyOps
 from hvdplus.adapters.numpy.backend import NumpyExchange
 from hvdplus.adapters.transports.in_process import ORDERS, run
 from hvdplus.compression import parse
-from hvdplus.control.knowledge import Knowledge
 from hvdplus.exchange.preview import SIDE, TENSORS, Preview
 
 LEVELS = ("none", "int8", "powersgd:4+fp16", "lowrank:4+fp16", "topk:0.1", "randomk:0.1")
@@ -73,10 +72,13 @@ def test_the_first_step_only_teaches_and_a_third_begins_anew() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
-def test_gradients_that_show_nothing_teach_nothing(value: float) -> None:
+def test_gradients_that_show_nothing_are_tried_as_others_are(value: float) -> None:
+    """Else a rank whose own show nothing would read in a step in which others learn."""
     bad, good = np.full((40, 50), value, np.float32), of_rank(6, (40, 50), 0)
     assert all(map(math.isnan, errors([(40, 50)], [[good], [bad]])))
-    assert errors([(40, 50)], [[good], [bad], [good]]) == errors([(40, 50)], [[good]] * 2)
+    assert all(map(math.isnan, errors([(40, 50)], [[bad]])))
+    for first in (bad, good):
+        assert errors([(40, 50)], [[first], [bad], [good], [good]]) == errors([(40, 50)], [[good]] * 2)
 
 
 def test_which_parameters_are_tried() -> None:
@@ -102,11 +104,36 @@ def test_which_parameters_are_tried() -> None:
 
 
 @pytest.mark.parametrize("negotiates", ORDERS, ids=["one order", "negotiates", "on a device"])
+def test_at_a_level_that_holds_something_back_ranks_try_levels_on_their_own_gradients(
+    negotiates: bool | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_any_price(monkeypatch, start=2)
+    shapes, ladder = [(40, 24), (40,), (24, 40)], ("none", "int8", "powersgd:2", "lowrank:2")
+    gradients = np.random.default_rng(0).standard_normal((2, 8, 40 * 24 + 40 + 24 * 40)).astype(np.float32)
+
+    def parts(gradient: np.ndarray) -> list[np.ndarray]:
+        return [part.reshape(shape) for part, shape in zip(np.split(gradient, [960, 1000]), shapes, strict=True)]
+
+    ranks = [[parts(gradient) for gradient in own] for own in gradients]
+
+    def body(transport: Any) -> None:
+        x = NumpyExchange(shapes, transport, ladder, auto=True, bucket_bytes=5000)
+        for own in ranks[transport.rank]:
+            x.reduce(own, 0.1)
+            x.commit()
+        check_preview(x.coordinator.log.records, ladder, shapes, *ranks)
+        known = x.coordinator.auto.controller._known.errors
+        assert transport.gather_objects(known.previews)[0] == known.previews, "bit for bit"
+
+    run(2, body, negotiates=negotiates)
+
+
+@pytest.mark.parametrize("negotiates", ORDERS, ids=["one order", "negotiates", "on a device"])
 def test_ranks_try_levels_beside_the_training_and_agree(
     negotiates: bool | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the second and third step, once for each level; the training's means stay what they are."""
-    monkeypatch.setattr(Knowledge, "may_pay", lambda *_: True)
+    at_any_price(monkeypatch)
     shapes, ladder = [(40, 24), (40,), (24, 40)], ("none", "int8", "powersgd:2", "lowrank:2")
 
     def gradients(step: int, rank: int) -> list[Any]:
@@ -131,7 +158,7 @@ def test_ranks_try_levels_beside_the_training_and_agree(
 
 def test_a_preview_begins_anew_where_parameters_change_between_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it has learned, and which parameters it looks at, are of those before."""
-    monkeypatch.setattr(Knowledge, "may_pay", lambda *_: True)
+    at_any_price(monkeypatch)
 
     def body(transport: Any) -> None:
         x = NumpyExchange([(40, 24)], transport, ("none", "int8", "lowrank:2"), auto=True, dense_steps=10**6)
@@ -149,7 +176,7 @@ def test_a_preview_begins_anew_where_parameters_change_between_its_steps(monkeyp
 
 
 def test_gradients_that_stay_zero_are_not_tried_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Knowledge, "may_pay", lambda *_: True)
+    at_any_price(monkeypatch)
     sums: list[str] = []
 
     def body(transport: Any) -> None:

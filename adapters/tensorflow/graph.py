@@ -120,7 +120,7 @@ class GraphExchange(VariablesExchange):
         weights = report.weights(self, coming)
         mine = report.metadata(self, coming, parts, heard.loss, learning_rate, measured, weights, absent)
         total = self.bare.wait(self.bare.start(self._watched(mine), f"{self.prefix}.metadata"))
-        shown, spent = report.preview(self, coming, parts, [done, total])
+        shown, spent = report.preview(self, coming, dense, parts, [done, total])
         probe = report.probe(self, coming, [done, total]) + spent  # never both
         stamps = Stamps(ready if heard.data_time is None else heard.data_time, ready, done, probe, begins, ends)
         sums_finite = tf.reduce_all([part.sum_finite for part in parts] or [True])

@@ -136,29 +136,38 @@ def weights(x: GraphExchange, coming: Coming) -> tf.Tensor:
 
 
 def preview(
-    x: GraphExchange, coming: Coming, parts: Sequence[Exchanged], done: Sequence[tf.Tensor]
+    x: GraphExchange,
+    coming: Coming,
+    dense: Sequence[tf.Tensor],
+    parts: Sequence[Exchanged],
+    done: Sequence[tf.Tensor],
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """What levels show that are tried on the step's sums, once all are ``done``: errors, added up over ranks, see
-    ``Preview.see``; and the seconds that it takes. NaN and 0 in all other steps."""
+    """What levels show that are tried on the step's gradients, once all sums are ``done``: errors, added up over ranks,
+    see ``Preview.see``; and the seconds that it takes. NaN and 0 in all other steps."""
     levels = len(x.ladder.names)
     nothing = tf.fill([levels], math.nan), tf.constant(0.0, tf.float64)
-    if not (x.coordinator.previews and parts):
+    if not (x.coordinator.previews and parts and x.preview.parameters):
         return nothing
     tried = x.preview
     places = {i: (number, place) for number, state in enumerate(x.states) for i, (place, _) in state.places.items()}
 
-    def see(*sums: np.ndarray) -> np.ndarray:
-        return tried.see(x.ops, x.ladder.compressors, x.coordinator.unforeseen(), sums)
+    def see(*gradients: np.ndarray) -> np.ndarray:
+        return tried.see(x.ops, x.ladder.compressors, x.coordinator.unforeseen(), gradients)
+
+    def own(i: int) -> tf.Tensor:
+        return tf.cast(tf.reshape(dense[i], [-1])[: tried.elements(i)], tf.float32)
+
+    def mean(i: int) -> tf.Tensor:
+        number, place = places[i]
+        return tf.cast(parts[number].summed[place.start : place.start + tried.elements(i)], tf.float32)
 
     def run() -> tuple[tf.Tensor, tf.Tensor]:
         with tf.control_dependencies(done):
             first, began = timed(tf.zeros(1))
-        sums = []
-        for i in tried.parameters:
-            number, place = places[i]
-            sums.append(tf.cast(parts[number].summed[place.start : place.start + tried.elements(i)], tf.float32))
+        sees_own, those = coming.preview > 1, tried.parameters
+        gradients = tf.cond(sees_own, lambda: [own(i) for i in those], lambda: [mean(i) for i in those])
         with tf.control_dependencies([first]):
-            shown = tf.numpy_function(see, sums, tf.float32)
+            shown = tf.numpy_function(see, gradients, tf.float32)
         shown.set_shape([levels])
         total = x.sum(shown, f"{x.prefix}.preview")
         return total, private.timestamp([total]) - began

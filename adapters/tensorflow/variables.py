@@ -18,6 +18,7 @@ from hvdplus.control.meter import StepTimes
 from hvdplus.exchange.bucket import Bucket, BucketState
 from hvdplus.exchange.engine import Exchange
 from hvdplus.exchange.plan import Ladder, Plan
+from hvdplus.exchange.preview import sees_own
 from hvdplus.settings import Settings
 from hvdplus.transport import Transport
 
@@ -29,8 +30,8 @@ class Coming(NamedTuple):
     fraction: Any = 0.0
     measurement: Any = 0
     probe_bytes: Any = 0
-    preview: Any = False
-    """Whether levels are tried on the step's sums."""
+    preview: Any = 0
+    """1: levels are tried on the step's means; 2: on the rank's own gradients; 0: none are."""
     check_weights: Any = False
     """Whether ranks compare their weights."""
     step: Any = 0.0
@@ -151,7 +152,7 @@ class VariablesExchange(Exchange[tf.Tensor]):
             plan.flush_fraction,
             plan.measurement,
             plan.probe_bytes,
-            bool(self.coordinator.unforeseen()),
+            (1 + sees_own(self.ladder.compressors[plan.level])) * bool(self.coordinator.unforeseen()),
             due,
             times.step,
             times.codec,

@@ -191,12 +191,13 @@ class Knowledge:
         self._measured(level, Guess(own, ratio.variance))
 
     def may_pay(self, level: int, held: int) -> bool:
-        """Whether a level's communication and codec take less than those of the level held, were nothing hidden."""
+        """Whether a level would cost less than the level held, if it held nothing back, and were nothing hidden."""
+        busy = self._busy(held) if self.levels else 0.0
 
         def seconds(level: int) -> float:
             return self.codec(level).mean + self.link.link.seconds(self.costs[level])
 
-        return seconds(level) < seconds(held)
+        return busy + seconds(level) < (busy + seconds(held)) * self.price(held)
 
     def known_own(self, level: int) -> Guess:
         """``Level.own``, as much as it is worth today."""

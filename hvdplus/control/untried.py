@@ -10,8 +10,6 @@ from hvdplus.control.knowledge import Knowledge
 
 COMPUTATIONS = (1e-3, 1e-2, 1e-1, 1.0)
 """Seconds that the computation of a step may take, before one was seen; half of them may hide communication."""
-NEARLY_WHOLE = 0.3, 0.2
-"""Most error, and least share of the dense bytes, of a level whose means show what others would hold back."""
 
 
 def best_start(known: Knowledge, usable: Sequence[int]) -> int:
@@ -31,13 +29,12 @@ def best_start(known: Knowledge, usable: Sequence[int]) -> int:
 
 
 def unforeseen(known: Knowledge, level: int, usable: Sequence[int]) -> tuple[int, ...]:
-    """While ``level`` runs, if gradients travel nearly whole at it: levels of whose errors nothing is known but bytes,
-    and that may pay."""
-    error, share = NEARLY_WHOLE
-    if not known.steps or known.share(level) < share or known.error(level).mean > error:
-        return ()
-    unknown = [each for each in usable if known.costs[each].keeps_residual and each not in known.errors.levels]
-    return tuple(each for each in unknown if known.may_pay(each, level))
+    """While ``level`` runs: levels of whose errors nothing is known but bytes, and that may pay; with them the level
+    that runs, as what a preview shows of it, and what it comes to, tell of the others."""
+    lossy = [each for each in usable if known.costs[each].keeps_residual and each not in known.errors.previews]
+    unknown = [each for each in lossy if each != level and each not in known.errors.levels]
+    paying = [each for each in unknown if known.steps and known.may_pay(each, level)]
+    return tuple(each for each in lossy if each in paying or (paying and each == level))
 
 
 def surest(known: Knowledge, usable: Sequence[int], config: Config) -> int:

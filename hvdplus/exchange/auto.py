@@ -63,7 +63,7 @@ class Auto:
         return decision
 
     def unforeseen(self) -> tuple[int, ...]:
-        """Levels to try on the means of the coming step, see ``preview.py``."""
+        """Levels to try in the coming step, see ``preview.py``."""
         return self.controller.unforeseen() if self._previews_left else ()
 
     def foresee(self, errors: Sequence[float], steps: int) -> None:

@@ -118,8 +118,8 @@ class Coordinator:
         return self.auto is not None and self._measures_norms
 
     def unforeseen(self) -> tuple[int, ...]:
-        """Levels to try on the means of the step that runs the present plan, see ``preview.py``. In two steps of five,
-        as it takes time to ask."""
+        """Levels to try in the step that runs the present plan, see ``preview.py``. In two steps of five, as it takes
+        time to ask."""
         if not (self.auto and self.previews) or self.steps % NORM_STEPS < NORM_STEPS - 2:
             return ()
         return () if self.schedule.transitional or self.plan.probe_bytes else self.auto.unforeseen()

@@ -1,17 +1,19 @@
-"""What levels that have not run would hold back: tried beside the training, on parts of two steps' means.
+"""What levels that have not run would hold back: tried beside the training, on parts of two steps' gradients.
 
 Their bytes alone say little of it. The gradient of a fully connected layer is a sum of one product of two vectors a
 sample, so with small batches a level of low rank sends nearly all of it in a hundredth of the bytes; that of a
 convolution is no such sum. In the first of the two steps contexts learn, in the second the levels' errors are read.
 
-Means are the same on all ranks, and so is what is made of them, up to rounding. Ranks add it up to agree.
+Where the level that runs loses nothing, they are tried on the means; where it holds something back, means lack just
+what is asked for, and each rank tries levels on its own gradients. Ranks add up what they see, to agree.
+(``benchmarks/previews.py`` has how far either is from what levels come to.)
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Container, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -68,18 +70,19 @@ class Preview:
         gradients: Sequence[np.ndarray],
     ) -> np.ndarray:
         """Errors of all levels (float32): the norm of what each would hold back, over the gradient's. NaN: not known,
-        as of each in its first step, and of those that are not among ``levels``.
+        as of each in its first step, of those that are not among ``levels``, and of gradients that are zero or not
+        finite.
 
         Args:
             compressors: of all levels.
-            gradients: the first ``elements`` of the mean gradient of each of ``parameters``, 1-D, float32.
+            gradients: the first ``elements`` of the gradient of each of ``parameters``, 1-D, float32.
         """
         errors = np.full(len(compressors), math.nan, np.float32)
         sample = self._sample(gradients)
-        norm = float(np.linalg.norm(sample))
-        if math.isfinite(norm) and norm > 0:
+        norm = float(np.linalg.norm(sample)) or math.nan
+        with np.errstate(invalid="ignore", over="ignore"):
             for level, compressor in enumerate(compressors):
-                if level in levels:
+                if level in levels and sample.size:  # of gradients that show nothing, too: ranks stay in step
                     errors[level] = self._try(ops, level, compressor, sample) / norm
         return errors
 
@@ -115,25 +118,52 @@ def _typical(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str], sparse: C
     return tuple(large[:: max(1, -(-len(large) // TENSORS))])
 
 
-def try_levels(x: EagerExchange[EagerArray], levels: Sequence[int]) -> None:
-    """Try ``levels``, if there are any, on the means of the step, which are where the gradients were.
+class Sample(NamedTuple):
+    """What a step tries."""
+
+    levels: Sequence[int]
+    gradients: Sequence[np.ndarray]
+    """See ``Preview.see``; none: those that are where the means will be."""
+
+
+def sees_own(compressor: Compressor) -> bool:
+    """Whether in a step at such a level ranks look at their own gradients, and not at the means."""
+    return compressor.keeps_residual
+
+
+def look(x: EagerExchange[EagerArray]) -> Sample:
+    """What the step will try, before means take the gradients' places."""
+    levels = () if x.idle else x.coordinator.unforeseen()
+    own = levels and sees_own(x.ladder.compressors[x.plan.level])
+    return Sample(levels, _gradients(x) if own else ())
+
+
+def try_levels(x: EagerExchange[EagerArray], sample: Sample) -> None:
+    """Try levels, if the step is to, after the means were delivered.
 
     All ranks call it at the same point, before the optimizer takes the step.
     """
-    if not levels:
+    if not sample.levels:
         return
+    gradients = sample.gradients or _gradients(x)
     with x.meter.probe():
-        x.preview = x.preview or x.make_preview()
-        means = [_mean_of(x, i, x.preview.elements(i)) for i in x.preview.parameters]
-        shown = x.preview.see(x.ops, x.ladder.compressors, levels, means)
+        assert x.preview
+        shown = x.preview.see(x.ops, x.ladder.compressors, sample.levels, gradients)
         total = x.bare.wait(x.bare.start(x.backend.metadata_array(shown), f"{x.prefix}.preview"))
         x.coordinator.foresee(x.backend.to_host(total))
 
 
-def _mean_of(x: EagerExchange[EagerArray], i: int, count: int) -> np.ndarray:
-    """The first ``count`` elements of a parameter's mean gradient, float32."""
+def _gradients(x: EagerExchange[EagerArray]) -> list[np.ndarray]:
+    """Of what is now in the gradients' places, what a preview looks at."""
+    with x.meter.probe():
+        x.preview = preview = x.preview or x.make_preview()
+        return [_first(x, i, preview.elements(i)) for i in preview.parameters]
+
+
+def _first(x: EagerExchange[EagerArray], i: int, count: int) -> np.ndarray:
+    """The first ``count`` elements of a parameter's gradient, float32."""
     bucket = next(bucket for bucket in x.buckets if i in bucket.parameters)
-    (mean,) = x.backend.parts(bucket._replace(parameters=(i,), shapes=(x.shapes[i],)))
+    (gradient,) = x.backend.parts(bucket._replace(parameters=(i,), shapes=(x.shapes[i],)))
     first = x.backend.empty(count, "float32")
-    x.backend.join([mean[:count]], first, 1.0)
+    x.backend.join([gradient[:count]], first, 1.0)
     return x.backend.to_host(first)

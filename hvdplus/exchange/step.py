@@ -50,6 +50,7 @@ def finish(x: EagerExchange[EagerArray], learning_rate: float = 0.0, added: int 
     x.begin()
     agree_on_first_step(x)
     used = send_rest(x)
+    tried = preview.look(x)
     if not (x.idle or x.runs_ahead):
         x.backend.wait_for_device()
     x.reporter.start(x, used, learning_rate, added, missing)
@@ -62,9 +63,8 @@ def finish(x: EagerExchange[EagerArray], learning_rate: float = 0.0, added: int 
     probe(x)
     with x.meter.codec():
         outcome.deliver(x, used)
-    levels = () if x.idle else x.coordinator.unforeseen()
     x.end_exchange(healthy)
-    preview.try_levels(x, levels)
+    preview.try_levels(x, tried)
 
 
 def agree_on_first_step(x: EagerExchange[EagerArray]) -> None:

@@ -10,14 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from picking import few
-from reference import Reference, check_preview
+from reference import Reference, at_any_price, check_preview
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import hvdplus.torch as hvd
-from hvdplus.control.knowledge import Knowledge
 from hvdplus.torch.ddp import attach
 
 if not dist.is_initialized():
@@ -209,7 +208,7 @@ def test_sparse_gradients_come_back_sparse():
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
 def test_levels_that_have_not_run_are_tried_on_the_means(options, monkeypatch):
     """In plain dense steps, too, whose buckets are the reducer's."""
-    monkeypatch.setattr(Knowledge, "may_pay", lambda *_: True)
+    at_any_price(monkeypatch)
     model, optimizer = wrapped(**options)
     ladder, means = ["none", "int8", "powersgd:2", "lowrank:2"], []
     attached = attach(model, optimizer, "auto", settings={"ladder": ladder, "dense_steps": 10**6})
@@ -220,6 +219,28 @@ def test_levels_that_have_not_run_are_tried_on_the_means(options, monkeypatch):
     if RANK == 0:
         shapes = [tuple(p.shape) for p in model.parameters()]
         check_preview(attached.hvdplus.log.records, ladder, shapes, means, ranks=SIZE)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
+def test_at_a_level_that_holds_something_back_levels_are_tried_on_ranks_own_gradients(options, monkeypatch):
+    """Which the reducer's buckets hold until the means take their place."""
+    at_any_price(monkeypatch, start=2)
+    model = wrapped(**options)[0]
+    optimizer, ladder = sgd(model, lr=0.0), ["none", "int8", "powersgd:2", "lowrank:2"]
+    attached = attach(model, optimizer, "auto", settings={"ladder": ladder})
+    train(model, optimizer, 6)
+    if RANK == 0:
+        alone, everyones = net(0), []
+        for rank in range(SIZE):
+            everyones.append([])
+            for step in range(6):
+                x, y = batch(step, rank)
+                everyones[-1].append(
+                    [g.numpy() for g in torch.autograd.grad(cross_entropy(alone(x), y), alone.parameters())]
+                )
+        shapes = [tuple(p.shape) for p in model.parameters()]
+        check_preview(attached.hvdplus.log.records, ladder, shapes, *everyones)
 
 
 @pytest.mark.parametrize("given", [True, False])

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from picking import any_transport, few, one_or_two, several, two
-from reference import Reference, check_preview
+from reference import Reference, at_any_price, check_preview
 
 import hvdplus.keras as hvd
 from hvdplus.adapters.numpy.backend import NumpyExchange, Rows
 from hvdplus.adapters.tensorflow import graph
 from hvdplus.adapters.transports.in_process import run as run_in_process
 from hvdplus.compression import IntB
-from hvdplus.control.knowledge import Knowledge
 from hvdplus.exchange.metadata import Slot, length
 from hvdplus.transport import TransportError
 
@@ -1014,7 +1013,7 @@ def test_plain_dense_steps_send_gradients_in_their_own_type_if_they_can_be_added
 @two
 @pytest.mark.parametrize("eager", [False, True], ids=["compiled", "eager"])
 def test_levels_that_have_not_run_are_tried_on_the_means(eager, monkeypatch):
-    monkeypatch.setattr(Knowledge, "may_pay", lambda *_: True)
+    at_any_price(monkeypatch)
     shapes, ladder, means = [(40, 24), (40,), (24, 40)], ["none", "int8", "lowrank:2"], []
     variables, optimizer = plain("auto", shapes, settings={"ladder": ladder, "dense_steps": 10**6})
     step = compiled(optimizer, variables)
@@ -1030,6 +1029,24 @@ def test_levels_that_have_not_run_are_tried_on_the_means(eager, monkeypatch):
             np.testing.assert_allclose(got, np.mean(theirs, axis=0), atol=1e-5)
     if RANK == 0:
         check_preview(optimizer.hvdplus.log.records, ladder, shapes, means)
+
+
+@any_transport
+@two
+@pytest.mark.parametrize("eager", [False, True], ids=["compiled", "eager"])
+def test_at_a_level_that_holds_something_back_levels_are_tried_on_ranks_own_gradients(eager, monkeypatch):
+    at_any_price(monkeypatch, start=2)
+    shapes, ladder = [(40, 24), (40,), (24, 40)], ["none", "int8", "lowrank:2"]
+    variables, optimizer = plain("auto", shapes, settings={"ladder": ladder})
+    step = compiled(optimizer, variables)
+    for number in range(6):
+        if eager:
+            optimizer.apply([tf.constant(grad) for grad in gradients(number, RANK, shapes)], variables)
+        else:
+            step(gradients(number, RANK, shapes))
+    if RANK == 0:
+        everyones = [[gradients(number, rank, shapes) for number in range(6)] for rank in range(SIZE)]
+        check_preview(optimizer.hvdplus.log.records, ladder, shapes, *everyones)
 
 
 @any_transport

@@ -4,6 +4,8 @@ import numpy as np
 
 from hvdplus.adapters.numpy import NumpyOps
 from hvdplus.compression import Spec, parse
+from hvdplus.control import untried
+from hvdplus.control.knowledge import Knowledge
 from hvdplus.exchange.residual import add, left_after_flush
 
 
@@ -57,7 +59,7 @@ class Reference:
 def previewed(levels, shapes, steps, corner=512, ranks=2):
     """Level by level, the share of the last step's gradient that would be held back by contexts of the step before.
 
-    ``steps``: two steps' mean gradients, of which the ``corner`` of every large one counts (None: all).
+    ``steps``: two steps' gradients, of which the ``corner`` of every large one counts (None: all).
     """
     ops, matrices = NumpyOps(), [i for i, shape in enumerate(shapes) if len(shape) > 1]
     largest = max(np.prod(shapes[i]) for i in matrices)
@@ -79,13 +81,22 @@ def previewed(levels, shapes, steps, corner=512, ranks=2):
     return found
 
 
-def check_preview(records, levels, shapes, means, ranks=2):
+def check_preview(records, levels, shapes, *gradients, ranks=2):
     """That a job has tried all levels but the first once, in two early steps in a row, and what it has found.
 
-    ``means``: mean gradients, step by step.
+    ``gradients``: mean gradients, step by step, or those of every rank.
     """
     (record,) = [record for record in records if record["kind"] == "preview"]
     assert list(record["errors"]) == list(levels[1:])
-    shown, pairs = list(record["errors"].values()), list(zip(means, means[1:], strict=False))
-    expected = [previewed(levels, shapes, pair, ranks=ranks)[1:] for pair in pairs[:5]]
+    shown, expected = list(record["errors"].values()), []
+    for first in range(5):
+        seen = [previewed(levels, shapes, steps[first : first + 2], ranks=ranks)[1:] for steps in gradients]
+        expected.append(np.mean(seen, axis=0))
     assert any(np.allclose(shown, each, rtol=1e-3) for each in expected), (shown, expected)
+
+
+def at_any_price(monkeypatch, start=None):
+    """Let all levels be tried in a preview, of a job that begins at the level ``start``."""
+    monkeypatch.setattr(Knowledge, "may_pay", lambda *_: True)
+    if start is not None:
+        monkeypatch.setattr(untried, "best_start", lambda *_: start)

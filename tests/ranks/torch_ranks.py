@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 import torch
 from picking import any_transport, few, one_or_two, several, two
-from reference import Reference, check_preview
+from reference import Reference, at_any_price, check_preview
 
 import hvdplus.torch as hvd
 from hvdplus.agree import next_instance
 from hvdplus.compression import Chain, Compressor, Context, Half, IntB, LowRank
-from hvdplus.control.knowledge import Knowledge
 
 os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # one test makes some
 hvd.init()
@@ -1009,7 +1008,7 @@ def test_lbfgs_decides_alike_on_all_ranks(search):
 @any_transport
 @two
 def test_levels_that_have_not_run_are_tried_on_the_means(monkeypatch):
-    monkeypatch.setattr(Knowledge, "may_pay", lambda *_: True)
+    at_any_price(monkeypatch)
     shapes, ladder, means = [(40, 24), (40,), (24, 40)], ["none", "int8", "powersgd:2", "lowrank:2"], []
     weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
     settings = {"ladder": ladder, "dense_steps": 10**6}
@@ -1025,6 +1024,25 @@ def test_levels_that_have_not_run_are_tried_on_the_means(monkeypatch):
             np.testing.assert_allclose(got, np.mean(theirs, axis=0), atol=1e-6)
     if RANK == 0:
         check_preview(optimizer.hvdplus.log.records, ladder, shapes, means)
+
+
+@any_transport
+@two
+def test_at_a_level_that_holds_something_back_levels_are_tried_on_ranks_own_gradients(monkeypatch):
+    at_any_price(monkeypatch, start=2)
+    shapes, ladder = [(40, 24), (40,), (24, 40)], ["none", "int8", "powersgd:2", "lowrank:2"]
+    weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(weights, lr=1.0), compression="auto", settings={"ladder": ladder}
+    )
+    for step in range(6):
+        optimizer.zero_grad()
+        grads = map(torch.from_numpy, gradients(step, RANK, shapes))
+        sum((weight * grad).sum() for weight, grad in zip(weights, grads, strict=True)).backward()
+        optimizer.step()
+    if RANK == 0:
+        everyones = [[gradients(step, rank, shapes) for step in range(6)] for rank in range(SIZE)]
+        check_preview(optimizer.hvdplus.log.records, ladder, shapes, *everyones)
 
 
 @any_transport
