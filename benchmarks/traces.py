@@ -43,6 +43,7 @@ FOLDER = Path(__file__).parent / "traces"
 RECORDED = (("mlp", "100mbit"), ("mlp", "1gbit"), ("mlp", "unshaped"), ("text", "100mbit"), ("text", "1gbit"),
             ("text", "unshaped"), ("cnn", "100mbit"), ("cnn", "1gbit"), ("cnn", "unshaped"),
             ("bytes", "100mbit"), ("bytes", "1gbit"), ("wide", "100mbit"), ("wide", "1gbit"))  # fmt: skip
+HOSTS = 2
 ERRORS, TRAINING_STEPS = "errors", 400
 """What is asked for in place of a rate, and the steps that it is recorded for."""
 AROUND = 20
@@ -204,10 +205,10 @@ def record_errors(ranks: Any, model: str) -> dict[str, Any]:
 
 def tried(model: str) -> dict[str, float]:
     """What a preview shows of every level."""
-    from previews import FIRST, gradients, shown
+    from previews import FIRST, shown, train
 
     levels = Settings().ladder
-    errors = shown(gradients(model, FIRST + 2), [parse(level) for level in levels])
+    errors = shown(train(model, FIRST + 2, HOSTS).means, [parse(level) for level in levels], HOSTS)
     return {level: round(error, 4) for level, error in zip(levels, errors, strict=True)}
 
 
@@ -221,10 +222,10 @@ def main() -> None:
     models = dict.fromkeys(model for model, _ in RECORDED)
     wanted = [tuple(asked)] if asked else [*RECORDED, *((model, ERRORS) for model in models)]
     FOLDER.mkdir(exist_ok=True)
-    with running(2, sorted({rate for _, rate in wanted if rate not in (UNSHAPED, ERRORS)} | {"1gbit"})) as ranks:
+    with running(HOSTS, sorted({rate for _, rate in wanted if rate not in (UNSHAPED, ERRORS)} | {"1gbit"})) as ranks:
         for model, rate in wanted:
             seen = record_errors(ranks, model) if rate == ERRORS else record(ranks, model, rate)
-            found = {"machine": machine(), "hosts": 2, **seen}
+            found = {"machine": machine(), "hosts": HOSTS, **seen}
             path = FOLDER / f"{model}-{rate}.json"
             path.write_text(json.dumps(found, separators=(",", ":")) + "\n")
             print(

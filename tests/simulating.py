@@ -29,9 +29,9 @@ LOSSY = 2
 """Least level that keeps a residual."""
 DRAIN_STEPS = 10
 NORM_STEPS = 5
-PREVIEW_STEPS, PREVIEW_ERROR, PREVIEWS_APART = 2, 0.5, 0.15
-"""Steps that a preview takes; standard deviations of the logarithm of the error that follows from it: common to levels
-of as many passes, and of each by itself. (``benchmarks/previews.py``: five models, three levels of two passes, 0.5 and
+PREVIEW_ERROR, PREVIEWS_APART = 0.5, 0.15
+"""Standard deviations of the logarithm of the error that follows from a preview: common to levels of as many passes,
+as all are here, and of each by itself. (``benchmarks/previews.py``: five models, three levels of two passes, 0.5 and
 0.15.)"""
 ms = 1e-3
 
@@ -252,7 +252,9 @@ def drive(
     if hasattr(controller, "begin"):  # a controller of another version may have to begin without
         controller.begin([(size, seconds * _shaken(dice, start.noise.wire)) for size, seconds in start.probes])
     late: tuple[int, Observation] | None = None
-    running = drains = age = previews = 0
+    running = drains = age = 0
+    learned = set[int]()
+    """Levels whose preview has seen the first of its two steps."""
     wave = 0.0
     for step in range(steps):
         events(step, controller)
@@ -282,11 +284,11 @@ def drive(
             course.soundings.append((step, job_now.probe(sounding)))
             course.seconds += course.soundings[-1][1]
         unforeseen = controller.unforeseen() if hasattr(controller, "unforeseen") else ()
-        previews += bool(unforeseen)
-        if unforeseen and previews == PREVIEW_STEPS:
-            shown = random.Random(seed)  # of its own: levels without a preview see the same noise
-            off = _shaken(shown, PREVIEW_ERROR)
-            controller.foresee({level: job_now.preview(level, shown, off) for level in unforeseen})
+        if shown := learned & {*unforeseen}:
+            its = random.Random(seed)  # of its own: levels without a preview see the same noise
+            off = _shaken(its, PREVIEW_ERROR)
+            controller.foresee({level: job_now.preview(level, its, off) for level in sorted(shown)})
+        learned ^= {*unforeseen}
         if step % NORM_STEPS:
             error = norm = math.nan
         age += 1

@@ -293,8 +293,9 @@ def test_the_error_that_is_measured_moves_the_choice(kind: str, error: float, be
     """lowrank:16 takes the least time. At an error of 0.3 it costs next to nothing else, at 3 nearly half as much."""
     errors = (0.0, 0.0, 0.02, error, 1.3 * error)
     assert dearer(PRICED, LOWRANK_16, 0.0) == 1.0 == dearer(PRICED, best, errors=errors)
+    job = replace(PRICED, noise=NOISES[kind], errors=errors)
     for seed in range(3):
-        _, watch = watched(replace(PRICED, noise=NOISES[kind]), 200, seed, training=coming_to(*errors, tau=3.0))
+        _, watch = watched(job, 200, seed, training=coming_to(*errors, tau=3.0))
         assert dearer(PRICED, watch.held[-1], errors=errors) < 1.05
 
 

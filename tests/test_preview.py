@@ -29,7 +29,7 @@ def of_rank(rank: int, shape: tuple[int, int], seed: int) -> np.ndarray:
 
 
 def errors(shapes: Sequence[tuple[int, ...]], steps: Sequence[Sequence[np.ndarray]], **options: Any) -> list[float]:
-    """What a preview of every level shows after these steps' mean gradients."""
+    """What a preview of every level shows after these steps' gradients."""
     preview = Preview(shapes, ["float32"] * len(shapes), (), seed=0, ranks=2)
     levels = options.get("levels", range(len(LEVELS)))
     for means in steps:
@@ -126,6 +126,45 @@ def test_at_a_level_that_holds_something_back_ranks_try_levels_on_their_own_grad
         assert transport.gather_objects(known.previews)[0] == known.previews, "bit for bit"
 
     run(2, body, negotiates=negotiates)
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_levels_are_tried_on_gradients_of_the_unscaled_loss(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else halves would saturate at the loss scale that AMP begins with, which the training itself divides by."""
+    at_any_price(monkeypatch, start=start)
+    gradients = np.random.default_rng(0).standard_normal((2, 8, 40, 24)).astype(np.float32)
+    shown = []
+
+    def body(transport: Any, scale: float) -> None:
+        x = NumpyExchange([(40, 24)], transport, ("none", "int8", "powersgd:2+fp16"), auto=True, dense_steps=10**6)
+        x.get_loss_scale = lambda: scale
+        for own in gradients[transport.rank]:
+            x.reduce([own * np.float32(scale)], 0.1)
+            x.commit()
+        if not transport.rank:
+            shown.append([each["errors"] for each in x.coordinator.log.records if each["kind"] == "preview"][0])
+
+    for scale in (1.0, 2.0**20):
+        run(2, lambda transport, scale=scale: body(transport, scale))
+    assert shown[0] == shown[1] and 0.0 < shown[0]["powersgd:2+fp16"] < 1.0
+
+
+def test_a_rank_without_gradients_of_its_own_keeps_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it would show is not known, and so nothing is, for as long as that lasts."""
+    at_any_price(monkeypatch, start=2)
+    gradients = np.random.default_rng(0).standard_normal((2, 30, 40, 24)).astype(np.float32)
+    gradients[1, :10] = 0.0
+
+    def body(transport: Any) -> None:
+        x = NumpyExchange([(40, 24)], transport, ("none", "int8", "lowrank:2"), auto=True)
+        known = x.coordinator.auto.controller._known.errors
+        for step, own in enumerate(gradients[transport.rank]):
+            x.reduce([own], 0.1)
+            x.commit()
+            assert not (step < 10 and known.previews)
+        assert transport.gather_objects(known.previews)[0] == known.previews and 1 in known.previews
+
+    run(2, body)
 
 
 @pytest.mark.parametrize("negotiates", ORDERS, ids=["one order", "negotiates", "on a device"])

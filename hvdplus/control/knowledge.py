@@ -190,14 +190,14 @@ class Knowledge:
         own = self._model(other) + self.levels[other].own.mean + ratio.mean - self._model(level)
         self._measured(level, Guess(own, ratio.variance))
 
-    def may_pay(self, level: int, held: int) -> bool:
-        """Whether a level would cost less than the level held, if it held nothing back, and were nothing hidden."""
-        busy = self._busy(held) if self.levels else 0.0
+    def may_pay(self, level: int, running: int) -> bool:
+        """Whether a level would cost less than the one that runs, if it held nothing back, and were nothing hidden."""
+        busy = self._busy(running) if self.levels else 0.0
 
         def seconds(level: int) -> float:
             return self.codec(level).mean + self.link.link.seconds(self.costs[level])
 
-        return busy + seconds(level) < (busy + seconds(held)) * self.price(held)
+        return busy + seconds(level) < (busy + seconds(running)) * self.price(running)
 
     def known_own(self, level: int) -> Guess:
         """``Level.own``, as much as it is worth today."""

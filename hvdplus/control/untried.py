@@ -29,11 +29,13 @@ def best_start(known: Knowledge, usable: Sequence[int]) -> int:
 
 
 def unforeseen(known: Knowledge, level: int, usable: Sequence[int]) -> tuple[int, ...]:
-    """While ``level`` runs: levels of whose errors nothing is known but bytes, and that may pay; with them the level
-    that runs, as what a preview shows of it, and what it comes to, tell of the others."""
-    lossy = [each for each in usable if known.costs[each].keeps_residual and each not in known.errors.previews]
+    """While ``level`` runs: levels of whose errors nothing is known but bytes, and that may pay. With them the level
+    that runs, if it holds something back: what the same step shows of it, and what it comes to, tell of the others."""
+    if not known.steps:
+        return ()
+    lossy = [each for each in usable if known.costs[each].keeps_residual]
     unknown = [each for each in lossy if each != level and each not in known.errors.levels]
-    paying = [each for each in unknown if known.steps and known.may_pay(each, level)]
+    paying = [each for each in unknown if known.may_pay(each, level)]
     return tuple(each for each in lossy if each in paying or (paying and each == level))
 
 

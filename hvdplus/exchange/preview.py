@@ -1,4 +1,4 @@
-"""What levels that have not run would hold back: tried beside the training, on parts of two steps' gradients.
+"""What levels would hold back that have not run: tried beside the training, on parts of two steps' gradients.
 
 Their bytes alone say little of it. The gradient of a fully connected layer is a sum of one product of two vectors a
 sample, so with small batches a level of low rank sends nearly all of it in a hundredth of the bytes; that of a
@@ -79,7 +79,8 @@ class Preview:
         """
         errors = np.full(len(compressors), math.nan, np.float32)
         sample = self._sample(gradients)
-        norm = float(np.linalg.norm(sample)) or math.nan
+        norm = float(np.linalg.norm(sample))
+        norm = norm if 0 < norm < math.inf else math.nan
         with np.errstate(invalid="ignore", over="ignore"):
             for level, compressor in enumerate(compressors):
                 if level in levels and sample.size:  # of gradients that show nothing, too: ranks stay in step
@@ -122,8 +123,8 @@ class Sample(NamedTuple):
     """What a step tries."""
 
     levels: Sequence[int]
-    gradients: Sequence[np.ndarray]
-    """See ``Preview.see``; none: those that are where the means will be."""
+    own: Sequence[np.ndarray] | None = None
+    """The rank's own gradients, see ``Preview.see``; None: the means are tried."""
 
 
 def sees_own(compressor: Compressor) -> bool:
@@ -134,8 +135,11 @@ def sees_own(compressor: Compressor) -> bool:
 def look(x: EagerExchange[EagerArray]) -> Sample:
     """What the step will try, before means take the gradients' places."""
     levels = () if x.idle else x.coordinator.unforeseen()
-    own = levels and sees_own(x.ladder.compressors[x.plan.level])
-    return Sample(levels, _gradients(x) if own else ())
+    if not levels or not sees_own(x.ladder.compressors[x.plan.level]):
+        return Sample(levels)
+    if x.two_level:  # which holds back part of a host's sum, and that is nowhere by then
+        return Sample(())
+    return Sample(levels, _gradients(x))
 
 
 def try_levels(x: EagerExchange[EagerArray], sample: Sample) -> None:
@@ -145,7 +149,7 @@ def try_levels(x: EagerExchange[EagerArray], sample: Sample) -> None:
     """
     if not sample.levels:
         return
-    gradients = sample.gradients or _gradients(x)
+    gradients = _gradients(x) if sample.own is None else sample.own
     with x.meter.probe():
         assert x.preview
         shown = x.preview.see(x.ops, x.ladder.compressors, sample.levels, gradients)
@@ -161,9 +165,9 @@ def _gradients(x: EagerExchange[EagerArray]) -> list[np.ndarray]:
 
 
 def _first(x: EagerExchange[EagerArray], i: int, count: int) -> np.ndarray:
-    """The first ``count`` elements of a parameter's gradient, float32."""
+    """The first ``count`` elements of a parameter's gradient, float32, of the unscaled loss."""
     bucket = next(bucket for bucket in x.buckets if i in bucket.parameters)
     (gradient,) = x.backend.parts(bucket._replace(parameters=(i,), shapes=(x.shapes[i],)))
     first = x.backend.empty(count, "float32")
-    x.backend.join([gradient[:count]], first, 1.0)
+    x.backend.join([gradient[:count]], first, x.loss_scale)
     return x.backend.to_host(first)

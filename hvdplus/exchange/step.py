@@ -8,7 +8,7 @@ This is the order of a step in an eager framework (NumPy, PyTorch). In a compile
 from the data, and the same pure functions of ``codec.py`` do the work. Read on: ``transfer.py`` sends one bucket,
 ``passes.py`` one that takes several sums, ``sparse.py`` one embedding, ``reporter.py`` the metadata; ``outcome.py``
 commits or rolls back the step (``ahead.py``: on a device), ``schedule.py`` plans the next, and ``preview.py`` now and
-then tries levels that have not run.
+then tries levels beside the training.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def finish(x: EagerExchange[EagerArray], learning_rate: float = 0.0, added: int 
     x.begin()
     agree_on_first_step(x)
     used = send_rest(x)
-    tried = preview.look(x)
     if not (x.idle or x.runs_ahead):
         x.backend.wait_for_device()
+    tried = preview.look(x)
     x.reporter.start(x, used, learning_rate, added, missing)
     x.reporter.observe_last(x)
     receive(x)
