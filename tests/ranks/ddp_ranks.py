@@ -240,7 +240,7 @@ def test_at_a_level_that_holds_something_back_levels_are_tried_on_ranks_own_grad
                     [g.numpy() for g in torch.autograd.grad(cross_entropy(alone(x), y), alone.parameters())]
                 )
         shapes = [tuple(p.shape) for p in model.parameters()]
-        check_preview(attached.hvdplus.log.records, ladder, shapes, *everyones)
+        check_preview(attached.hvdplus.log.records, ladder, shapes, *everyones, ranks=SIZE)
 
 
 @pytest.mark.parametrize("given", [True, False])
