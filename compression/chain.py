@@ -80,6 +80,11 @@ class Chain(Piecewise):
         return self.first.uses_products
 
     @property
+    def reads_by_tensor(self) -> bool:
+        """If the first part does."""
+        return self.first.reads_by_tensor
+
+    @property
     def delay_weight(self) -> float:
         """The first part's."""
         return self.first.delay_weight

@@ -153,6 +153,12 @@ class Compressor(ABC):
         return False
 
     @property
+    def reads_by_tensor(self) -> bool:
+        """Whether ``encode`` and ``send`` do no more with ``grad`` than slice it and hand it to ``ops.project`` and
+        ``ops.subtract``. Then it may be an object of the adapter's, which is added up as it is read."""
+        return False
+
+    @property
     def delay_weight(self) -> float:
         """What the level's residual delays a training, beside one as long of other levels (``docs/costs.md``)."""
         return 1.0

@@ -63,6 +63,7 @@ class LowRank(Projection):
     paper = "1905.13727, 2306.08881"
     sides = 2
     uses_products = True
+    reads_by_tensor = True
     memory_passes = 5.0
 
     def __post_init__(self) -> None:
@@ -96,8 +97,8 @@ class LowRank(Projection):
         for number, group in enumerate(self._groups(ctx.spec)):
             bases = ctx.state[2 * number + ctx.side] * (1 / HEADROOM)
             for place, tensor in enumerate(group.tensors):
-                matrix = _matrix(ops, grad, group, starts[tensor])
-                sent = ops.matmul(matrix, bases[place], transpose_a=ctx.side == 1)
+                shape = group.rows, group.columns
+                sent = ops.project(grad, starts[tensor], shape, bases[place], transpose=ctx.side == 1)
                 parts.append(ops.reshape(sent, (self.rank * (group.columns if ctx.side else group.rows),)))
         if parts:
             parts = [_limited(ops, ctx.state[-1], ops.concat(parts))]
@@ -221,11 +222,6 @@ def most_square(shape: tuple[int, ...]) -> tuple[int, int]:
 @functools.lru_cache(maxsize=1024)
 def _starts(spec: Spec) -> tuple[int, ...]:
     return tuple(accumulate(spec.sizes, initial=0))
-
-
-def _matrix(ops: Ops[Array], bucket: Array, group: Group, start: int) -> Array:
-    shape = group.rows, group.columns
-    return ops.reshape(bucket[start : start + math.prod(shape)], shape)
 
 
 def _limited(ops: Ops[Array], scale: Array, values: Array) -> Array:

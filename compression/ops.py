@@ -158,6 +158,11 @@ class Ops(Protocol[Array]):
     def matmul(self, a: Array, b: Array, transpose_a: bool = False) -> Array:
         """Matrix product of two 2-D arrays (or batches of them), the first transposed if asked to."""
 
+    def project(
+        self, bucket: Array, start: int, shape: tuple[int, int], basis: Array, transpose: bool = False
+    ) -> Array:
+        """``matmul(matrix, basis, transpose)`` of a matrix: the ``shape`` at element ``start`` of a bucket (1-D)."""
+
     def orthonormal(self, columns: Array) -> Array:
         """Orthonormal bases of the columns of (b, n, r) matrices, n >= r, by Householder QR, R's diagonal >= 0.
 

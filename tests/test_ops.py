@@ -356,6 +356,44 @@ def test_products(framework: str) -> None:
             assert product.shape == (*batch, 5, 4) and norm(product - a @ b) <= 1e-6 * norm(product) + 1e-6
 
 
+@every_framework
+@pytest.mark.parametrize("transpose", [False, True])
+def test_a_product_of_a_matrix_that_stands_in_a_bucket(transpose: bool, framework: str) -> None:
+    ops, bucket = ops_of(framework), random_values(50)
+    basis = random_values((5 if transpose else 6) * 3, 1).reshape(-1, 3)
+    matrix = bucket[7:37].reshape(5, 6)
+    product = ops.to_numpy(ops.project(ops.from_numpy(bucket), 7, (5, 6), ops.from_numpy(basis), transpose))
+    assert np.allclose(product, (matrix.T if transpose else matrix) @ basis, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("shape", [(513, 600), (600, 513), (2, 200_000), (200_000, 2), (1, 300_000)])
+def test_a_vector_is_added_up_while_it_is_multiplied(shape: tuple[int, int], transpose: bool) -> None:
+    """PyTorch adds up blocks of rows, whatever is left over, and multiplies each; the sum is as if added up before."""
+    need("torch")
+    from hvdplus.adapters.torch.joint import Joint
+
+    ops, size = ops_of("torch"), math.prod(shape)
+    first, second, basis = (
+        ops.from_numpy(random_values(count, seed))
+        for seed, count in enumerate((size + 20, size + 20, 2 * shape[0 if transpose else 1]))
+    )
+    parts = [part.clone() for part in first.split([5, size, 15])]
+    whole = first.new_full((size + 20,), math.nan)
+    joint = Joint(parts, second, 0.5, whole)
+    product = ops.project(joint, 5, shape, basis.view(-1, 2), transpose)
+    expected = first + 0.5 * second
+    matrix = expected[5 : size + 5].view(shape)
+    assert (product - ops.matmul(matrix, basis.view(-1, 2), transpose)).norm() <= 1e-5 * product.norm()
+    assert whole[5 : size + 5].equal(expected[5 : size + 5])
+    assert whole[:5].isnan().all() and whole[size + 5 :].isnan().all(), "nobody has read them"
+    assert joint[1:3].equal(expected[1:3]) and whole[:5].equal(expected[:5]) and whole[size + 5 :].isnan().all()
+    for part in parts[:2]:
+        part.zero_()  # they have been read
+    again = ops.project(joint, 5, shape, basis.view(-1, 2), transpose)
+    assert (again - product).norm() <= 1e-5 * product.norm() and joint[:].equal(expected)
+
+
 def test_products_have_full_precision_whatever_the_script_has_chosen() -> None:
     torch = need("torch")
     from hvdplus.adapters.torch import private

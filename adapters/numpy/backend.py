@@ -84,10 +84,13 @@ class NumpyBackend:
         divisor: float,
         residual: np.ndarray | None = None,
         share: float = 1.0,
-    ) -> None:
+        *,
+        as_read: bool = False,
+    ) -> np.ndarray:
         out[:] = np.concatenate(parts) / out.dtype.type(divisor)
         if residual is not None:
             out += residual * out.dtype.type(share)
+        return out
 
     def summable(self, bucket: Bucket, dtype: str) -> list[np.ndarray]:
         return [self._flat(i).astype(dtype).reshape(self.shapes[i]) for i in bucket.parameters]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
@@ -43,6 +44,11 @@ class NumpyOps:
 
     def matmul(self, a: np.ndarray, b: np.ndarray, transpose_a: bool = False) -> np.ndarray:
         return np.matmul(a.swapaxes(-1, -2) if transpose_a else a, b)
+
+    def project(
+        self, bucket: np.ndarray, start: int, shape: tuple[int, int], basis: np.ndarray, transpose: bool = False
+    ) -> np.ndarray:
+        return self.matmul(bucket[start : start + math.prod(shape)].reshape(shape), basis, transpose)
 
     def orthonormal(self, columns: np.ndarray) -> np.ndarray:
         q, r = np.linalg.qr(columns)

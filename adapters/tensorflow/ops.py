@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
@@ -59,6 +60,11 @@ class TensorFlowOps:
 
     def matmul(self, a: tf.Tensor, b: tf.Tensor, transpose_a: bool = False) -> tf.Tensor:
         return tf.matmul(a, b, transpose_a=transpose_a)
+
+    def project(
+        self, bucket: tf.Tensor, start: int, shape: tuple[int, int], basis: tf.Tensor, transpose: bool = False
+    ) -> tf.Tensor:
+        return self.matmul(tf.reshape(bucket[start : start + math.prod(shape)], shape), basis, transpose)
 
     def orthonormal(self, columns: tf.Tensor) -> tf.Tensor:
         q, r = tf.linalg.qr(columns)

@@ -11,14 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from hvdplus.adapters.torch import private
+from hvdplus.adapters.torch.joint import Joint
 from hvdplus.adapters.torch.memory import alone_in_memory
 from hvdplus.adapters.torch.ops import make_ops
+from hvdplus.adapters.torch.packing import CHUNK
 from hvdplus.adapters.torch.stream import choose_each, found_on, stream_meter
 from hvdplus.control.meter import StepMeter
 from hvdplus.exchange.backend import Found, look
@@ -94,19 +96,19 @@ class TorchBackend:
         divisor: float,
         residual: torch.Tensor | None = None,
         share: float = 1.0,
-    ) -> None:
+        *,
+        as_read: bool = False,
+    ) -> torch.Tensor:
         alike = all(part.dtype == out.dtype for part in parts)
         if residual is not None and self.on_host and divisor == 1 and alike:  # memory is written once
-            lengths = [part.numel() for part in parts]
-            held, places = torch.split(residual, lengths), torch.split(out, lengths)
-            for part, left, place in zip(parts, held, places, strict=True):
-                torch.add(part, left, alpha=share, out=place)
-            return
+            joint = Joint(parts, residual, share, out)
+            return cast(torch.Tensor, joint) if as_read and len(out) > CHUNK else joint[:]
         torch.cat(list(parts), out=out)
         if divisor != 1:
             out.mul_(1 / divisor)
         if residual is not None:
             out.add_(residual, alpha=share)
+        return out
 
     def summable(self, bucket: Bucket, dtype: str) -> list[torch.Tensor]:
         arrays = []

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from itertools import accumulate, pairwise
+from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
 from hvdplus.adapters.torch import private
+from hvdplus.adapters.torch.joint import Joint
 from hvdplus.adapters.torch.memory import Pool
 from hvdplus.adapters.torch.packing import CHUNK, SAFE, DeviceRounding, PackingOps
 from hvdplus.compression.hashing import uniform
@@ -28,9 +30,10 @@ FAINT = 1e-15
 
 HAIR = 1e-6
 MKL: bool = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
-BLOCK_ROWS, BLOCK_RANKS, BLOCK_SIZE = 16, range(2, 17), CHUNK // 4
-"""A product is computed in so many rows at a time on the CPU, if it has so many columns to multiply, and more elements
-than this for each. MKL takes up to twice as long for the whole of it, and less for others (``benchmarks/NOTES.md``)."""
+BLOCK_ROWS, BLOCK_RANKS, BLOCK_SIZE = (16, 12), range(2, 17), CHUNK // 4
+"""A product is computed in so many rows at a time on the CPU (the second: where it is added to a matrix), if it has so
+many columns to multiply, and more elements than this for each. MKL takes up to twice as long for the whole of it, and
+less for others (``benchmarks/NOTES.md``)."""
 
 
 class TorchOps(PackingOps):
@@ -125,7 +128,8 @@ class TorchOps(PackingOps):
             else:
                 torch.mul(piece, scale, out=part)
 
-    def subtract(self, values: torch.Tensor, pieces: Sequence[Piece[torch.Tensor]]) -> torch.Tensor:
+    def subtract(self, values: torch.Tensor | Joint, pieces: Sequence[Piece[torch.Tensor]]) -> torch.Tensor:
+        values = values[:]
         if any(_shares(part, values) for piece in pieces for part in _tensors(piece)):
             return values - self.assemble(pieces)
         with private.full_precision():
@@ -153,24 +157,42 @@ class TorchOps(PackingOps):
         """``beta`` times the matrix, plus ``alpha`` times the product, in place."""
         left, right = product.left, product.right.t()
         large = len(right) in BLOCK_RANKS and matrix.numel() > BLOCK_SIZE * len(right)
-        blocks = len(matrix) // BLOCK_ROWS if large and self._on_host and MKL else 0
-        done = blocks * BLOCK_ROWS
+        rows = BLOCK_ROWS[beta]
+        blocks = len(matrix) // rows if large and self._on_host and MKL else 0
+        done = blocks * rows
         if blocks:
-            those = matrix[:done].view(blocks, BLOCK_ROWS, -1)
-            lefts = left[:done].view(blocks, BLOCK_ROWS, -1)
+            those = matrix[:done].view(blocks, rows, -1)
+            lefts = left[:done].view(blocks, rows, -1)
             torch.baddbmm(those, lefts, right.expand(blocks, *right.shape), alpha=alpha, beta=beta, out=those)
         if done < len(matrix):
             torch.addmm(matrix[done:], left[done:], right, alpha=alpha, beta=beta, out=matrix[done:])
 
+    def project(
+        self,
+        bucket: torch.Tensor | Joint,
+        start: int,
+        shape: tuple[int, int],
+        basis: torch.Tensor,
+        transpose: bool = False,
+    ) -> torch.Tensor:
+        if isinstance(bucket, Joint):
+            with self._without_autocast(), private.full_precision():
+                product = bucket.project(start, shape, basis, transpose)
+            if product is not None:
+                return product
+        return self.matmul(bucket[start : start + prod(shape)].view(shape), basis, transpose)
+
     def matmul(self, a: torch.Tensor, b: torch.Tensor, transpose_a: bool = False) -> torch.Tensor:
-        kind = self._device.type
-        # A script may call step() inside of autocast.
-        wide = torch.autocast(kind, enabled=False) if private.autocasts(kind) else nullcontext()
-        with wide, private.full_precision():
+        with self._without_autocast(), private.full_precision():
             a = a.mT if transpose_a else a
             if self._on_host:  # this way round is faster, by half where a basis has eight columns
                 return torch.matmul(b.mT, a.mT).mT
             return torch.matmul(a, b)
+
+    def _without_autocast(self) -> AbstractContextManager[Any]:
+        kind = self._device.type
+        # A script may call step() inside of autocast.
+        return torch.autocast(kind, enabled=False) if private.autocasts(kind) else nullcontext()
 
     def orthonormal(self, columns: torch.Tensor) -> torch.Tensor:
         with private.full_precision():

@@ -115,8 +115,14 @@ class Backend(Protocol[EagerArray]):
         divisor: float,
         residual: EagerArray | None = None,
         share: float = 1.0,
-    ) -> None:
-        """``out = parts / divisor + share * residual``: the parts end to end, converted to the type of ``out``."""
+        *,
+        as_read: bool = False,
+    ) -> EagerArray:
+        """``out = parts / divisor + share * residual``: the parts end to end, converted to the type of ``out``.
+
+        Returns ``out``, or if asked to what serves compressors as such and is added up ``as_read``: see
+        ``Compressor.reads_by_tensor``.
+        """
 
     def summable(self, bucket: Bucket, dtype: str) -> list[EagerArray]:
         """This rank's gradients for sums in place: contiguous arrays of ``dtype`` whose memory nobody else reads."""

@@ -74,12 +74,13 @@ def _send_parts(x: EagerExchange[EagerArray], state: BucketState[EagerArray], pa
 
 
 def _pack(x: EagerExchange[EagerArray], state: BucketState[EagerArray], parts: Sequence[EagerArray]) -> EagerArray:
-    """The bucket's vector: its gradients, and a share of the residual."""
+    """The bucket's vector: its gradients, and a share of the residual. What is encoded tensor by tensor may be added up
+    no sooner."""
     fraction, flat = x.plan.flush_fraction, vector(x, state)
     # Residuals are in units of the unscaled loss, and so are sent values at levels that keep residuals or contexts.
     share = fraction * (x.loss_scale / x.sent_scale)
-    x.backend.join(parts, flat, x.sent_scale, state.residual if fraction else None, share)
-    return flat
+    as_read = not x.two_level and x.compressor(state.bucket, x.plan.level).reads_by_tensor
+    return x.backend.join(parts, flat, x.sent_scale, state.residual if fraction else None, share, as_read=as_read)
 
 
 def _send_vector(x: EagerExchange[EagerArray], state: BucketState[EagerArray], vector: EagerArray) -> None:
@@ -90,10 +91,11 @@ def _send_vector(x: EagerExchange[EagerArray], state: BucketState[EagerArray], v
         def learn(total: EagerArray) -> None:
             with x.backend.named("hvdplus.decode"):
                 state.asked, state.taught = True, compressor.learn(x.ops, ctx, total)
-            _send_vector(x, state, vector)
+            _send_vector(x, state, whole)
 
         with x.backend.named("hvdplus.encode"):
             told = compressor.ask(x.ops, ctx, vector)
+            whole = vector[:]  # added up before the script may change a gradient
         _teach(x, state, told, f"{x.tensor_name(state)}.ask", learn)
         return
     if ctx.side < compressor.passes - 1:
@@ -102,9 +104,11 @@ def _send_vector(x: EagerExchange[EagerArray], state: BucketState[EagerArray], v
             with x.backend.named("hvdplus.decode"):
                 state.taught = compressor.advance(x.ops, ctx, total)._replace(side=ctx.side + 1)
             state.asked = False
-            _send_vector(x, state, vector)
+            _send_vector(x, state, whole)
 
-        _teach(x, state, _encode(x, state, compressor, ctx, vector), x.tensor_name(state), go_on)
+        payload = _encode(x, state, compressor, ctx, vector)
+        whole = vector[:]  # added up before the script may change a gradient
+        _teach(x, state, payload, x.tensor_name(state), go_on)
         return
     check = x.checks and state.bucket.compressible
     fraction = x.plan.flush_fraction

@@ -130,7 +130,17 @@ def test_none_is_stock_horovod():
 
 @pytest.mark.parametrize("level", few(*SOME, once=LEVELS, sizes=(1, 2, 4)))
 def test_agrees_with_numpy(level):
-    params = parameters()
+    agrees_with_numpy(level, SHAPES)
+
+
+@pytest.mark.parametrize("level", few("lowrank:2", once=["powersgd:2+fp16", "lowrank:2+int8", "topk:0.1"]))
+def test_agrees_with_numpy_where_gradients_do_not_fit_into_the_cache(level):
+    """Those of a matrix join their residual no sooner than they are multiplied, beside others that do not."""
+    agrees_with_numpy(level, ((20, 30), (40, 10), (10, 40), (600, 500), (50,)))
+
+
+def agrees_with_numpy(level, shapes):
+    params = parameters(shapes)
     optimizer = plain(params, level)
     reference = Reference(level, optimizer._exchange.buckets, SIZE)
     if SIZE == 1 and level == "none":
@@ -138,9 +148,9 @@ def test_agrees_with_numpy(level):
     for step in range(6):
         before = [p.detach().clone() for p in params]
         optimizer.zero_grad()
-        backward(params, gradients(step, RANK))
+        backward(params, gradients(step, RANK, shapes))
         optimizer.step()
-        expected = reference.step([gradients(step, rank) for rank in range(SIZE)])
+        expected = reference.step([gradients(step, rank, shapes) for rank in range(SIZE)])
         for p, old, mean in zip(params, before, expected, strict=True):
             scale = np.abs(mean).max()
             # fp16 sums round once a hop of the ring, and what follows from them is a factor of the next pass.
