@@ -54,7 +54,7 @@ def test_four_at_most(tried: list[list[int]], count: int) -> None:
 
 
 def test_small_buckets_stand_for_nothing_and_huge_ones_are_shortened(tried: list[list[int]]) -> None:
-    buckets = cut([(3000, 1000), (8,), (1200, 1000), (128, 100), (20, 20)])
+    buckets = cut([(8,), (3000, 1000), (1200, 1000), (128, 100), (20, 20)])
     (seconds,) = codec_seconds(NumpyOps(), buckets, LADDER[1:2], Local())
     assert tried == [[1_200_000, 2_097_000]], "the last parameter has the first bucket"
     assert seconds == pytest.approx(1e-3 * sum(spec.size for spec in buckets))

@@ -178,7 +178,7 @@ def test_no_framework_is_imported(argv: tuple[str, ...]) -> None:
 
 # -- plan --------------------------------------------------------------------------------------------------------------
 
-MODEL = ("--shape", "4096x1024", "--shape", "1024", "--shape", "3x3x64x128", "--shape", "15x17")
+MODEL = ("--shape", "1024", "--shape", "3x3x64x128", "--shape", "15x17", "--shape", "4096x1024")
 """A matrix that fills a bucket of its own, and in a second one a vector, a convolution and a tensor of 255 elements."""
 CONVOLUTION, WHOLE = 3 * 3 * 64 * 128, 1024 + 15 * 17
 ELEMENTS = MATRIX + CONVOLUTION + WHOLE

@@ -23,6 +23,9 @@ NARROW = ("float16", "bfloat16")
 """Types of half the width of float32."""
 TINY = 256
 """Tensors of fewer elements are never compressed."""
+LEAST = 1 / 16
+"""Of a full bucket: what is less waits for the next parameter, however large that is. A sum more takes longer than so
+few bytes."""
 
 
 class Bucket(NamedTuple):
@@ -76,7 +79,8 @@ def make_buckets(
 ) -> tuple[Bucket, ...]:
     """Cut the parameters (given first to last) into buckets of at most ``bucket_bytes``.
 
-    A larger parameter has a bucket of its own. The result depends on the arguments alone and so is equal on all ranks.
+    A larger parameter has a bucket to itself, but for what came before it and is too little for a bucket (``LEAST``).
+    The result depends on the arguments alone and so is equal on all ranks.
 
     Args:
         tapering: make buckets smaller towards the end, because no computation hides the last one.
@@ -100,7 +104,8 @@ def make_buckets(
         if i in apart:
             continue
         dtype = dtypes[i]
-        if dtype in open_parameters and open_bytes[dtype] + sizes[i] > limit:
+        little = not tapering and open_bytes.get(dtype, 0) < LEAST * limit
+        if dtype in open_parameters and open_bytes[dtype] + sizes[i] > limit and not little:
             close(dtype, open_parameters.pop(dtype))
         if dtype not in open_parameters:
             open_bytes[dtype] = 0
