@@ -142,7 +142,7 @@ class Chain(Piecewise):
         outer, inner = self._outer(ctx), self._inner(ctx)
         between = self.first.encode(ops, outer, grad, residual)
         payload = self.second.encode(ops, inner, between)
-        finite = self.is_finite(ops, grad, payload)
+        finite = self.second.is_finite(ops, between, payload)
         overflow = self.first.overflows(ops, outer, grad, between) | self.second.overflows(ops, inner, between, payload)
         return Sent(payload, self.remain(ops, ctx, grad, payload), finite, overflow)
 

@@ -154,8 +154,8 @@ class Compressor(ABC):
 
     @property
     def reads_by_tensor(self) -> bool:
-        """Whether ``encode`` and ``send`` do no more with ``grad`` than slice it and hand it to ``ops.project`` and
-        ``ops.subtract``. Then it may be an object of the adapter's, which is added up as it is read."""
+        """Whether no method does more with ``grad`` than slice it, and hand it to ``ops.project`` and ``ops.subtract``.
+        Then it may be an object of the adapter's, which is added up as it is read. Subclasses that do more say no."""
         return False
 
     @property

@@ -394,6 +394,26 @@ def test_a_vector_is_added_up_while_it_is_multiplied(shape: tuple[int, int], tra
     assert (again - product).norm() <= 1e-5 * product.norm() and joint[:].equal(expected)
 
 
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40))))
+@examples(60)
+def test_what_is_read_of_a_vector_is_added_up_once(lengths: list[int], stretches: list[tuple[int, int]]) -> None:
+    torch = need("torch")
+    from hvdplus.adapters.torch.joint import Joint
+
+    one, other = (torch.from_numpy(random_values(sum(lengths), seed)) for seed in range(2))
+    parts = list(one.clone().split(lengths))
+    joint = Joint(parts, other, -0.25, torch.full_like(one, math.nan))
+    expected = one - 0.25 * other
+    for start, stop in stretches:
+        assert joint[start:stop].equal(expected[start:stop])
+        first = 0
+        for part in parts:
+            if first < stop and start < first + len(part):
+                part.fill_(math.nan)  # as it has been read
+            first += len(part)
+    assert joint[:].equal(expected)
+
+
 def test_products_have_full_precision_whatever_the_script_has_chosen() -> None:
     torch = need("torch")
     from hvdplus.adapters.torch import private

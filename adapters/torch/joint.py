@@ -7,45 +7,52 @@ still in the cache.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import TypeAlias
 
 import torch
 
 from hvdplus.adapters.torch.packing import CHUNK
 
+Addends: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
 
 class Joint:
-    """Gradients plus a share of the residual: 1-D, float32, on the CPU. What is read of it is added up by then."""
+    """Gradients plus a share of the residual, 1-D, on the CPU. A tensor's stretch is added up when it is first read."""
 
     def __init__(
         self, parts: Sequence[torch.Tensor], residual: torch.Tensor, share: float, whole: torch.Tensor
     ) -> None:
-        """``parts``: 1-D, float32. ``whole``: where the sum is put."""
+        """``parts``: 1-D. ``whole``: where the sum is put. All of one type."""
         lengths = [part.numel() for part in parts]
-        starts = accumulate(lengths, initial=0)
         addends = zip(parts, torch.split(residual, lengths), torch.split(whole, lengths), strict=True)
         self._share, self._whole = share, whole
-        self._open = dict(zip(starts, addends, strict=False))
-        """Of tensors that are not added up, by their start: gradient, residual, sum."""
+        self._ends = list(accumulate(lengths))
+        self._open: list[Addends | None] = list(addends)
+        """Of every tensor: gradient, residual, sum; None: it is added up."""
 
     def __getitem__(self, place: slice) -> torch.Tensor:
         """A stretch of the sum."""
         start, stop, _ = place.indices(len(self._whole))
-        for first, (part, left, out) in list(self._open.items()):
-            if first < stop and start < first + len(part):
+        for i in range(bisect_right(self._ends, start), min(bisect_left(self._ends, stop) + 1, len(self._ends))):
+            addends, self._open[i] = self._open[i], None
+            if addends is not None:
+                part, left, out = addends
                 torch.add(part, left, alpha=self._share, out=out)
-                del self._open[first]
         return self._whole[start:stop]
 
     def project(self, start: int, shape: tuple[int, int], basis: torch.Tensor, transpose: bool) -> torch.Tensor | None:
-        """``Ops.project`` of a matrix, if that is what stands there and is not added up: it is by then, in blocks of
-        rows. None: it is added up, or so small that it stays in the cache."""
-        count = math.prod(shape)
-        if count <= CHUNK or start not in self._open or len(self._open[start][0]) != count:
+        """``Ops.project`` of the matrix at ``start``, added up in blocks of rows. None: it fits into the cache, is
+        added up already, or is no whole tensor."""
+        count, i = math.prod(shape), bisect_right(self._ends, start)
+        addends = self._open[i] if count > CHUNK else None
+        if addends is None or (self._ends[i], len(addends[0])) != (start + count, count):
             return None
+        self._open[i] = None
         rows = max(1, CHUNK // shape[1])
-        blocks = zip(*(torch.split(each.view(shape), rows) for each in self._open.pop(start)), strict=True)
+        blocks = zip(*(torch.split(each.view(shape), rows) for each in addends), strict=True)
         sums = (torch.add(part, left, alpha=self._share, out=out) for part, left, out in blocks)
         if transpose:
             product = basis.new_zeros(basis.shape[1], shape[1])

@@ -30,8 +30,8 @@ FAINT = 1e-15
 
 HAIR = 1e-6
 MKL: bool = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
-BLOCK_ROWS, BLOCK_RANKS, BLOCK_SIZE = (16, 12), range(2, 17), CHUNK // 4
-"""A product is computed in so many rows at a time on the CPU (the second: where it is added to a matrix), if it has so
+BLOCK_ROWS, BLOCK_RANKS, BLOCK_SIZE = {0: 16, 1: 12}, range(2, 17), CHUNK // 4
+"""A product is computed in so many rows at a time on the CPU (0: it is written, 1: added to a matrix), if it has so
 many columns to multiply, and more elements than this for each. MKL takes up to twice as long for the whole of it, and
 less for others (``benchmarks/NOTES.md``)."""
 

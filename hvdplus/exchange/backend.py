@@ -120,7 +120,7 @@ class Backend(Protocol[EagerArray]):
     ) -> EagerArray:
         """``out = parts / divisor + share * residual``: the parts end to end, converted to the type of ``out``.
 
-        Returns ``out``, or if asked to what serves compressors as such and is added up ``as_read``: see
+        Returns ``out``; with ``as_read`` perhaps an object that is added up as a compressor reads it: see
         ``Compressor.reads_by_tensor``.
         """
 

@@ -74,8 +74,8 @@ def _send_parts(x: EagerExchange[EagerArray], state: BucketState[EagerArray], pa
 
 
 def _pack(x: EagerExchange[EagerArray], state: BucketState[EagerArray], parts: Sequence[EagerArray]) -> EagerArray:
-    """The bucket's vector: its gradients, and a share of the residual. What is encoded tensor by tensor may be added up
-    no sooner."""
+    """The bucket's vector: its gradients, and a share of the residual. Compressors that read tensor by tensor have them
+    added up as they read."""
     fraction, flat = x.plan.flush_fraction, vector(x, state)
     # Residuals are in units of the unscaled loss, and so are sent values at levels that keep residuals or contexts.
     share = fraction * (x.loss_scale / x.sent_scale)
@@ -94,8 +94,7 @@ def _send_vector(x: EagerExchange[EagerArray], state: BucketState[EagerArray], v
             _send_vector(x, state, whole)
 
         with x.backend.named("hvdplus.encode"):
-            told = compressor.ask(x.ops, ctx, vector)
-            whole = vector[:]  # added up before the script may change a gradient
+            told, whole = compressor.ask(x.ops, ctx, vector), _whole(vector)
         _teach(x, state, told, f"{x.tensor_name(state)}.ask", learn)
         return
     if ctx.side < compressor.passes - 1:
@@ -106,8 +105,7 @@ def _send_vector(x: EagerExchange[EagerArray], state: BucketState[EagerArray], v
             state.asked = False
             _send_vector(x, state, whole)
 
-        payload = _encode(x, state, compressor, ctx, vector)
-        whole = vector[:]  # added up before the script may change a gradient
+        payload, whole = _encode(x, state, compressor, ctx, vector), _whole(vector)
         _teach(x, state, payload, x.tensor_name(state), go_on)
         return
     check = x.checks and state.bucket.compressible
@@ -125,6 +123,11 @@ def _send_vector(x: EagerExchange[EagerArray], state: BucketState[EagerArray], v
         out = send_bucket(x.ops, compressor, ctx, vector, residual, fraction, check)
     state.payload, state.pending, state.finite, state.overflow = out
     _start(x, state)
+
+
+def _whole(vector: EagerArray) -> EagerArray:
+    """The vector, added up before the script may change a gradient."""
+    return vector[:]
 
 
 def _teach(
