@@ -23,9 +23,9 @@ NARROW = ("float16", "bfloat16")
 """Types of half the width of float32."""
 TINY = 256
 """Tensors of fewer elements are never compressed."""
-LEAST = 1 / 16
-"""Of a full bucket: what is less waits for the next parameter, however large that is. A sum more takes longer than so
-few bytes."""
+LEAST = 1 / 64
+"""Of a full bucket: what is less waits for the next parameter, however large that is. A sum more takes as long as
+128 kB at 1 Gb/s."""
 
 
 class Bucket(NamedTuple):
@@ -104,8 +104,8 @@ def make_buckets(
         if i in apart:
             continue
         dtype = dtypes[i]
-        little = not tapering and open_bytes.get(dtype, 0) < LEAST * limit
-        if dtype in open_parameters and open_bytes[dtype] + sizes[i] > limit and not little:
+        full = dtype in open_parameters and open_bytes[dtype] + sizes[i] > limit
+        if full and (tapering or open_bytes[dtype] >= LEAST * limit):
             close(dtype, open_parameters.pop(dtype))
         if dtype not in open_parameters:
             open_bytes[dtype] = 0
