@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 from frameworks import present
 
+# PyTorch with CUDA brings Triton, and a process that has loaded TensorFlow crashes when it loads that.
+with contextlib.suppress(ImportError):
+    import triton  # noqa: F401
+
 # At the end, as the folder also holds names that others use (codecs).
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
