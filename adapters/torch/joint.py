@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import torch
 
+from hvdplus.adapters.torch import private
 from hvdplus.adapters.torch.packing import CHUNK
 
 Addends: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -54,12 +55,12 @@ class Joint:
         rows = max(1, CHUNK // shape[1])
         blocks = zip(*(torch.split(each.view(shape), rows) for each in addends), strict=True)
         sums = (torch.add(part, left, alpha=self._share, out=out) for part, left, out in blocks)
-        if transpose:
-            product = basis.new_zeros(basis.shape[1], shape[1])
-            for block, own in zip(sums, torch.split(basis, rows), strict=True):
-                product.addmm_(own.t(), block)
-        else:
-            product = basis.new_empty(basis.shape[1], shape[0])
-            for block, own in zip(sums, torch.split(product, rows, dim=1), strict=True):
-                torch.mm(basis.t(), block.t(), out=own)
+        product = basis.new_zeros(basis.shape[1], shape[1 if transpose else 0])
+        with private.without_autocast("cpu"), private.full_precision():
+            if transpose:
+                for block, own in zip(sums, torch.split(basis, rows), strict=True):
+                    product.addmm_(own.t(), block)
+            else:
+                for block, own in zip(sums, torch.split(product, rows, dim=1), strict=True):
+                    torch.mm(basis.t(), block.t(), out=own)
         return product.t()

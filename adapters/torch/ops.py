@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from itertools import accumulate, pairwise
 from math import prod
@@ -175,24 +174,17 @@ class TorchOps(PackingOps):
         basis: torch.Tensor,
         transpose: bool = False,
     ) -> torch.Tensor:
-        if isinstance(bucket, Joint):
-            with self._without_autocast(), private.full_precision():
-                product = bucket.project(start, shape, basis, transpose)
-            if product is not None:
-                return product
-        return self.matmul(bucket[start : start + prod(shape)].view(shape), basis, transpose)
+        product = bucket.project(start, shape, basis, transpose) if isinstance(bucket, Joint) else None
+        if product is None:
+            product = self.matmul(bucket[start : start + prod(shape)].view(shape), basis, transpose)
+        return product
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor, transpose_a: bool = False) -> torch.Tensor:
-        with self._without_autocast(), private.full_precision():
+        with private.without_autocast(self._device.type), private.full_precision():
             a = a.mT if transpose_a else a
             if self._on_host:  # this way round is faster, by half where a basis has eight columns
                 return torch.matmul(b.mT, a.mT).mT
             return torch.matmul(a, b)
-
-    def _without_autocast(self) -> AbstractContextManager[Any]:
-        kind = self._device.type
-        # A script may call step() inside of autocast.
-        return torch.autocast(kind, enabled=False) if private.autocasts(kind) else nullcontext()
 
     def orthonormal(self, columns: torch.Tensor) -> torch.Tensor:
         with private.full_precision():

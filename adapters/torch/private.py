@@ -52,6 +52,11 @@ def autocasts(kind: str) -> bool:
         return False
 
 
+def without_autocast(kind: str) -> AbstractContextManager[Any]:
+    """Operations in their arrays' own types, though a script may call ``step()`` inside of autocast."""
+    return torch.autocast(kind, enabled=False) if autocasts(kind) else _AS_IT_IS
+
+
 def copy_each(into: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     """Copy tensor by tensor, in one call."""
     if len(into) > 1 and _copy_each is not None:
