@@ -870,7 +870,7 @@ def keep(measured: Measured, name: str) -> None:
     }
     (folder / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
     if measured.cells:
-        draw_cells(measured.cells, folder / f"{name}-cells.png")
+        draw_cells(measured.cells, folder / f"{name.removesuffix('-cells')}-cells.png")
     if measured.races:
         draw_races(measured.races, folder / f"{name}-races.png")
 
