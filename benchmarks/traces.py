@@ -75,6 +75,11 @@ class Trace:
     noise: ClassVar[SimpleNamespace] = SimpleNamespace(wire=0.0)
     """None is added."""
 
+    @property
+    def model(self) -> str:
+        """Its name."""
+        return self.name.partition("-")[0]
+
     def rewound(self) -> Trace:
         """The same from the beginning."""
         return replace(self, _time=[])
@@ -132,7 +137,7 @@ def in_training(trace: Trace, model: Trace | None = None) -> list[Trace]:
 
 def _readings(trace: Trace) -> dict[str, list[tuple[int, float]]]:
     """(step, error) of the levels that were recorded in trainings of the trace's model."""
-    path = FOLDER / f"{trace.name.split('-')[0]}-{ERRORS}.json"
+    path = FOLDER / f"{trace.model}-{ERRORS}.json"
     return json.loads(path.read_text())["readings"] if path.exists() else {}
 
 
