@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib import import_module
-from itertools import product
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -195,6 +195,15 @@ MOVING = "errors that move"
 CODECS_SCATTER = 0.2
 """Standard deviation of the logarithm of what a level's codec is said to take alone. (0.12 to 0.13 of one level over
 another in eight calibrations on two cores that were idle otherwise, 0.17 to 0.28 while levels did not take turns.)"""
+
+
+def another_link(pair: tuple[Trace, Trace]) -> At:
+    """The link of a trace becomes that of another one of its model at step 200."""
+    before, after = (trace.rewound() for trace in pair)
+    after = replace(after, costs=before.costs, errors=before.errors, previews=before.previews)
+    return lambda step: before if step < 200 else after
+
+
 Scenario = tuple[Sequence[Any], int, Callable[[Any], At]]
 """Jobs, steps of each, how they change."""
 
@@ -203,9 +212,10 @@ def scenarios(count: int, seed: int = 0) -> dict[str, Scenario]:
     """Name -> scenario."""
     calm, found = some_jobs(count, NOISES["jitter"], seed=6 + seed), traces()
     moving = [trace for trace in found if moves(trace)]
-    models = {trace.name.partition("-")[0]: trace for trace in moving}.values()
+    models = {trace.model: trace for trace in moving}.values()
     moved = [*product(moving, models, FIRST)]
     random.Random(seed).shuffle(moved)
+    pairs = [(a, b) for a, b in permutations(found, 2) if (a.model, a.names) == (b.model, b.names)]
     recorded = (found * count)[: max(count, len(found))]
 
     return {
@@ -217,6 +227,7 @@ def scenarios(count: int, seed: int = 0) -> dict[str, Scenario]:
         "link 4 x slower": (calm, 600, link_times(0.25)),
         "traces": (recorded, 500, steady),
         "codecs misjudged": ([misjudged(trace, number + seed) for number, trace in enumerate(recorded)], 500, steady),
+        "another recorded link": ((pairs * count)[:count], 400, another_link),
         MOVING: ((moved * count)[: 3 * count], TRAINING_STEPS - max(FIRST), in_training_from),
         "machine in phases": (some_jobs(count, NOISES["jitter"], seed=7 + seed), 700, phases),
     }

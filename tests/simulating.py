@@ -78,6 +78,8 @@ class Job:
     """Bytes of a sounding that the link carries at any speed."""
     wait: float = 0.0
     """Seconds until a sounding begins."""
+    lag: float = 0.0
+    """Seconds of a step's communication in which ranks wait for each other, and no link carries anything."""
     before: float = 1.0
     """Seconds of sums before training, as a multiple of what they take within."""
     ranks: int = 2
@@ -114,7 +116,7 @@ class Job:
 
     def exposed(self, level: int) -> float:
         wire = self.wire(level)
-        return max(wire / self.messages, wire - self.overlap * (self.compute + self.slow_rank))
+        return self.lag + max(wire / self.messages, wire - self.overlap * (self.compute + self.slow_rank))
 
     def probe(self, size: int) -> float:
         """A sum that nothing else goes along with."""
@@ -146,8 +148,8 @@ class Job:
         busy[0] += self.slow_rank
         last = max(busy)  # all leave the exchange together: who computed less waits longer
         exposed = max(wire / self.messages, wire - self.overlap * last)
-        codec = self.codec[level]
-        return [StepTimes(last + codec + exposed, codec, exposed + last - own, 0.0, wire - exposed) for own in busy]
+        codec, hidden, exposed = self.codec[level], wire - exposed, exposed + self.lag
+        return [StepTimes(last + codec + exposed, codec, exposed + last - own, 0.0, hidden) for own in busy]
 
 
 def _shaken(dice: random.Random, deviation: float) -> float:

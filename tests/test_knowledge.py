@@ -405,6 +405,18 @@ def test_a_step_that_waits_for_its_last_bucket_alone_says_nothing_of_what_comput
         assert knowledge.hiding.bound == bound
 
 
+def test_what_the_running_level_takes_beside_a_probe_is_its_own() -> None:
+    """The link is faster than its few bytes let think, so that levels of many bytes are cheaper, and it is not."""
+    knowledge, told = ran(with_probes(80.0), 2, 80.0), []
+    before = knowledge.seconds(2)
+    for _ in range(4):
+        told.append(knowledge.see_probe(2, 1_000_000, 1e-4 + 1e-3))
+        assert ran(knowledge, 2, 80.0).seconds(2) == pytest.approx(before, rel=0.01)
+    assert told[0] and not told[-1], "the link is another once"
+    assert knowledge.link.beta == pytest.approx(1e-9, rel=0.2)
+    assert knowledge.seconds(0) < 0.05 + 2e-9 * COSTS[0].payload_bytes
+
+
 @pytest.mark.parametrize("bent", [0.4, 2.5])
 def test_a_level_off_the_line_says_as_much_of_the_link_as_one_on_it(bent: float) -> None:
     """Its seconds and their scatter, both as far off, are the same news."""

@@ -191,16 +191,16 @@ class Controller:
         if self._age == settles + 1:
             self._window = []
         self._window.append(times)
-        if seen.probe_bytes and seen.times.probe:
-            self._known.see_sum(seen.probe_bytes, seen.times.probe)
-            step = self._known.seconds(self.level)
-            self._exploring.probed(seen.times.probe, config.explore, step=step, age=self._age)
+        if seen.probe_bytes and seen.times.probe and level in self._known.levels:
+            another = self._known.see_probe(level, seen.probe_bytes, seen.times.probe)
+            self._exploring.probed(seen.times.probe, config.explore, step=self._known.seconds(level), again=another)
         return self._after_block(block_of(self._window)) if self._block_is_full() else None
 
     def probe_bytes(self) -> int:
         """Bytes by which the coming step shall probe the link's bandwidth, or 0."""
-        link, rests = self._known.link.link, self.mode is Mode.HOLD and self._age >= self._exploring.probe_after
-        if not (rests and self.level and link.beta and self.config.explore):
+        link, rests = self._known.link.link, self.mode is Mode.HOLD and self._age > self.config.settle_steps
+        hides = self.costs[self.level].keeps_residual  # sums of the others show the link
+        if not (rests and hides and link.beta and self.config.explore) or self._exploring.until_probe:
             return 0
         size = link.probe_size(self._known.seconds(self.level), self.costs[0].payload_bytes)
         if 2 * size < self.costs[self.level].payload_bytes:  # which shows as much
@@ -328,7 +328,6 @@ class Controller:
                 error, share = self._known.error(self.level).mean, self._known.share(self.level)
                 self._carried = reached(error, self._age, self._carried, share)
             self._age = 0
-            self._exploring.level_changed()
         self.mode, self.level, self._window, self._doubt = mode, level, [], False
         return Decision(level, why, self._known.evidence(self.names, self._usable()))
 

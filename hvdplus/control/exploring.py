@@ -12,7 +12,7 @@ from hvdplus.control.blocks import Block
 from hvdplus.control.meter import StepTimes
 
 PROBE_STEPS = 40
-"""Least steps between two bandwidth probes."""
+"""Least steps between two bandwidth probes, unless one says that the link is another."""
 PROBES = 0.5
 """What probes may take, as a share of the time for exploring."""
 HORIZON = 0.25
@@ -27,8 +27,8 @@ class Exploring:
     """Seconds of all observed steps."""
     spent: float = 0.0
     """Seconds that trials and probes took beyond the level held."""
-    probe_after: int = PROBE_STEPS
-    """Steps after a change of level from which the next probe may come."""
+    until_probe: int = PROBE_STEPS
+    """Steps until the next probe may come."""
 
     @property
     def horizon(self) -> float:
@@ -39,6 +39,7 @@ class Exploring:
         """A step was observed, perhaps with a probe or a preview."""
         self.elapsed += times.step
         self.spent += times.probe
+        self.until_probe = max(0, self.until_probe - 1)
 
     def see_trial(self, times: StepTimes, held: Block) -> None:
         """It ran at the level that is tried. ``times``: without the probe; ``held``: the held level's last block."""
@@ -54,11 +55,7 @@ class Exploring:
         """Whether one probe fits into what probes may take of this share of the time."""
         return seconds <= PROBES * share * self.elapsed
 
-    def probed(self, seconds: float, share: float, *, step: float, age: int) -> None:
-        """A probe took so long beside steps of ``step`` seconds, ``age`` steps after a change of level."""
-        if share:  # a log may be replayed with none
-            self.probe_after = age + max(PROBE_STEPS, math.ceil(seconds / (PROBES * share * step)))
-
-    def level_changed(self) -> None:
-        """Count steps anew."""
-        self.probe_after = PROBE_STEPS
+    def probed(self, seconds: float, share: float, *, step: float, again: bool) -> None:
+        """A probe took so long beside steps of ``step`` seconds. ``again``: another is due at once."""
+        if share and not again:  # a log may be replayed with none
+            self.until_probe = max(PROBE_STEPS, math.ceil(seconds / (PROBES * share * step)))

@@ -40,11 +40,11 @@ BENT, FIRST_BENT, MOST_BENT = 0.15, 0.5, 100.0
 """Standard deviation of a level's communication from the link's straight line, as a share of it; the same, at most, of
 the first level that runs, from what sums before training show; and the largest factor between them. Links carry little
 at any speed after a rest, and ranks that wait for each other are slower, five times where sums are small."""
+ANOTHER = 2.0
+"""Factor by which a probe changes what is known of seconds a byte, from which on the next one is due at once: it is of
+the size that tells most of the link as known."""
 BURST = 256e3
 """Bytes that a link may have carried at any speed, in the first level that runs."""
-MOST_PROBE_BENT = 5.0
-"""Largest factor by which a probe takes longer than the link's straight line says: one beyond it fell into a burst of
-others. (Links that carry the first bytes at any speed let one through in a fifteenth.)"""
 
 
 class Level(NamedTuple):
@@ -59,7 +59,7 @@ class Level(NamedTuple):
     exposed: float
     overlapped: float
     bent: float
-    """Seconds of communication over those of the link: no link is a straight line."""
+    """Seconds of communication over those of the link: no link is a straight line. 0: the link has changed since."""
     own: Guess
     """Logarithm of a step's seconds over those of the model."""
     steps: int
@@ -81,8 +81,6 @@ class Knowledge:
     delay_price: float
     """κ, at this time."""
     link: LinkEstimate = LinkEstimate()
-    probe_bent: float = 0.0
-    """``Level.bent`` of bandwidth probes; 0: none was seen."""
     pace: Guess = Guess(0.0, 0.0)
     """Logarithm of the computation's seconds over those at the beginning, whatever the level."""
     hiding: Hiding = field(default_factory=Hiding)
@@ -104,10 +102,11 @@ class Knowledge:
             noise = block.busy_variance / block.busy**2 + NOISE_FLOOR**2
             self.pace = self.pace.updated(math.log(block.busy / known.busy), noise)
         self._see_hiding(level, block)
-        before = {} if known else {other: (self._model(other), self._comm(other)) for other in self.levels}
+        others = {} if known and known.bent else self.levels
+        before = {other: (self._model(other), self._comm(other)) for other in others if other != level}
         # What runs behind the computation may wait for other ranks: so much of it says little of the link.
         doubt = block.comm_variance + (OVERLAP_ERROR * block.overlapped) ** 2
-        if known:  # only what a level takes beside what it took says that the link has changed
+        if known and known.bent:  # only what a level takes beside what it took says that the link has changed
             bent = known.bent
             self.link = self.link.older(aged).updated(self.costs[level], block.comm / bent, doubt / bent**2)
         else:
@@ -122,6 +121,7 @@ class Knowledge:
         own = self.known_own(level) if known else Guess()
         measured = self.codec(level).mean if flushes else block.codec / pace
         known = known or Level(block.busy / pace, measured, 0.0, 0.0, 0.0, bent, own, self.steps, 0.0)
+        known = known._replace(bent=bent)
         codec = known.codec + 0.3 * (measured - known.codec)
         self.levels[level] = known._replace(
             codec=codec, step=block.step, exposed=block.exposed, overlapped=block.overlapped
@@ -164,23 +164,27 @@ class Knowledge:
             variance = self._doubt(level, other, step) + self.known_own(other).variance + MODEL_ERROR**2
         return Guess(math.log(step / self.seconds(other)), variance)
 
-    def see_sum(self, size: int, seconds: float, *, first: bool = False) -> None:
-        """Take in what a sum of ``size`` bytes took that nothing else went along with. ``first``: before any step.
+    def see_probe(self, running: int, size: int, seconds: float) -> bool:
+        """Take in what a sum of ``size`` bytes took that nothing else went along with, beside a level that is known.
 
-        Later ones follow a step's own sums, and only what they take beside the first such one tells of the link.
+        Returns whether the link is another. Then what the level ``running`` takes beside it has to show once more: few
+        bytes mostly wait for other ranks.
         """
-        cost, doubt = LevelCost.of_sum(size), (MODEL_ERROR * seconds) ** 2
-        if first:
-            self.link = self.link.updated(cost, seconds, doubt, same=True)
-        elif self.probe_bent:
-            self.link = self.link.updated(cost, seconds / self.probe_bent, doubt / self.probe_bent**2)
-        else:
-            self.probe_bent = min(self._bent(cost, seconds), MOST_PROBE_BENT)
+        beta = self.link.beta
+        self._see_sum(size, seconds)
+        another = not beta / ANOTHER <= self.link.beta <= beta * ANOTHER
+        if another:
+            self.levels[running] = self.levels[running]._replace(bent=0.0)
+        return another
+
+    def _see_sum(self, size: int, seconds: float, *, same: bool = False) -> None:
+        """``same``: see ``LinkEstimate.updated``."""
+        self.link = self.link.updated(LevelCost.of_sum(size), seconds, (MODEL_ERROR * seconds) ** 2, same=same)
 
     def begin(self, sums: Sequence[tuple[int, float]]) -> None:
         """Before any step: take in what sums of so many bytes took, so many seconds."""
         for size, seconds in sums:
-            self.see_sum(size, seconds, first=True)
+            self._see_sum(size, seconds, same=True)
         alpha, beta, aa, ab, bb = self.link
         aa, bb = aa + (WAIT_ERROR * alpha) ** 2, WITHIN**2 * bb + (WAIT_ERROR * beta) ** 2
         self.link = LinkEstimate(alpha, WITHIN * beta, aa, WITHIN * ab, bb)
@@ -315,7 +319,7 @@ class Knowledge:
 
     def _own_bent(self, level: int) -> float:
         """``Level.bent``, as far as it was measured."""
-        return self.levels[level].bent if level in self.levels else 1.0
+        return self.levels[level].bent or 1.0 if level in self.levels else 1.0
 
     def _bent(self, cost: LevelCost, comm: float) -> float:
         """``Level.bent`` of one whose communication takes ``comm`` seconds."""
@@ -329,11 +333,10 @@ def plausible(known: Knowledge, blocks: Sequence[Block]) -> bool:
     variances = [link.aa, link.bb, pace.variance, *(each.own.variance for each in levels)]
     variances += [each.doubt for each in levels]
     seconds = [*(each.busy for each in levels), *(each.step for each in levels)]
-    seconds += [each.bent for each in levels]
     for block in blocks:
         variances += [block.step_variance, block.busy_variance, block.rest_variance, block.comm_variance]
         seconds += [block.step, block.busy]
-    rest = [known.probe_bent, link.alpha, link.beta, known.hiding.share]
+    rest = [*(each.bent for each in levels), link.alpha, link.beta, known.hiding.share]
     rest += [*(each.codec for each in levels), *(block.rest for block in blocks)]
     logarithms = [abs(pace.mean), *(abs(each.own.mean) for each in levels)]
     fits = known.errors.are_plausible() and max(logarithms) < 50
