@@ -191,7 +191,7 @@ def in_training_from(job: tuple[Trace, Trace, int]) -> At:
     return lambda step: steps[first + step]
 
 
-MOVING = "errors that move"
+MOVING, ANOTHER_LINK = "errors that move", "another recorded link"
 CODECS_SCATTER = 0.2
 """Standard deviation of the logarithm of what a level's codec is said to take alone. (0.12 to 0.13 of one level over
 another in eight calibrations on two cores that were idle otherwise, 0.17 to 0.28 while levels did not take turns.)"""
@@ -227,7 +227,7 @@ def scenarios(count: int, seed: int = 0) -> dict[str, Scenario]:
         "link 4 x slower": (calm, 600, link_times(0.25)),
         "traces": (recorded, 500, steady),
         "codecs misjudged": ([misjudged(trace, number + seed) for number, trace in enumerate(recorded)], 500, steady),
-        "another recorded link": ((pairs * count)[:count], 400, another_link),
+        ANOTHER_LINK: ((pairs * count)[:count], 500, another_link),
         MOVING: ((moved * count)[: 3 * count], TRAINING_STEPS - max(FIRST), in_training_from),
         "machine in phases": (some_jobs(count, NOISES["jitter"], seed=7 + seed), 700, phases),
     }

@@ -7,6 +7,7 @@ from statistics import median
 
 import pytest
 from controllers import (
+    ANOTHER_LINK,
     MOVING,
     Delay,
     Outcome,
@@ -31,12 +32,23 @@ JOBS = 6
 OWN = f"{MOVING}, of the trace's own model from its beginning"
 
 
-@pytest.mark.parametrize("name", [*(name for name in scenarios(1) if name != MOVING), OWN])
+@pytest.mark.parametrize("name", [*(name for name in scenarios(1) if name not in (MOVING, ANOTHER_LINK)), OWN])
 def test_the_controller_ends_near_the_best_level_and_wastes_little(name: str) -> None:
-    """At most one job ends over 5 % dearer than the best, all steps are within 2 % at the median, changes are rare."""
+    """At most one job of six ends over 5 % dearer than the best, all steps are within 2 % at the median, changes are
+    rare."""
     own = [each for each in traces() if moves(each)], TRAINING_STEPS, lambda trace: in_training(trace).__getitem__
     drawn, steps, changing = {**scenarios(JOBS, seed=1000), OWN: own}[name]
-    check([run(in_use, changing(job), steps, seed) for seed, job in enumerate(drawn)], off=1, typical=1.02)
+    outcomes = [run(in_use, changing(job), steps, seed) for seed, job in enumerate(drawn)]
+    check(outcomes, off=len(outcomes) // JOBS or 1, typical=1.02)
+
+
+def test_the_controller_follows_a_link_to_another_that_was_recorded() -> None:
+    """At most three of 22 jobs end over 5 % dearer. Where a link turns 30 times slower, a few dense steps cost most."""
+    drawn, steps, changing = scenarios(22, seed=1000)[ANOTHER_LINK]
+    outcomes = [run(in_use, changing(pair), steps, seed) for seed, pair in enumerate(drawn)]
+    assert sum(each.end > 1.05 for each in outcomes) <= 3 and max(each.end for each in outcomes) < 1.3
+    assert median(each.whole for each in outcomes) < 1.04 and sum(each.whole > 1.2 for each in outcomes) <= 2
+    assert max(each.against_dense for each in outcomes) < 1.1
 
 
 def check(outcomes: list[Outcome], *, off: int, typical: float) -> None:

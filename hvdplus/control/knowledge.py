@@ -59,7 +59,7 @@ class Level(NamedTuple):
     exposed: float
     overlapped: float
     bent: float
-    """Seconds of communication over those of the link: no link is a straight line. 0: the link has changed since."""
+    """Seconds of communication over those of the link: no link is a straight line. 0: the link is another since."""
     own: Guess
     """Logarithm of a step's seconds over those of the model."""
     steps: int
