@@ -244,6 +244,11 @@ def of_a_run(**fields: Any) -> Callable[[list[Record]], list[Record]]:
     return lambda records: [{**records[0], **fields}, *records[1:]]
 
 
+def resumed(**fields: Any) -> Callable[[list[Record]], list[Record]]:
+    """After the first steps a checkpoint was loaded, of a controller that knew ``fields``."""
+    return lambda records: [*records[:3], {"kind": "resume", "step": 50, "level": "none", "controller": fields}, *records[3:]]
+
+
 OTHER_RUN = "only the log of a run at compression auto, by this version"
 
 
@@ -255,8 +260,9 @@ OTHER_RUN = "only the log of a run at compression auto, by this version"
         (without("trace"), "the log holds no step to decide from"),
         (of_a_run(limits=None), OTHER_RUN),
         (of_a_run(limits={}), OTHER_RUN),
+        (resumed(level=0, probe_bent=1.0), "a checkpoint of another version of hvdplus, or is damaged: .* is missing"),
     ],
-    ids=["empty", "no run", "no trace", "fixed level", "no limits"],
+    ids=["empty", "no run", "no trace", "fixed level", "no limits", "another version"],
 )
 def test_a_log_that_lacks_something_says_what_can_be_replayed(
     spoil: Callable[[list[Record]], list[Record]], message: str, tmp_path: Path

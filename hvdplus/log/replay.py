@@ -29,7 +29,7 @@ def replay(records: Sequence[Record], **limits: float) -> tuple[tuple[str, ...],
         limits: fields of ``Config`` to change; without any, decisions come out as in the run.
 
     Raises:
-        ValueError: the log holds no limits or no traces, which a replay needs.
+        ValueError: the log holds no limits or no traces, which a replay needs, or it is of another version.
     """
     check_not_empty(records)
     run = run_of(records)
@@ -51,8 +51,7 @@ def replay(records: Sequence[Record], **limits: float) -> tuple[tuple[str, ...],
         elif record["kind"] == "preview":
             controller.foresee({names.index(level): error for level, error in record["errors"].items()})
         elif record["kind"] == "resume":
-            if record["controller"]:
-                controller.recall(record["controller"])
+            _go_on_from(record, controller)
         elif record["kind"] == "trace":
             for level, *micros, error, norm, learning_rate, probe_bytes, flushes in record["steps"]:
                 times = StepTimes(*(value / 1e6 for value in micros))
@@ -63,6 +62,17 @@ def replay(records: Sequence[Record], **limits: float) -> tuple[tuple[str, ...],
                 if decision:
                     decisions.append(Replayed(before, decision))
     return names, decisions
+
+
+def _go_on_from(record: Record, controller: Controller) -> None:
+    """What the controller knew when a checkpoint was loaded; nothing for a fixed level."""
+    if not record["controller"]:
+        return
+    try:
+        controller.recall(record["controller"])
+    except ValueError as error:
+        message = "the log goes on from a checkpoint of another version of hvdplus, or is damaged: in its controller "
+        raise ValueError(message + str(error)) from None
 
 
 def costs_of(record: Record) -> tuple[LevelCost, ...]:
