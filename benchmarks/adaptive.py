@@ -1,6 +1,6 @@
 """Is ``auto`` what it promises to be? Measured on hosts with real bandwidth limits, against everybody else.
 
-    python benchmarks/adaptive.py --quick       some cells, fewer repeats, races of one seed: 15 minutes
+    python benchmarks/adaptive.py --quick       some cells, fewer repeats, races of one seed: 18 minutes
     python benchmarks/adaptive.py               all of it, for hours; writes benchmarks/results/
     python benchmarks/adaptive.py --hosts 4     only what is measured on so many hosts
     python benchmarks/adaptive.py --only race   only a part of it; parts, too, leave files of their own in results/
@@ -583,24 +583,23 @@ TRAINED = {
     False: ("horovod", "alone", *POWERSGD),
 }
 """Of the quick and of the full run; beside them the levels of the ladder that keep a residual."""
+LOSSY = tuple(f"level {level}" for level in Settings().ladder if parse(level).keeps_residual)
+"""Levels that learn otherwise than dense."""
 GRANTED = ("horovod fp16", "ddp", "ddp fp16", "level fp16")
 """Choices that only round: they are granted the curve of fp32."""
 
 
-def race(
-    ranks: Ranks, model: str, rates: Sequence[str], seeds: Sequence[int], trained: Sequence[str]
-) -> Iterator[Race]:
-    """Time to fixed losses, everything included, and the loss after all steps.
+def race(ranks: Ranks, races: Sequence[Race], seeds: Iterable[int], trained: Sequence[str]) -> None:
+    """Time to fixed losses, everything included, and the loss after all steps; ``races``: of one model, a rate each.
 
     What a fixed choice learns in a step does not depend on the link: its curve is that of a training without limits,
     at the step time that it has at each rate. ``auto`` depends, and trains at each rate; in between, all along its
     training, the others' steps are measured, so that all are timed while the machine is as fast or as slow as it is for
     ``auto``.
     """
-    steps, targets = COURSES[model]
-    trained = (*trained, *(f"level {level}" for level in Settings().ladder if parse(level).keeps_residual))
+    model = races[0].model
+    steps, trained = COURSES[model][0], (*trained, *LOSSY)
     people = (*trained, *GRANTED)
-    races = [Race(model, rate, targets, {who: [] for who in ("auto", *people)}) for rate in rates]
     for seed in seeds:
         ranks.model(name=model, seed=seed)
         ranks.lab.shape(UNSHAPED)
@@ -626,7 +625,6 @@ def race(
                 f"step: {', '.join(levels)}); the others' steps: "
                 + ", ".join(f"{who} {statistics.mean(mine.beside[who]) * 1e3:.1f} ms" for who in people)
             )
-    yield from races
 
 
 class Training(NamedTuple):
@@ -767,7 +765,7 @@ class Measured:
     changes: list[Cell] = field(default_factory=list)
     races: list[Race] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
-    """But those about cells."""
+    """But those about cells and races."""
 
 
 PARTS = ("cells", "changes", "slow", "race")
@@ -808,7 +806,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measure(measured, options.quick, chosen, parts, races, options.rounds, seeds)
         whole = True
     finally:  # what a run of hours has measured is there whatever ended it
-        for verdict in [*judge_cells(measured.cells, measured.changes), *measured.verdicts]:
+        measured.races = [run for run in measured.races if run.curves["auto"]]
+        raced = [verdict for run in measured.races for verdict in judge_race(run, RACES[run.rate])]
+        for verdict in [*judge_cells(measured.cells, measured.changes), *measured.verdicts, *raced]:
             say(str(verdict))
         say(f"{time.monotonic() - began:.0f} s")
         if not options.quick:
@@ -851,10 +851,11 @@ def measure(
                 measured.verdicts.append(slow_rank(ranks))
             if "race" in mine:
                 rates = list(RACES)[: 2 if quick else None]
+                people = ("auto", *TRAINED[quick], *LOSSY, *GRANTED)
                 for model in races:
-                    for run in race(ranks, model, rates, range(seeds), TRAINED[quick]):
-                        measured.races.append(run)
-                        measured.verdicts += judge_race(run, RACES[run.rate])
+                    runs = [Race(model, rate, COURSES[model][1], {who: [] for who in people}) for rate in rates]
+                    measured.races += runs
+                    race(ranks, runs, range(seeds), TRAINED[quick])
 
 
 def keep(measured: Measured, name: str) -> None:

@@ -246,7 +246,11 @@ def of_a_run(**fields: Any) -> Callable[[list[Record]], list[Record]]:
 
 def resumed(**fields: Any) -> Callable[[list[Record]], list[Record]]:
     """After the first steps a checkpoint was loaded, of a controller that knew ``fields``."""
-    return lambda records: [*records[:3], {"kind": "resume", "step": 50, "level": "none", "controller": fields}, *records[3:]]
+    return lambda records: [
+        *records[:3],
+        {"kind": "resume", "step": 50, "level": "none", "controller": fields},
+        *records[3:],
+    ]
 
 
 OTHER_RUN = "only the log of a run at compression auto, by this version"
