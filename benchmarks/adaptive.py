@@ -589,7 +589,7 @@ GRANTED = ("horovod fp16", "ddp", "ddp fp16", "level fp16")
 """Choices that only round: they are granted the curve of fp32."""
 
 
-def race(ranks: Ranks, races: Sequence[Race], seeds: Iterable[int], trained: Sequence[str]) -> None:
+def race(ranks: Ranks, races: Sequence[Race], seeds: Iterable[int]) -> None:
     """Time to fixed losses, everything included, and the loss after all steps; ``races``: of one model, a rate each.
 
     What a fixed choice learns in a step does not depend on the link: its curve is that of a training without limits,
@@ -597,9 +597,8 @@ def race(ranks: Ranks, races: Sequence[Race], seeds: Iterable[int], trained: Seq
     training, the others' steps are measured, so that all are timed while the machine is as fast or as slow as it is for
     ``auto``.
     """
-    model = races[0].model
-    steps, trained = COURSES[model][0], (*trained, *LOSSY)
-    people = (*trained, *GRANTED)
+    model, people = races[0].model, [who for who in races[0].curves if who != "auto"]
+    steps, trained = COURSES[model][0], [who for who in people if who not in GRANTED]
     for seed in seeds:
         ranks.model(name=model, seed=seed)
         ranks.lab.shape(UNSHAPED)
@@ -855,7 +854,7 @@ def measure(
                 for model in races:
                     runs = [Race(model, rate, COURSES[model][1], {who: [] for who in people}) for rate in rates]
                     measured.races += runs
-                    race(ranks, runs, range(seeds), TRAINED[quick])
+                    race(ranks, runs, range(seeds))
 
 
 def keep(measured: Measured, name: str) -> None:

@@ -121,10 +121,9 @@ class Knowledge:
         own = self.known_own(level) if known else Guess()
         measured = self.codec(level).mean if flushes else block.codec / pace
         known = known or Level(block.busy / pace, measured, 0.0, 0.0, 0.0, bent, own, self.steps, 0.0)
-        known = known._replace(bent=bent)
         codec = known.codec + 0.3 * (measured - known.codec)
         self.levels[level] = known._replace(
-            codec=codec, step=block.step, exposed=block.exposed, overlapped=block.overlapped
+            codec=codec, step=block.step, exposed=block.exposed, overlapped=block.overlapped, bent=bent
         )
         self._measured(level, own.updated(math.log(block.step) - self._model(level), block.step_variance))
 
