@@ -33,6 +33,7 @@ PREVIEW_ERROR, PREVIEWS_APART = 0.5, 0.15
 """Standard deviations of the logarithm of the error that follows from a preview: common to levels of as many passes,
 as all are here, and of each by itself. (``benchmarks/previews.py``: five models, three levels of two passes, 0.5 and
 0.15.)"""
+PAUSE = 40.0
 ms = 1e-3
 
 
@@ -48,6 +49,9 @@ class Noise:
     """Share of steps that compute half as long again, and of those whose communication takes three times as long."""
     waves: float = 0.0
     """Of the wire, as it comes and goes over some ten steps."""
+    pauses: float = 0.0
+    """Share of steps before which the script validates or writes a checkpoint, and for as long as ``PAUSE`` steps
+    compute. The step after that computes half as long again, with others' data in the caches."""
 
 
 NOISES = {
@@ -55,6 +59,7 @@ NOISES = {
     "restless wire": Noise(compute=0.03, wire=0.2, rank=0.02),
     "odd steps": Noise(compute=0.03, wire=0.05, rank=0.01, odd=0.05),
     "waves": Noise(compute=0.03, wire=0.05, rank=0.01, waves=0.1),
+    "pauses": Noise(compute=0.03, wire=0.05, rank=0.01, pauses=0.04),
 }
 
 
@@ -144,12 +149,14 @@ class Job:
         if noise.odd:
             compute *= 1.5 if dice.random() < noise.odd else 1
             wire *= 3 if dice.random() < noise.odd else 1
+        pause = self.compute * PAUSE if noise.pauses and dice.random() < noise.pauses else 0.0
+        compute *= 1.5 if pause else 1
         busy = [compute * _shaken(dice, noise.rank) for _ in range(self.ranks)]
         busy[0] += self.slow_rank
         last = max(busy)  # all leave the exchange together: who computed less waits longer
         exposed = max(wire / self.messages, wire - self.overlap * last)
         codec, hidden, exposed = self.codec[level], wire - exposed, exposed + self.lag
-        return [StepTimes(last + codec + exposed, codec, exposed + last - own, 0.0, hidden) for own in busy]
+        return [StepTimes(pause + last + codec + exposed, codec, exposed + last - own, pause, hidden) for own in busy]
 
 
 def _shaken(dice: random.Random, deviation: float) -> float:

@@ -82,6 +82,17 @@ def test_a_block_holds_middle_values_of_steps_in_pairs() -> None:
     assert (waits.busy, waits.codec, waits.rest) == (1.25, 0.5, 0.75), "waiting for input counts as computation"
 
 
+@given(st.lists(st.floats(0.01, 1.0), min_size=3, max_size=12), st.data(), st.floats(0.0, 1000.0))
+def test_a_script_that_validates_before_a_step_does_not_change_its_block(
+    took: list[float], data: st.DataObject, seconds: float
+) -> None:
+    quiet = [StepTimes(each + 0.004, 0.2 * each, 0.3 * each, 0.004) for each in took]
+    place = data.draw(st.integers(0, len(took) - 1))
+    late = quiet[place]._replace(step=quiet[place].step + seconds, input_wait=0.004 + seconds)
+    found = block_of([*quiet[:place], late, *quiet[place + 1 :]])
+    assert [*found] == pytest.approx([*block_of(quiet)], rel=1e-6, abs=1e-9)
+
+
 @given(st.floats(0.01, 0.2), st.integers(0, 99))
 @examples(20)
 def test_a_block_knows_how_far_it_may_be_off(noise: float, seed: int) -> None:

@@ -67,8 +67,14 @@ def stdev(values: Sequence[float]) -> float:
     return math.dist(values, [middle] * len(values)) / math.sqrt(len(values) - 1)
 
 
+def usual(steps: Sequence[StepTimes], wait: float) -> list[StepTimes]:
+    """As if all had waited ``wait`` seconds for input: a script that validates before a step would at any level."""
+    return [each._replace(step=each.step - each.input_wait + wait, input_wait=wait) for each in steps]
+
+
 def block_of(steps: Sequence[StepTimes]) -> Block:
     """A block of steps. They count in pairs: a level of two sides sends more in one than in the other."""
+    steps = usual(steps, median(each.input_wait for each in steps))
 
     def pairs(values: Sequence[float]) -> list[float]:
         return [(a + b) / 2 for a, b in pairwise(values)] or list(values)

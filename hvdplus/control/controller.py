@@ -24,7 +24,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from hvdplus.control import untried
-from hvdplus.control.blocks import Block, Guess, block_of, noise_of
+from hvdplus.control.blocks import Block, Guess, block_of, noise_of, usual
 from hvdplus.control.config import Config
 from hvdplus.control.delay import reached
 from hvdplus.control.exploring import Exploring
@@ -226,7 +226,8 @@ class Controller:
         """Whether the trial's level is so much dearer already that the rest of its turn is not worth its time."""
         if self.mode is not Mode.TRIAL or self.level != self.challenger or len(self._window) < 3:
             return False
-        steps, held, prospects = [each.step for each in self._window], self._turns[-1][1], self._prospects
+        steps = [each.step for each in usual(self._window, min(each.input_wait for each in self._window))]
+        held, prospects = self._turns[-1][1], self._prospects
         extra = prospects.dearer(self.level) + prospects.need(self.level)
         count = prospects.turn if len(self._turns) > 1 else self.config.block_steps
         return hopeless(steps, held, extra, count, settled=settled)
