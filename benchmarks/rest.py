@@ -1,0 +1,110 @@
+"""Does ``auto`` rest where there is nothing to gain? Ranks of one host, in PyTorch and in Keras.
+
+    python benchmarks/rest.py             ten pairs of jobs each, 12 minutes; writes benchmarks/results/rest.txt
+    python benchmarks/rest.py --runs 2    fewer
+
+A job at ``auto`` and one at ``none`` take turns, each the whole of ``examples/pytorch_digits.py`` or
+``examples/keras_digits.py`` on two ranks. Counted are changes of the level held, trials not included; compared are the
+medians of all steps, so that trials and a start count where they are half of a job. Ratios are geometric means over the
+pairs with 95 % bounds from their spread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from itertools import groupby
+from pathlib import Path
+
+from adaptive import Verdict, machine, ratio
+
+from hvdplus.log.facts import Record, steps_in, weighted_median, windows_of
+from hvdplus.log.runlog import read
+
+HERE = Path(__file__).resolve().parent
+SCRIPTS = {"PyTorch": "pytorch_digits.py", "Keras": "keras_digits.py"}
+MOST_CHANGES, MOST_SECONDS = 2, 1.02
+JOB_SECONDS = 200
+TURN_STEPS = 50
+"""A level is held if it runs for longer than the turns of a trial do."""
+THREADS = {"OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
+"""A rank has a core."""
+
+
+def main() -> int:
+    """Run the jobs and judge them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=10, help="pairs of jobs of each framework (default: 10)")
+    runs = parser.parse_args().runs
+    lines = [machine()]
+    for framework, script in SCRIPTS.items():
+        lines += measure(framework, script, runs)
+    (HERE / "results" / "rest.txt").write_text("\n".join(lines) + "\n")
+    return 0
+
+
+def measure(framework: str, script: str, runs: int) -> list[str]:
+    """Lines on one framework."""
+    found: dict[str, list[float]] = {"auto": [], "none": []}
+    changes, lines = [], []
+    for run in range(runs):
+        order = ("auto", "none") if run % 2 else ("none", "auto")
+        logs = {level: job(script, level) for level in order}
+        for level, records in logs.items():
+            windows = windows_of(records)
+            found[level].append(weighted_median([each["step_ms"] for each in windows], list(map(steps_in, windows))))
+        held = levels_held(logs["auto"])
+        changes.append(len(held) - 1)
+        lines.append(
+            f"  {framework}, pair {run + 1}: held {', then '.join(held)}; auto {found['auto'][-1]:.2f} ms, none "
+            f"{found['none'][-1]:.2f} ms"
+        )
+        print(lines[-1], flush=True)
+    longer = ratio(found["auto"], found["none"])
+    verdicts = [
+        Verdict(
+            f"{framework}, one host: at most {MOST_CHANGES} changes a run of the level held for more than {TURN_STEPS} "
+            "steps",
+            max(changes) <= MOST_CHANGES,
+            f"{max(changes)} at most, {statistics.mean(changes):.1f} on average, in {runs} runs",
+        ),
+        Verdict(
+            f"{framework}, one host: the median step takes at most {MOST_SECONDS} x that of none",
+            longer.middle <= MOST_SECONDS,
+            str(longer),
+        ),
+    ]
+    lines += map(str, verdicts)
+    print(*verdicts, sep="\n", flush=True)
+    return lines
+
+
+def job(script: str, level: str) -> list[Record]:
+    """The run log of one training on two ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "run.jsonl"
+        subprocess.run(
+            ["mpirun", "-np", "2", "--bind-to", "none", sys.executable, script, "--compression", level],
+            env={**os.environ, **THREADS, "HVDPLUS_RUN_LOG": str(log)},
+            cwd=HERE.parent / "examples",
+            check=True,
+            capture_output=True,
+            timeout=JOB_SECONDS,
+        )
+        return read(log)
+
+
+def levels_held(records: list[Record]) -> list[str]:
+    """Levels that ran for longer than a trial's turns, one after the other."""
+    steps = [window["level"] for window in windows_of(records) for _ in range(steps_in(window))]
+    runs = [(level, len(list(those))) for level, those in groupby(steps)]
+    long = [level for level, count in runs if count > TURN_STEPS]
+    return [level for level, _ in groupby(long)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
