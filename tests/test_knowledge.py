@@ -263,12 +263,12 @@ def test_what_a_preview_shows_is_a_first_reading() -> None:
     )
     knowledge.errors.foresee(1, 0.0)
     assert knowledge.error(1).mean == LEAST_PREVIEW, "others' errors are held against it"
-    assert knowledge.may_pay(2, 0) and not knowledge.may_pay(0, 2)
+    assert knowledge.paying([0, 2], 0) == [2] and not knowledge.paying([0], 2)
     knowledge.link = knowledge.link._replace(beta=1e-12)
-    assert not knowledge.may_pay(2, 0), "its codec takes longer than the link"
+    assert not knowledge.paying([2], 0), "its codec takes longer than the link"
     for _ in range(10):
         knowledge.errors.learn(2, 10.0, 1000, held=False)
-    assert knowledge.may_pay(1, 2), "it takes longer, but what the level that runs holds back costs more"
+    assert knowledge.paying([1], 2), "it takes longer, but what the level that runs holds back costs more"
 
 
 def test_errors_of_levels_that_do_not_run_follow_that_of_the_level_held() -> None:

@@ -13,7 +13,7 @@ a factor of its own, which is remembered, and trusted less the older it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -193,14 +193,15 @@ class Knowledge:
         own = self._model(other) + self.levels[other].own.mean + ratio.mean - self._model(level)
         self._measured(level, Guess(own, ratio.variance))
 
-    def may_pay(self, level: int, running: int) -> bool:
-        """Whether a level would cost less than the one that runs, if it held nothing back, and were nothing hidden."""
+    def paying(self, levels: Iterable[int], running: int) -> list[int]:
+        """Those that would cost less than the level that runs, if they held nothing back, and were nothing hidden."""
         busy = self._busy(running) if self.levels else 0.0
 
         def seconds(level: int) -> float:
-            return self.codec(level).mean + self.link.link.seconds(self.costs[level])
+            return busy + self.codec(level).mean + self.link.link.seconds(self.costs[level])
 
-        return busy + seconds(level) < (busy + seconds(running)) * self.price(running)
+        most = seconds(running) * self.price(running)
+        return [level for level in levels if seconds(level) < most]
 
     def known_own(self, level: int) -> Guess:
         """``Level.own``, as much as it is worth today."""

@@ -21,6 +21,7 @@ from hvdplus.settings import Settings
 
 PREVIEWS = 2
 """Steps that may try a level, on average."""
+NO_STEP = -1, ()
 LOSS_SCALING = "loss scaling would mix the units of residual and gradient"
 
 
@@ -33,6 +34,8 @@ class Auto:
         self._probes: list[tuple[int, float]] = []
         """What sums took before training began: (bytes, seconds)."""
         self._previews_left = PREVIEWS * len(ladder.names)
+        self._unforeseen: tuple[int, tuple[int, ...]] = NO_STEP
+        """The first of two steps that try levels, and the levels."""
 
     @property
     def level(self) -> int:
@@ -62,9 +65,16 @@ class Auto:
             self._journal.write_trace(steps)
         return decision
 
-    def unforeseen(self) -> tuple[int, ...]:
-        """Levels to try in the coming step, see ``preview.py``."""
-        return self.controller.unforeseen() if self._previews_left else ()
+    def unforeseen(self, first: int) -> tuple[int, ...]:
+        """Levels to try in two steps, of which ``first`` is the number of the first, see ``preview.py``."""
+        if self._unforeseen[0] != first:
+            self._unforeseen = first, self.controller.unforeseen() if self._previews_left > 0 else ()
+        return self._unforeseen[1]
+
+    def recall(self, memory: Mapping[str, Any]) -> None:
+        """Go on with a controller's memory; the steps that come may have had their numbers before."""
+        self.controller.recall(memory)
+        self._unforeseen = NO_STEP
 
     def foresee(self, errors: Sequence[float], steps: int) -> None:
         """A preview: error of every level, see ``Preview.see``."""

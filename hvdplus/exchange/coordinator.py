@@ -118,11 +118,13 @@ class Coordinator:
         return self.auto is not None and self._measures_norms
 
     def unforeseen(self) -> tuple[int, ...]:
-        """Levels to try in the step that runs the present plan, see ``preview.py``. In two steps of five, as it takes
-        time to ask."""
-        if not (self.auto and self.previews) or self.steps % NORM_STEPS < NORM_STEPS - 2:
+        """Levels to try in the step that runs the present plan, see ``preview.py``: the same ones in two steps of five,
+        later of twenty, as it takes time to ask."""
+        every = NORM_STEPS if self.steps < REST_STEPS else REST_STEPS
+        place = self.steps % every - (every - 2)
+        if place < 0 or not (self.auto and self.previews) or self.schedule.transitional or self.plan.probe_bytes:
             return ()
-        return () if self.schedule.transitional or self.plan.probe_bytes else self.auto.unforeseen()
+        return self.auto.unforeseen(self.steps - place)
 
     def foresee(self, total: np.ndarray) -> None:
         """Take in what a preview has shown: every level's error (see ``Preview.see``), added up over ranks."""
@@ -162,7 +164,7 @@ class Coordinator:
         controller = None
         if self.auto:
             controller = asked_anew(state["controller"])
-            self.auto.controller.recall(controller)
+            self.auto.recall(controller)
         name = self.ladder.names[self.schedule.level]
         self.log.write("resume", step=self.steps, level=name, controller=controller)
         return True
