@@ -20,7 +20,7 @@ from hvdplus.control.controller import Controller, Decision, Mode, Observation
 from hvdplus.control.handling import PACKING
 from hvdplus.control.link import LevelCost
 from hvdplus.control.meter import StepTimes, reduce_times
-from hvdplus.control.probing import sizes
+from hvdplus.control.probing import sums
 
 NAMES = ("none", "fp16", "int8", "lowrank:16+fp16", "lowrank:8+fp16")
 ERRORS = (0.0, 0.0, 0.3, 0.45, 0.7)
@@ -113,7 +113,7 @@ class Job:
     @property
     def probes(self) -> tuple[tuple[int, float], ...]:
         """(bytes, seconds) of sums before training, without noise."""
-        return tuple((size, self.before * self.probe(size)) for size in sizes(self.costs[0].payload_bytes))
+        return tuple(sums(lambda size: self.before * self.probe(size), self.costs[0].payload_bytes))
 
     def wire(self, level: int) -> float:
         """All communication of a step, hidden or not."""

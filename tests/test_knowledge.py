@@ -33,7 +33,7 @@ from hvdplus.control.knowledge import DRIFT, WAIT_ERROR, WITHIN, Knowledge, plau
 from hvdplus.control.link import LevelCost
 from hvdplus.control.memory import from_plain, restore, to_plain
 from hvdplus.control.meter import StepTimes
-from hvdplus.control.probing import MOST, SMALL, sizes
+from hvdplus.control.probing import LARGER, LEAST, MOST, SHOWS, SMALL, sums
 
 thoroughly = examples(100)
 logarithms, variances = st.floats(-5, 5), st.floats(1e-6, 1.0)
@@ -532,8 +532,21 @@ def test_a_whole_number_may_stand_for_a_float() -> None:
     assert from_plain(float, 3) == 3 and from_plain(tuple[int, str], [1, "a"]) == (1, "a")
 
 
-@given(st.integers(0, 10**12))
+@given(st.integers(0, 10**12), st.floats(1e-5, 1e-2), st.floats(0.0, 1e-6))
 @thoroughly
-def test_sums_before_training_are_small_beside_a_step(dense_bytes: int) -> None:
-    small, large = sizes(dense_bytes)
-    assert small == SMALL <= large <= MOST and large % 4 == 0 and large <= max(64 << 10, 0.15 * dense_bytes)
+def test_sums_before_training_are_small_beside_a_step(dense_bytes: int, alpha: float, beta: float) -> None:
+    """Larger ones follow as long as their bytes do not show beside what every all-reduce takes."""
+    (small, least), (large, _), *larger = found = sums(lambda size: alpha + beta * size, dense_bytes)
+    assert small == SMALL <= large <= MOST and large % 4 == 0 and large <= max(LEAST, 0.15 * dense_bytes)
+    assert all(took <= SHOWS * least for _, took in found[1:-1])
+    assert found[-1][1] > SHOWS * least or found[-1][0] > min(dense_bytes, MOST) - 4
+    assert all(size % 4 == 0 and size <= dense_bytes and took <= LARGER * SHOWS * least for size, took in larger)
+
+
+@pytest.mark.parametrize(("alpha", "rate"), [(2e-3, 1.6e9), (1e-3, 1e9), (0.2e-3, 10e9)])
+def test_a_fast_link_is_not_taken_for_a_slow_one(alpha: float, rate: float) -> None:
+    """Horovod begins a sum every millisecond, so that a small and a large one may take as long as each other."""
+    dense_bytes = 605224
+    knowledge = Knowledge((), 0.25)
+    knowledge.begin(sums(lambda size: alpha + size / rate, dense_bytes))
+    assert knowledge.link.beta * dense_bytes < WITHIN * dense_bytes / rate + 0.3 * alpha

@@ -7,14 +7,14 @@ from typing import Any
 
 from hvdplus.adapters.numpy import NumpyOps
 from hvdplus.adapters.transports.in_process import run
-from hvdplus.control.probing import LARGE_RUNS, RUNS, probe, sizes
+from hvdplus.control.probing import LARGE_RUNS, RUNS, probe, sums
 
 DENSE_BYTES = 4 << 20
 
 
 def test_neither_a_link_that_has_rested_nor_a_busy_machine_counts() -> None:
     """The first large sum takes no time, the others 20 ms, on a machine that adds 40 ms to one of them."""
-    small, large = sizes(DENSE_BYTES)
+    small, large = (size for size, _ in sums(float, DENSE_BYTES))
     assert small < large and LARGE_RUNS * large <= 0.2 * DENSE_BYTES
     takes = {small: [0.001] * RUNS, large: [0.0, 0.06, 0.02]}
 

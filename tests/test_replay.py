@@ -21,7 +21,7 @@ from simulating import LOSSY, NAMES, NOISES, Job, jobs, ms
 
 from hvdplus.adapters.transports.local import Local
 from hvdplus.control.meter import StepTimes
-from hvdplus.control.probing import sizes
+from hvdplus.control.probing import sums
 from hvdplus.exchange.coordinator import Coordinator
 from hvdplus.exchange.plan import Ladder, Plan
 from hvdplus.log.facts import Record
@@ -52,7 +52,7 @@ class Run:
             log=RunLog(path),
         )
         if compression == "auto":
-            self.coordinator.begin([(size, job.probe(size)) for size in sizes(job.costs[0].payload_bytes)])
+            self.coordinator.begin(sums(job.probe, job.costs[0].payload_bytes))
         self.coordinator.describe_run(
             World(Local(), {"a": RANKS}, "ring", 0, ()), "torch", parameters=1000, gradient_bytes=4000
         )

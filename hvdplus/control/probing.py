@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from statistics import median
 
 import numpy as np
@@ -22,16 +23,28 @@ SMALL, LEAST, MOST = 4 << 10, 64 << 10, 1 << 20
 """Bytes. A small sum shows what every all-reduce takes, a large one (of so many bytes) what its bytes take."""
 SHARE = 0.06
 """What a large one sends within these limits, as a share of a dense step's bytes. All of them together: 0.2 steps."""
+SHOWS, LARGER = 1.5, 4
+"""Where a large sum takes less than so many times what a small one does, its bytes do not show: the next one has so
+many times as many, those of a dense step or ``MOST`` at most."""
 
 
-def sizes(dense_bytes: int) -> tuple[int, int]:
-    """Bytes of a small and a large sum, for a model whose dense steps send ``dense_bytes``."""
-    large = max(LEAST, min(MOST, int(SHARE * dense_bytes)))
-    return SMALL, large // 4 * 4
+def sums(seconds: Callable[[int], float], dense_bytes: int) -> list[tuple[int, float]]:
+    """(bytes, seconds) of a small sum and of large ones, for a model whose dense steps send ``dense_bytes``.
+
+    Args:
+        seconds: that a sum of so many bytes takes, equal on all ranks.
+    """
+    found = [(SMALL, seconds(SMALL))]
+    size, most = max(LEAST, min(MOST, int(SHARE * dense_bytes))) // 4 * 4, min(dense_bytes, MOST) // 4 * 4
+    while True:
+        found.append((size, seconds(size)))
+        if size >= most or found[-1][1] > SHOWS * found[0][1]:
+            return found
+        size = min(LARGER * size, most)
 
 
 def probe(ops: Ops[Array], transport: Transport, dense_bytes: int) -> list[tuple[int, float]]:
-    """(bytes, seconds on the slowest rank) of a sum of each size. All ranks call it at the same point."""
+    """``sums``, in seconds on the slowest rank. All ranks call it at the same point."""
 
     def seconds(size: int, run: int) -> float:
         array = ops.from_numpy(np.zeros(size // 4, np.float32))
@@ -42,10 +55,11 @@ def probe(ops: Ops[Array], transport: Transport, dense_bytes: int) -> list[tuple
         ops.to_numpy(ops.reshape(total, (-1,))[:1])  # waits for the device
         return time.perf_counter() - began
 
-    small, large = sizes(dense_bytes)
-    own = [
-        median(seconds(small, run) for run in range(RUNS)),
-        min([seconds(large, run) for run in range(LARGE_RUNS)][1:]),
-    ]
-    ranks = transport.gather_objects(own, "seconds of probes")
-    return [(size, max(same)) for size, *same in zip(sizes(dense_bytes), *ranks, strict=True)]
+    def agreed(size: int) -> float:
+        if size == SMALL:
+            own = median(seconds(size, run) for run in range(RUNS))
+        else:
+            own = min([seconds(size, run) for run in range(LARGE_RUNS)][1:])
+        return max(transport.gather_objects(own, "seconds of probes"))
+
+    return sums(agreed, dense_bytes)
