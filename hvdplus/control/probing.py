@@ -60,6 +60,7 @@ def probe(ops: Ops[Array], transport: Transport, dense_bytes: int) -> list[tuple
             own = median(seconds(size, run) for run in range(RUNS))
         else:
             own = min([seconds(size, run) for run in range(LARGE_RUNS)][1:])
-        return max(transport.gather_objects(own, "seconds of probes"))
+        slowest: float = max(transport.gather_objects(own, "seconds of probes"))
+        return slowest
 
     return sums(agreed, dense_bytes)
