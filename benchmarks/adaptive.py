@@ -1,6 +1,6 @@
 """Is ``auto`` what it promises to be? Measured on hosts with real bandwidth limits, against everybody else.
 
-    python benchmarks/adaptive.py --quick       some cells, fewer repeats, races of one seed: 18 minutes
+    python benchmarks/adaptive.py --quick       some cells, fewer repeats, shorter races of one seed: 15 minutes
     python benchmarks/adaptive.py               all of it, for hours; writes benchmarks/results/
     python benchmarks/adaptive.py --hosts 4     only what is measured on so many hosts
     python benchmarks/adaptive.py --only race   only a part of it; parts, too, leave files of their own in results/
@@ -548,6 +548,8 @@ class Race(NamedTuple):
 
     model: str
     rate: str
+    steps: int
+    """Of a training."""
     targets: tuple[float, ...]
     """Bits a character on the validation text."""
     curves: dict[str, list[Curve]]
@@ -572,6 +574,7 @@ RACES = {"1gbit": 1.1, "100mbit": 1.3, "50mbit": 1.3}
 LEVEL_LIMIT = 1.05
 """How many times as long as the best fixed level of its ladder ``auto`` may take."""
 COURSES = {"text": (700, (3.4, 3.2, 3.1, 3.0)), "bytes": (700, (3.8, 3.6, 3.5, 3.4))}
+QUICK_COURSES = {"text": (440, (3.4, 3.2)), "bytes": (440, (3.8, 3.6))}
 """Model -> steps, and bits a character to reach."""
 EVALUATE_STEPS = 20
 RACE_SECONDS, BESIDE = 0.2, 5
@@ -598,7 +601,7 @@ def race(ranks: Ranks, races: Sequence[Race], seeds: Iterable[int]) -> None:
     ``auto``.
     """
     model, people = races[0].model, [who for who in races[0].curves if who != "auto"]
-    steps, trained = COURSES[model][0], [who for who in people if who not in GRANTED]
+    steps, trained = races[0].steps, [who for who in people if who not in GRANTED]
     for seed in seeds:
         ranks.model(name=model, seed=seed)
         ranks.lab.shape(UNSHAPED)
@@ -852,7 +855,8 @@ def measure(
                 rates = list(RACES)[: 2 if quick else None]
                 people = ("auto", *TRAINED[quick], *LOSSY, *GRANTED)
                 for model in races:
-                    runs = [Race(model, rate, COURSES[model][1], {who: [] for who in people}) for rate in rates]
+                    course = (QUICK_COURSES if quick else COURSES)[model]
+                    runs = [Race(model, rate, *course, {who: [] for who in people}) for rate in rates]
                     measured.races += runs
                     race(ranks, runs, range(seeds))
 

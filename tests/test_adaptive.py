@@ -132,6 +132,7 @@ def test_a_race_is_judged_by_the_best_fixed_choice() -> None:
     run = Race(
         "text",
         "1gbit",
+        700,
         (3.0, 2.85),
         {
             "auto": curves(10, 2.80, 2.82),
