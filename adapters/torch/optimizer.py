@@ -412,11 +412,14 @@ class Distributed(torch.optim.Optimizer):
         return exchanged
 
     def _watch_input(self) -> None:
-        """From now until any module's next forward pass, this rank waits for input."""
+        """From now until any module's next forward pass that may be followed by a backward pass, this rank waits for
+        input: a script that validates before it trains on is waited for, too."""
 
         this = weakref.ref(self)  # PyTorch holds the hook, and would hold an optimizer that the script has dropped
 
         def began(module: torch.nn.Module, arguments: Any) -> None:
+            if not torch.is_grad_enabled():
+                return
             handle.remove()
             optimizer = this()
             if optimizer is not None:

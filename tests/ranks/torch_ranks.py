@@ -2044,6 +2044,28 @@ def test_run_log_tells_where_the_time_went(tmp_path, monkeypatch):
 
 
 @any_transport
+def test_a_script_that_validates_before_a_step_waits_for_input():
+    """So that no level is blamed for it; nor is any if a rank validates alone."""
+    net = model()
+    optimizer = wrapped(net, "fp16")
+    for step in range(6):
+        if step == 4 and RANK == 0:
+            with torch.no_grad():
+                for _ in range(3):
+                    net(batch(step)[0])
+                    time.sleep(0.1)
+        x, y = batch(step)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+        times = optimizer._exchange.meter.last
+        if step == 4:
+            assert times.step > 0.3 and times.compute < 0.1
+            assert (times.input_wait if RANK == 0 else times.exposed_comm) > 0.25
+    assert times.step < 0.2
+
+
+@any_transport
 def test_windows_are_told_as_they_are_written():
     net = model()
     optimizer = wrapped(net, "lowrank:2", settings={"window_steps": 4})
