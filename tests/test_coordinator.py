@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -499,6 +499,45 @@ def test_every_fifth_plan_is_to_measure_gradients(names: tuple[str, ...]) -> Non
         every = NORM_STEPS if coordinator.plan.flush_fraction else REST_STEPS
         assert every == (REST_STEPS if names in (("none",), ("fp16",), LADDER) else NORM_STEPS)
         assert asked == [wanted * (1 + number // NORM_STEPS) if number % every == 0 else 0 for number in range(41)]
+
+
+def test_levels_are_tried_in_two_steps_in_a_row_and_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every five steps at first, later in every twenty; a pair has no second step without a first one, and none once
+    errors are known, levels are forbidden or a checkpoint was loaded."""
+    asked: list[int] = []
+    coordinator = make(auto=True)
+    monkeypatch.setattr(Controller, "unforeseen", lambda _: asked.append(coordinator.steps) or (3, 4))
+    unknown = np.full(len(LADDER), math.nan)
+
+    def tried(count: int) -> list[int]:
+        at = []
+        for _ in range(count):
+            assert coordinator.unforeseen() in ((), (3, 4))
+            at += [coordinator.steps] * bool(coordinator.unforeseen())
+            if at[-1:] == [coordinator.steps]:
+                coordinator.foresee(unknown)
+            step(coordinator)
+        return at
+
+    coordinator.auto._previews_left = 12
+    assert tried(120) == [3, 4, 8, 9, 13, 14, 18, 19, 38, 39, 58, 59]
+    assert asked == [3, 8, 13, 18, 38, 58]
+    ends: tuple[Callable[[Coordinator], object], ...] = (
+        lambda coordinator: coordinator.foresee(np.full(len(LADDER), 0.5)),
+        lambda coordinator: coordinator.load(coordinator.state()),
+        lambda coordinator: coordinator.leave_out_residuals(),
+    )
+    for end in ends:
+        coordinator = make(auto=True)
+        steps(coordinator, 3)
+        assert coordinator.unforeseen() == (3, 4)
+        step(coordinator)
+        assert coordinator.unforeseen() == (3, 4)
+        end(coordinator)
+        assert coordinator.unforeseen() == (), end
+    coordinator = make(auto=True)
+    steps(coordinator, 4)
+    assert coordinator.unforeseen() == (), "its first step asked nobody"
 
 
 def test_measuring_norms_changes_nothing_else_about_a_plan() -> None:

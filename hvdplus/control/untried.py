@@ -35,7 +35,7 @@ def unforeseen(known: Knowledge, level: int, usable: Sequence[int]) -> tuple[int
         return ()
     lossy = [each for each in usable if known.costs[each].keeps_residual]
     unknown = [each for each in lossy if each != level and each not in known.errors.levels]
-    paying = known.paying(unknown, level)
+    paying = known.paying(unknown, level) if unknown else []
     return tuple(each for each in lossy if each in paying or (paying and each == level))
 
 

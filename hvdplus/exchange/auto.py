@@ -22,6 +22,7 @@ from hvdplus.settings import Settings
 PREVIEWS = 2
 """Steps that may try a level, on average."""
 NO_STEP = -1, ()
+"""No step tries levels."""
 LOSS_SCALING = "loss scaling would mix the units of residual and gradient"
 
 
@@ -65,11 +66,12 @@ class Auto:
             self._journal.write_trace(steps)
         return decision
 
-    def unforeseen(self, first: int) -> tuple[int, ...]:
-        """Levels to try in two steps, of which ``first`` is the number of the first, see ``preview.py``."""
-        if self._unforeseen[0] != first:
+    def unforeseen(self, step: int, first: int) -> tuple[int, ...]:
+        """Levels to try at ``step``, which is the ``first`` of two or the one after it, see ``preview.py``. The second
+        tries what the first did."""
+        if step == first != self._unforeseen[0]:
             self._unforeseen = first, self.controller.unforeseen() if self._previews_left > 0 else ()
-        return self._unforeseen[1]
+        return self._unforeseen[1] if self._unforeseen[0] == first else ()
 
     def recall(self, memory: Mapping[str, Any]) -> None:
         """Go on with a controller's memory; the steps that come may have had their numbers before."""
@@ -81,6 +83,7 @@ class Auto:
         self._previews_left -= 1
         known = {level: seven_digits(error) for level, error in enumerate(errors) if math.isfinite(error)}
         if known:
+            self._unforeseen = self._unforeseen[0], ()
             self._journal.write_trace(steps)
             shown = {self._names[level]: error for level, error in known.items()}
             self._journal.log.write("preview", step=steps, errors=shown)
@@ -91,6 +94,7 @@ class Auto:
         if self.controller.refused.get(level) == why:
             return False
         self._journal.write_trace(steps)
+        self._unforeseen = NO_STEP
         self._journal.log.write("forbid", step=steps, level=self._names[level], reason=why)
         self.controller.forbid(level, why)
         return True

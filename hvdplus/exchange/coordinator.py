@@ -31,7 +31,7 @@ from hvdplus.transport import World
 NORM_STEPS, REST_STEPS = 5, 20
 """Steps between two measurements of gradients and residuals, which cost passes over memory; and where a level holds
 nothing back, so that no error is read. Gradients that grow (``control/phases.py``) are noticed later there: within some
-60 steps, not 15."""
+60 steps, not 15. Levels are tried beside the training as often, at first and later."""
 ALONE = "one rank has nobody to send to"
 _open: weakref.WeakSet[Coordinator] = weakref.WeakSet()
 """Coordinators whose run logs are open."""
@@ -118,13 +118,13 @@ class Coordinator:
         return self.auto is not None and self._measures_norms
 
     def unforeseen(self) -> tuple[int, ...]:
-        """Levels to try in the step that runs the present plan, see ``preview.py``: the same ones in two steps of five,
-        later of twenty, as it takes time to ask."""
+        """Levels to try in the step that runs the present plan, see ``preview.py``: in two steps in a row of every
+        five, later of every twenty, as it takes time to ask."""
         every = NORM_STEPS if self.steps < REST_STEPS else REST_STEPS
         place = self.steps % every - (every - 2)
         if place < 0 or not (self.auto and self.previews) or self.schedule.transitional or self.plan.probe_bytes:
             return ()
-        return self.auto.unforeseen(self.steps - place)
+        return self.auto.unforeseen(self.steps, self.steps - place)
 
     def foresee(self, total: np.ndarray) -> None:
         """Take in what a preview has shown: every level's error (see ``Preview.see``), added up over ranks."""
