@@ -68,7 +68,7 @@ def stdev(values: Sequence[float]) -> float:
 
 
 def usual(steps: Sequence[StepTimes], wait: float) -> list[StepTimes]:
-    """As if all had waited ``wait`` seconds for input: a script that validates before a step would at any level."""
+    """As if each had waited ``wait`` seconds for input: a script that validates before a step does so at any level."""
     return [each._replace(step=each.step - each.input_wait + wait, input_wait=wait) for each in steps]
 
 

@@ -35,7 +35,7 @@ for bytes (0.6 to 1.7 times in the recorded traces)."""
 WAIT_ERROR = 0.5
 """Standard deviation of what an all-reduce takes within training, however small it is and a byte, as shares of what
 sums before training show. (Horovod begins one every millisecond; a sum by itself just misses one of these turns, or it
-does not.)"""
+does not: the large one, too, so that as much of a wait may be in what its bytes seem to take, or be missing there.)"""
 BENT, FIRST_BENT, MOST_BENT = 0.15, 0.5, 100.0
 """Standard deviation of a level's communication from the link's straight line, as a share of it; the same, at most, of
 the first level that runs, from what sums before training show; and the largest factor between them. Links carry little
@@ -185,7 +185,8 @@ class Knowledge:
         for size, seconds in sums:
             self._see_sum(size, seconds, same=True)
         alpha, beta, aa, ab, bb = self.link
-        aa, bb = aa + (WAIT_ERROR * alpha) ** 2, WITHIN**2 * bb + (WAIT_ERROR * beta) ** 2
+        wait, most = WAIT_ERROR * alpha, max((size for size, _ in sums), default=1)
+        aa, bb = aa + wait**2, WITHIN**2 * bb + (WAIT_ERROR * beta) ** 2 + (wait / most) ** 2
         self.link = LinkEstimate(alpha, WITHIN * beta, aa, WITHIN * ab, bb)
 
     def learn_ratio(self, level: int, other: int, ratio: Guess) -> None:

@@ -17,12 +17,13 @@ RUNS, STAGGER = 5, 0.0002
 Horovod begins sums in turns, one a millisecond, and what a sum takes depends on how long it waits for its turn. So
 there are several, spread over a turn, and the median counts: it is what every sum of a step has to expect."""
 LARGE_RUNS = 3
-"""Large sums. The first one does not count, as links may carry some 100 kB at any speed after a rest. Of the others the
-faster does: a busy machine adds milliseconds to a sum, which would become many times as many for a dense step."""
+"""Large sums of a size. The first one does not count, as links may carry some 100 kB at any speed after a rest. Of the
+others the faster does: a busy machine adds milliseconds to a sum, which would become many times as many for a dense
+step."""
 SMALL, LEAST, MOST = 4 << 10, 64 << 10, 1 << 20
 """Bytes. A small sum shows what every all-reduce takes, a large one (of so many bytes) what its bytes take."""
 SHARE = 0.06
-"""What a large one sends within these limits, as a share of a dense step's bytes. All of them together: 0.2 steps."""
+"""What the first large ones send within these limits, as a share of a dense step's bytes: together 0.2 steps."""
 SHOWS, LARGER = 1.5, 4
 """Where a large sum takes less than so many times what a small one does, its bytes do not show: the next one has so
 many times as many, those of a dense step or ``MOST`` at most."""
@@ -38,7 +39,7 @@ def sums(seconds: Callable[[int], float], dense_bytes: int) -> list[tuple[int, f
     size, most = max(LEAST, min(MOST, int(SHARE * dense_bytes))) // 4 * 4, min(dense_bytes, MOST) // 4 * 4
     while True:
         found.append((size, seconds(size)))
-        if size >= most or found[-1][1] > SHOWS * found[0][1]:
+        if 2 * size > most or found[-1][1] > SHOWS * found[0][1]:
             return found
         size = min(LARGER * size, most)
 
