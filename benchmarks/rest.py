@@ -1,12 +1,12 @@
 """Does ``auto`` rest where there is nothing to gain? Ranks of one host, in PyTorch and in Keras.
 
     python benchmarks/rest.py             ten pairs of jobs each, 12 minutes; writes benchmarks/results/rest.txt
-    python benchmarks/rest.py --runs 2    fewer
+    python benchmarks/rest.py --runs 2    fewer, which leave no file
 
 A job at ``auto`` and one at ``none`` take turns, each the whole of ``examples/pytorch_digits.py`` or
-``examples/keras_digits.py`` on two ranks. Counted are changes of the level held, trials not included; compared are the
-medians of all steps, so that trials and a start count where they are half of a job. Ratios are geometric means over the
-pairs with 95 % bounds from their spread.
+``examples/keras_digits.py`` on two ranks. Counted are changes of the level held, trials not included; compared are
+medians over a job's steps (of the windows in its log), so that trials and a start count where they are half of a job.
+Ratios are geometric means over the pairs with 95 % bounds from their spread.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from hvdplus.log.runlog import read
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = {"PyTorch": "pytorch_digits.py", "Keras": "keras_digits.py"}
+RUNS = 10
 MOST_CHANGES, MOST_SECONDS = 2, 1.02
 JOB_SECONDS = 200
 TURN_STEPS = 50
@@ -38,12 +39,15 @@ THREADS = {"OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTERO
 def main() -> int:
     """Run the jobs and judge them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=10, help="pairs of jobs of each framework (default: 10)")
+    parser.add_argument("--runs", type=int, default=RUNS, help=f"pairs of jobs of each framework (default: {RUNS})")
     runs = parser.parse_args().runs
+    if runs < 2:
+        parser.error(f"--runs has to be at least 2. Received: {runs}")
     lines = [machine()]
     for framework, script in SCRIPTS.items():
         lines += measure(framework, script, runs)
-    (HERE / "results" / "rest.txt").write_text("\n".join(lines) + "\n")
+    if runs >= RUNS:
+        (HERE / "results" / "rest.txt").write_text("\n".join(lines) + "\n")
     return 0
 
 
@@ -99,10 +103,10 @@ def job(script: str, level: str) -> list[Record]:
 
 
 def levels_held(records: list[Record]) -> list[str]:
-    """Levels that ran for longer than a trial's turns, one after the other."""
+    """Levels that ran for longer than a trial's turns, one after the other; all, if none did."""
     steps = [window["level"] for window in windows_of(records) for _ in range(steps_in(window))]
     runs = [(level, len(list(those))) for level, those in groupby(steps)]
-    long = [level for level, count in runs if count > TURN_STEPS]
+    long = [level for level, count in runs if count > TURN_STEPS] or [level for level, _ in runs]
     return [level for level, _ in groupby(long)]
 
 

@@ -51,7 +51,7 @@ class Noise:
     """Of the wire, as it comes and goes over some ten steps."""
     pauses: float = 0.0
     """Share of steps before which the script validates or writes a checkpoint, and for as long as ``PAUSE`` steps
-    compute. The step after that computes half as long again, with others' data in the caches."""
+    compute. That step then computes half as long again, with others' data in the caches."""
 
 
 NOISES = {

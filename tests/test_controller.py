@@ -135,7 +135,7 @@ def test_the_start_is_compressed_where_that_loses_least(told: float) -> None:
     """Sums sent before training tell, of all jobs and noises, if codecs were timed, however roughly."""
     compressed, lost, dense = 0, 0.0, 0.0
     for seed in range(200):
-        job = replace(any_job(random.Random(seed)), noise=list(ALL_NOISES.values())[seed % 5], told=told)
+        job = replace(any_job(random.Random(seed)), noise=list(ALL_NOISES.values())[seed % len(ALL_NOISES)], told=told)
         level, best = drive(job, 1, seed=seed).levels[0], min(cost(job, each) for each in range(5))
         compressed += level > NONE
         lost, dense = lost + cost(job, level) / best - 1, dense + cost(job, NONE) / best - 1
@@ -503,7 +503,7 @@ def test_after_a_change_of_the_link_7_of_8_jobs_are_near_the_best_within_80_step
     """Whatever the noise. And after 150 steps 12 of 13; on the way they lose little."""
     soon, late, whole = [], [], []
     for seed, job in enumerate(drawn(25, Noise(), seed=41)):
-        job = replace(job, noise=[Noise(), *NOISES.values()][seed % 5])
+        job = replace(job, noise=[Noise(), *NOISES.values()][seed % (1 + len(NOISES))])
         later = replace(job, rate=factor * job.rate)
         course, watch = watched(lambda step, job=job, later=later: job if step < 100 else later, 250, seed)
         soon.append(dearer(later, watch.held[180]))

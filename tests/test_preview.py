@@ -171,7 +171,7 @@ def test_a_rank_without_gradients_of_its_own_keeps_in_step(monkeypatch: pytest.M
 def test_ranks_try_levels_beside_the_training_and_agree(
     negotiates: bool | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the second and third step, once for each level; the training's means stay what they are."""
+    """In the fourth and fifth step, once for each level; the training's means stay what they are."""
     at_any_price(monkeypatch)
     shapes, ladder = [(40, 24), (40,), (24, 40)], ("none", "int8", "powersgd:2", "lowrank:2")
 
