@@ -13,7 +13,7 @@ a factor of its own, which is remembered, and trusted less the older it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -185,7 +185,7 @@ class Knowledge:
         for size, seconds in sums:
             self._see_sum(size, seconds, same=True)
         alpha, beta, aa, ab, bb = self.link
-        wait, most = WAIT_ERROR * alpha, max((size for size, _ in sums), default=1)
+        wait, most = WAIT_ERROR * alpha, max(dict(sums), default=1)
         aa, bb = aa + wait**2, WITHIN**2 * bb + (WAIT_ERROR * beta) ** 2 + (wait / most) ** 2
         self.link = LinkEstimate(alpha, WITHIN * beta, aa, WITHIN * ab, bb)
 
@@ -194,15 +194,12 @@ class Knowledge:
         own = self._model(other) + self.levels[other].own.mean + ratio.mean - self._model(level)
         self._measured(level, Guess(own, ratio.variance))
 
-    def paying(self, levels: Iterable[int], running: int) -> list[int]:
+    def paying(self, levels: Sequence[int], running: int) -> list[int]:
         """Those that would cost less than the level that runs, if they held nothing back, and were nothing hidden."""
-        busy = self._busy(running) if self.levels else 0.0
-
-        def seconds(level: int) -> float:
-            return busy + self.codec(level).mean + self.link.link.seconds(self.costs[level])
-
-        most = seconds(running) * self.price(running)
-        return [level for level in levels if seconds(level) < most]
+        busy, link = self._busy(running) if self.levels else 0.0, self.link.link
+        each = (*levels, running)
+        seconds = {level: busy + self.codec(level).mean + link.seconds(self.costs[level]) for level in each}
+        return [level for level in levels if seconds[level] < seconds[running] * self.price(running)]
 
     def known_own(self, level: int) -> Guess:
         """``Level.own``, as much as it is worth today."""
