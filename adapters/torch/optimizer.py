@@ -412,13 +412,11 @@ class Distributed(torch.optim.Optimizer):
         return exchanged
 
     def _watch_input(self) -> None:
-        """From now until any module's next forward pass that may be followed by a backward pass, this rank waits for
-        input: a script that validates before it trains on is waited for, too."""
-
+        """From now until any module's next forward pass with gradients, this rank waits for input."""
         this = weakref.ref(self)  # PyTorch holds the hook, and would hold an optimizer that the script has dropped
 
         def began(module: torch.nn.Module, arguments: Any) -> None:
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled():  # the script validates
                 return
             handle.remove()
             optimizer = this()
