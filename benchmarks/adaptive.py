@@ -488,21 +488,27 @@ def link_changes(ranks: Ranks, hosts: int, model: str, rounds: int, more_seconds
 def steady(ranks: Ranks, where: str) -> Verdict:
     """``auto``, once it has settled, stays where it is."""
     levels = ranks.steps(who="auto", count=STEADY_STEPS)["levels"]
-    runs = [(level, len(list(steps))) for level, steps in groupby(levels)]
-    held = [level for level, steps in runs if steps > TURN_STEPS]
+    held, turns = held_of(levels)
     changes = sum(a != b for a, b in pairwise(held))
     share = max(levels.count(level) for level in set(levels)) / len(levels)
     return Verdict(
         f"no oscillation in {STEADY_STEPS} steps: at most {MOST_CHANGES} changes of the level held for more than "
         f"{TURN_STEPS} steps, {STEADY_SHARE:.0%} at one level",
         changes <= MOST_CHANGES and share >= STEADY_SHARE,
-        f"{changes} changes, beside {len(runs) - len(held)} turns of trials; {share:.1%} at one level ({where})",
+        f"{changes} changes, beside {turns} turns of trials; {share:.1%} at one level ({where})",
     )
 
 
 STEADY_STEPS, MOST_CHANGES, STEADY_SHARE = 1000, 2, 0.95
 TURN_STEPS = 50
 """A trial's turns are shorter: the level held and its challenger take turns, and what they cost shows in the share."""
+
+
+def held_of(levels: Iterable[str]) -> tuple[list[str], int]:
+    """Levels of steps that ran for longer than a trial's turns, one after the other; the number of shorter runs."""
+    runs = [(level, len(list(steps))) for level, steps in groupby(levels)]
+    held = [level for level, steps in runs if steps > TURN_STEPS]
+    return held, len(runs) - len(held)
 
 
 def slow_rank(ranks: Ranks) -> Verdict:

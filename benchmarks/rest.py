@@ -12,28 +12,25 @@ Ratios are geometric means over the pairs with 95 % bounds from their spread.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from itertools import groupby
 from pathlib import Path
 
-from adaptive import Verdict, machine, ratio
+from adaptive import MOST_CHANGES, TURN_STEPS, Verdict, held_of, machine, ratio
 
 from hvdplus.log.facts import Record, steps_in, weighted_median, windows_of
 from hvdplus.log.runlog import read
 
 HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "tests"))
 SCRIPTS = {"PyTorch": "pytorch_digits.py", "Keras": "keras_digits.py"}
 RUNS = 10
-MOST_CHANGES, MOST_SECONDS = 2, 1.02
+MOST_SECONDS = 1.02
 JOB_SECONDS = 200
-TURN_STEPS = 50
-"""A level is held if it runs for longer than the turns of a trial do."""
-THREADS = {"OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
-"""A rank has a core."""
+SETTINGS = {"TF_NUM_INTEROP_THREADS": "1", "PYTHONSAFEPATH": ""}
+"""A rank has a core; the examples import what lies beside them."""
 
 
 def main() -> int:
@@ -88,26 +85,27 @@ def measure(framework: str, script: str, runs: int) -> list[str]:
 
 
 def job(script: str, level: str) -> list[Record]:
-    """The run log of one training on two ranks."""
+    """The run log of one training on two ranks.
+
+    Raises:
+        SystemExit: the job failed; with what it printed.
+    """
+    import launching
+
+    command = launching.mpirun(2, sys.executable, script, "--compression", level)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "run.jsonl"
-        subprocess.run(
-            ["mpirun", "-np", "2", "--bind-to", "none", sys.executable, script, "--compression", level],
-            env={**os.environ, **THREADS, "HVDPLUS_RUN_LOG": str(log)},
-            cwd=HERE.parent / "examples",
-            check=True,
-            capture_output=True,
-            timeout=JOB_SECONDS,
-        )
+        settings = {**SETTINGS, "HVDPLUS_RUN_LOG": str(log)}
+        code, output = launching.run(command, JOB_SECONDS, cwd=HERE.parent / "examples", **settings)
+        if code:
+            raise SystemExit(f"{script} at {level} ended with {code}:\n{output}")
         return read(log)
 
 
 def levels_held(records: list[Record]) -> list[str]:
-    """Levels that ran for longer than a trial's turns, one after the other; all, if none did."""
+    """One after the other; all that ran, if none was held."""
     steps = [window["level"] for window in windows_of(records) for _ in range(steps_in(window))]
-    runs = [(level, len(list(those))) for level, those in groupby(steps)]
-    long = [level for level, count in runs if count > TURN_STEPS] or [level for level, _ in runs]
-    return [level for level, _ in groupby(long)]
+    return [level for level, _ in groupby(held_of(steps)[0] or steps)]
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ PREVIEW_ERROR, PREVIEWS_APART = 0.5, 0.15
 as all are here, and of each by itself. (``benchmarks/previews.py``: five models, three levels of two passes, 0.5 and
 0.15.)"""
 PAUSE = 40.0
+"""What a script does between two steps now and then takes as long as so many steps compute."""
 ms = 1e-3
 
 
