@@ -1,7 +1,8 @@
 """How often should ranks exchange? Local steps, lock-step and PyTorch's own race to losses on slow links.
 
-    python benchmarks/rhythm.py --quick             two hosts, two rates, one seed: 15 minutes, or 30 on slow cores
-    python benchmarks/rhythm.py                     two and four hosts, 10 Mb/s to 1 Gb/s, for hours
+    python benchmarks/rhythm.py --quick             two hosts, two rates, one seed: 15 minutes
+    python benchmarks/rhythm.py --judged            what verdicts are about, three seeds: half an hour a seed
+    python benchmarks/rhythm.py                     everybody, two and four hosts, 10 Mb/s to 1 Gb/s, for hours
     python benchmarks/rhythm.py --only stragglers   a part: races, stragglers, or prices
     python benchmarks/rhythm.py --only races --hosts 2 --seeds 1              an hour for the first seed, and then
     python benchmarks/rhythm.py --only races --hosts 2 --seeds 1 --after 1    for the second one, whenever you like
@@ -44,33 +45,70 @@ from hvdplus.control.interval import LATE_PRICE, PRICE
 from hvdplus.lab import Lab, LabError
 
 HERE = Path(__file__).parent
-MODEL, STEPS, STRETCH = "bytes", 768, 64
-"""Steps of a training, and those after which it is evaluated."""
+MODEL, STRETCH = "bytes", 64
+"""Whoever trains is evaluated after so many steps."""
 TARGETS = (3.4, 3.2, 3.0)
 """Bits a byte on the validation text."""
-RATES = {True: ("100mbit", "1gbit"), False: ("10mbit", "20mbit", "100mbit", "1gbit")}
-SEEDS = {True: 1, False: 3}
-LOCAL = {
-    True: ("local 16 fp16", "local 16 int4", "local 8 int4 overlap_steps=4"),
-    False: (
-        *(f"local {every} {level}" for every in (4, 16, 64) for level in ("fp16", "int4")),
-        "local 8 int4 overlap_steps=4",
-        "local 16 fp16 overlap_steps=4",
-        "local 16 lowrank:16+fp16",
-    ),
-}
-LOCK_STEP = {
-    True: ("horovod", "alone", "ddp powersgd:4:2", "ddp powersgd:8:2"),
-    False: ("horovod", "alone", "ddp powersgd:4:2", "ddp powersgd:8:2", "ddp powersgd:16:2"),
-}
-PEERS = {
-    True: ("postlocal 16",),
-    False: ("postlocal 4", "postlocal 16", "postlocal 64", "diloco 16", "diloco 64"),
-}
 DECIDE = ("auto", "local auto auto")
 """Who trains at each rate."""
-BLOCK_SECONDS, BLOCKS = 0.3, {True: 3, False: 5}
-"""A block of steps, of whole periods, takes at least so long; so many blocks of everybody, in turns."""
+
+
+class Size(NamedTuple):
+    """How much of it all is measured."""
+
+    name: str
+    """At the end of its files' names."""
+    rates: tuple[str, ...]
+    people: tuple[str, ...]
+    """All fixed choices that train."""
+    seeds: int
+    steps: int
+    """Of a training."""
+    blocks: int
+    straggler_seconds: float
+    """What everybody trains for where hosts' speeds differ."""
+    conditions: int
+    """So many of ``SPEEDS_OF_HOSTS``."""
+
+
+POWERSGD = ("ddp powersgd:4:2", "ddp powersgd:8:2", "ddp powersgd:16:2")
+OVERLAPPED = "local 8 int4 overlap_steps=4"
+QUICK = Size(
+    "-quick",
+    ("100mbit", "1gbit"),
+    ("horovod", "ddp powersgd:8:2", "postlocal 16", "local 16 fp16", "local 16 int4", OVERLAPPED),
+    seeds=1,
+    steps=576,
+    blocks=2,
+    straggler_seconds=24.0,
+    conditions=1,
+)
+JUDGED = Size(
+    "-judged",
+    ("20mbit", "100mbit", "1gbit"),
+    ("horovod", *POWERSGD, "postlocal 16", "local 16 fp16", "local 16 int4", "local 64 int4", OVERLAPPED),
+    seeds=3,
+    steps=768,
+    blocks=3,
+    straggler_seconds=60.0,
+    conditions=2,
+)
+FULL = Size(
+    "",
+    ("10mbit", "20mbit", "100mbit", "1gbit"),
+    (
+        *("horovod", "alone", *POWERSGD, "postlocal 4", "postlocal 16", "postlocal 64", "diloco 16", "diloco 64"),
+        *(f"local {every} {level}" for every in (4, 16, 64) for level in ("fp16", "int4")),
+        *(OVERLAPPED, "local 16 fp16 overlap_steps=4", "local 16 lowrank:16+fp16"),
+    ),
+    seeds=3,
+    steps=768,
+    blocks=5,
+    straggler_seconds=60.0,
+    conditions=2,
+)
+BLOCK_SECONDS = 0.3
+"""A block of steps, of whole periods, takes at least so long; everybody's in turns."""
 MOST_UNDER_WAY = 64
 """Steps at most beside one exchange."""
 LONG_SECONDS, LONG_BLOCKS = 3.0, 2
@@ -108,11 +146,6 @@ def reached(one: Sequence[tuple[float, float]], target: float) -> float:
     return math.inf
 
 
-def people(quick: bool) -> list[str]:
-    """All fixed choices that train."""
-    return [*LOCK_STEP[quick], *PEERS[quick], *LOCAL[quick]]
-
-
 def period(who: str) -> int:
     """Steps between two exchanges."""
     kind, _, rest = who.partition(" ")
@@ -125,19 +158,19 @@ def overlap(who: str) -> int:
     return int(who.partition("overlap_steps=")[2] or 0)
 
 
-def train(ranks: Ranks, who: str, rate: str) -> tuple[float, list[float], list[float]]:
+def train(ranks: Ranks, who: str, rate: str, steps: int) -> tuple[float, list[float], list[float]]:
     """(Seconds of preparations, mean seconds of a step in each stretch, loss after each stretch)."""
     ranks.forget(who=who)
     ranks.lab.shape(rate)
     began = ranks.steps(who=who, count=0)["began"]
     seconds, losses, taken = [], [], 0
-    for place in range(STEPS // STRETCH):
+    for place in range(steps // STRETCH):
         count = (place + 1) * STRETCH - taken
-        steps = ranks.steps(who=who, count=count)["seconds"]
-        while len(steps) < count + MOST_UNDER_WAY and ranks.under_way(who=who):  # or its rest would cost nothing
-            steps += ranks.steps(who=who, count=1)["seconds"]
-        taken += len(steps)
-        seconds.append(math.fsum(steps) / STRETCH)  # all that was spent, though a stretch may be longer
+        took = ranks.steps(who=who, count=count)["seconds"]
+        while len(took) < count + MOST_UNDER_WAY and ranks.under_way(who=who):  # or its rest would cost nothing
+            took += ranks.steps(who=who, count=1)["seconds"]
+        taken += len(took)
+        seconds.append(math.fsum(took) / STRETCH)  # all that was spent, though a stretch may be longer
         ranks.lab.shape(UNSHAPED)
         losses.append(ranks.evaluate(who=who, average=who != "alone"))
         ranks.lab.shape(rate)
@@ -170,24 +203,24 @@ def dense_start(ranks: Ranks, who: str, took: Mapping[str, float]) -> float:
     return ranks.dense_start(who=who) * max(0.0, took["ddp"] - took[who])
 
 
-def race(ranks: Ranks, hosts: int, quick: bool, seed: int) -> list[Run]:
+def race(ranks: Ranks, hosts: int, size: Size, seed: int) -> list[Run]:
     """One seed at all rates."""
-    fixed = people(quick)
+    fixed = size.people
     granted = ["horovod fp16", "ddp", "ddp fp16"]
     """Choices that only round: they are granted the losses of fp32."""
-    runs = [Run(hosts, rate, {who: [] for who in (*DECIDE, *fixed, *granted)}) for rate in RATES[quick]]
+    runs = [Run(hosts, rate, {who: [] for who in (*DECIDE, *fixed, *granted)}) for rate in size.rates]
     ranks.model(name=MODEL, seed=seed)
     learned = {}
     for who in fixed:
-        learned[who] = train(ranks, who, UNSHAPED)
+        learned[who] = train(ranks, who, UNSHAPED, size.steps)
         print(f"  {hosts} hosts, seed {seed}: {who} ended with {learned[who][2][-1]:.3f} bits", flush=True)
     for run in runs:
         for who in DECIDE:
-            run.curves[who].append(curve(*train(ranks, who, run.rate), STRETCH))
+            run.curves[who].append(curve(*train(ranks, who, run.rate, size.steps), STRETCH))
             if who != "auto":
                 print(f"  {who} at {run.rate}: {chosen(ranks, who)}", flush=True)
         ranks.lab.shape(run.rate)
-        took = step_seconds(ranks, [*fixed, *granted], BLOCKS[quick])
+        took = step_seconds(ranks, [*fixed, *granted], size.blocks)
         for who in (*fixed, *granted):
             began, _, losses = learned.get(who, learned["horovod"])
             began += dense_start(ranks, who, took)
@@ -248,8 +281,8 @@ def judge(run: Run) -> list[Verdict]:
 # -- hosts of different speeds
 
 
-STRAGGLER_SECONDS, MEETINGS = {True: 30.0, False: 60.0}, 6
-"""What everybody trains for, and how often the loss is taken meanwhile."""
+MEETINGS = 6
+"""How often the loss is taken."""
 WANDER_SECONDS, SPEEDS = 1.0, (0.3, 0.5, 0.7, 0.95)
 STALE = ("stale 3 every=4", "stale any every=4", "stale any every=8")
 LOCK_STEPPED, WAITS = ("auto", "horovod"), "local 8 fp16"
@@ -294,16 +327,17 @@ SPEEDS_OF_HOSTS: dict[str, Callable[[Lab], contextlib.AbstractContextManager[obj
 }
 
 
-def straggle(ranks: Ranks, quick: bool, seed: int) -> list[Run]:
+def straggle(ranks: Ranks, size: Size, seed: int) -> list[Run]:
     """Everybody under every condition, for the same seconds; one seed."""
-    runs = [Run(2, condition, {who: [] for who in (*BULK, *STALE)}) for condition in list(SPEEDS_OF_HOSTS)]
+    conditions = list(SPEEDS_OF_HOSTS)[: size.conditions]
+    runs = [Run(2, condition, {who: [] for who in (*BULK, *STALE)}) for condition in conditions]
     ranks.lab.shape(UNSHAPED)
     ranks.model(name=MODEL, seed=seed)
-    for run in runs[: 1 if quick else None]:
+    for run in runs:
         for who, curves in run.curves.items():
-            curves.append(against_the_clock(ranks, who, SPEEDS_OF_HOSTS[run.rate], STRAGGLER_SECONDS[quick]))
+            curves.append(against_the_clock(ranks, who, SPEEDS_OF_HOSTS[run.rate], size.straggler_seconds))
             print(f"  {run.rate}, seed {seed}: {describe(who, curves[-1])}", flush=True)
-    return runs[: 1 if quick else None]
+    return runs
 
 
 def against_the_clock(
@@ -366,10 +400,10 @@ def prices(ranks: Ranks, seeds: Sequence[int]) -> list[Price]:
     for model in ("text", MODEL):
         for seed in seeds:
             ranks.model(name=model, seed=seed)
-            dense = train(ranks, "horovod", UNSHAPED)[2]
+            dense = train(ranks, "horovod", UNSHAPED, FULL.steps)[2]
             for every, late in (*((every, 0) for every in APART), *LATE):
                 who = f"local {every} fp16" + f" overlap_steps={late}" * bool(late)
-                losses = train(ranks, who, UNSHAPED)[2]
+                losses = train(ranks, who, UNSHAPED, FULL.steps)[2]
                 found.append(Price(model, every, late, steps_ratio(losses, dense)))
                 print(f"  {model}, seed {seed}: {who} needs {found[-1].ratio:.3f} times the steps", flush=True)
     return found
@@ -402,27 +436,30 @@ def fit(found: Sequence[Price]) -> tuple[float, float]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, judge; a full run leaves tables and pictures in results/."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="two hosts, two rates, one condition, one seed; no prices")
+    much = parser.add_mutually_exclusive_group()
+    much.add_argument("--quick", action="store_true", help="two hosts, two rates, one condition, one seed; no prices")
+    much.add_argument("--judged", action="store_true", help="two hosts, and what verdicts are about; no prices")
     parser.add_argument("--only", choices=PARTS, help="a part of it")
     parser.add_argument("--hosts", type=int, choices=(2, 4), help="races on so many hosts only")
-    parser.add_argument("--seeds", type=int, help="so many (quick: 1, else 3)")
+    parser.add_argument("--seeds", type=int, help="so many (--quick: 1, else 3)")
     parser.add_argument("--after", type=int, default=0, help="those after so many, which results/ has already")
     options = parser.parse_args(arguments)
-    parts = (options.only,) if options.only else PARTS[:2] if options.quick else PARTS
-    seeds = range(options.after, options.after + (options.seeds or SEEDS[options.quick]))
+    size = QUICK if options.quick else JUDGED if options.judged else FULL
+    parts = (options.only,) if options.only else PARTS if size is FULL else PARTS[:2]
+    seeds = range(options.after, options.after + (options.seeds or size.seeds))
     began = time.monotonic()
     print(machine(), flush=True)
     if "races" in parts:
-        for hosts in (options.hosts,) if options.hosts else (2,) if options.quick else (2, 4):
-            name = f"rhythm-{hosts}-hosts" + "-quick" * options.quick
+        for hosts in (options.hosts,) if options.hosts else (2, 4) if size is FULL else (2,):
+            name = f"rhythm-{hosts}-hosts{size.name}"
             before = earlier(HERE / "results" / f"{name}.json", options.after)
-            with running(hosts, RATES[options.quick]) as ranks:
-                seed_by_seed(before, seeds, functools.partial(race, ranks, hosts, options.quick), judge, name)
+            with running(hosts, size.rates) as ranks:
+                seed_by_seed(before, seeds, functools.partial(race, ranks, hosts, size), judge, name)
     if "stragglers" in parts:
-        name = "rhythm-stragglers" + "-quick" * options.quick
+        name = f"rhythm-stragglers{size.name}"
         before = earlier(HERE / "results" / f"{name}.json", options.after)
         with running(2, [], one_sided=True) as ranks:
-            seed_by_seed(before, seeds, functools.partial(straggle, ranks, options.quick), judge_stragglers, name)
+            seed_by_seed(before, seeds, functools.partial(straggle, ranks, size), judge_stragglers, name)
     if "prices" in parts:
         with running(2, []) as ranks:
             found = prices(ranks, seeds)
