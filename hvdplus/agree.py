@@ -154,6 +154,8 @@ def choose_rhythm(compression: Any, every: int | str | None, settings: Settings)
 def settings_of_exchanges(given: Mapping[str, Any] | None, resolved: Settings) -> dict[str, Any]:
     """What an optimizer that exchanges drifts is wrapped with, where the user has ``given`` these settings."""
     own = {**(given or {}), "dense_steps": 0, "every": 1, "staleness": 0}
+    if _is_local(resolved.compression):  # it has been followed: ``choose_rhythm`` says what is left of it
+        own["compression"] = AUTO
     if "ladder" not in resolved.origins:
         own["ladder"] = LADDER
     return own

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdplus.agree import choose_rhythm
+from hvdplus.agree import choose_rhythm, settings_of_exchanges
 from hvdplus.control.interval import MOST, START
 from hvdplus.control.meter import StepTimes
 from hvdplus.exchange.rhythm import Rhythm, split
@@ -77,6 +77,31 @@ def test_all_can_be_exchanged_at_once(asked, steps):
     assert sorted(rhythm.complete(all_of_them=True)) == list(range(asked["fragments"]))
 
 
+@given(rhythms(), st.integers(0, 30))
+def test_a_loaded_rhythm_knows_that_no_step_was_taken_since_the_last_exchange(asked, steps):
+    rhythm = Rhythm(**asked)
+    events(rhythm, steps)
+    state, loaded, old = rhythm.state(), Rhythm(**asked), Rhythm(**asked)
+    loaded.load(json.loads(json.dumps(state)))
+    old.load({name: value for name, value in state.items() if name != "latest"})
+    assert loaded.begin_all() == rhythm.begin_all()
+    assert old.begin_all() == list(range(asked["fragments"])), "an earlier checkpoint does not say"
+
+
+def test_nobody_exchanges_alone_at_once():
+    ahead, behind, steps = Rhythm(4, fragments=2), Rhythm(4, fragments=2), range(5)
+    for _ in steps:
+        ahead.step()
+        ahead.begin()
+    for _ in steps[:4]:
+        behind.step()
+        behind.begin()
+    assert ahead._latest == [2, 4] and behind._latest == [2, 4] and behind.steps == 4
+    told = [[0, 1], [0]]
+    assert ahead.begin_all(lambda mine: told) == behind.begin_all(lambda mine: told) == [0, 1]
+    assert [at - ahead.steps for at in ahead._begins] == [at - behind.steps for at in behind._begins]
+
+
 def test_fragments_take_turns_again_after_all_were_exchanged_at_once():
     rhythm = Rhythm(8, fragments=4)
     for _ in range(11):
@@ -123,6 +148,8 @@ def test_impossible_rhythms_are_errors(asked, message):
         ({"began": [None, None]}, "has 2 fragments, and this optimizer 1"),
         ({"begins": [None]}, "begins has to be step numbers"),
         ({"begins": "soon"}, "begins has to be step numbers"),
+        ({"latest": [None]}, "latest has to be step numbers"),
+        ({"latest": [0, 0]}, "has 2 fragments, and this optimizer 1"),
     ],
 )
 def test_damaged_states_are_errors(change, message):
@@ -152,6 +179,11 @@ def test_damaged_states_are_errors(change, message):
     ],
 )
 def test_what_is_wanted(compression, every, environ, wanted):
+    """And what exchanges are wrapped with names no local steps any more."""
+    settings = Settings.load({}, environ)
+    own = Settings.load(settings_of_exchanges({}, settings), environ)
+    if wanted[1]:
+        assert choose_rhythm(wanted[2], None, own)[:2] == (1, False)
     assert choose_rhythm(compression, every, Settings.load({}, environ)) == wanted
 
 

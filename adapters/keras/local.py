@@ -317,7 +317,8 @@ class LocalSteps:
         the end. Every rank calls it, outside of a compiled step."""
         local = self._hvdplus
         if local.begun and not local.rhythm.locked:
-            due = local.rhythm.begin_all()
+            transport = local.world.transport
+            due = local.rhythm.begin_all(lambda mine: transport.gather_objects(mine, "fragments to average"))
             local.rhythm.complete(all_of_them=True)
             for number in due:
                 local.fragments[number].exchange()

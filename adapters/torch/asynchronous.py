@@ -83,7 +83,7 @@ class Asynchronous(Fragment):
         """Nothing has to be done before ``complete``."""
 
     @torch.no_grad()
-    def complete(self) -> None:
+    def complete(self, rate: float) -> None:
         """Add this rank's drift, wait if it is too far ahead, read.
 
         Raises:
@@ -96,7 +96,7 @@ class Asynchronous(Fragment):
             self.waited_seconds += memory.wait_until(count - self._ahead)
         self._read()
 
-    def meet(self) -> None:
+    def meet(self, rate: float) -> None:
         """Wait for all ranks, and go on from the same parameters and counts. All ranks call it, whatever number of
         exchanges they have made; nobody waits for one that is here."""
         memory, change = self.memory, self._change()

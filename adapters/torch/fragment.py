@@ -50,9 +50,10 @@ class Fragment:
             self.sent = None
 
     @torch.no_grad()
-    def complete(self) -> None:
-        """Take the outer step, and let the parameters follow it."""
+    def complete(self, rate: float) -> None:
+        """Take the outer step, and let the parameters follow it. ``rate``: that of the local steps before it."""
         assert self.sent is not None
+        self.outer._exchange.inner_rate = rate  # ranks agree on it, and the price of delay follows it
         self.outer.step()
         # Alone, bit for bit what the user's own optimizer makes of the parameters.
         alone = self.outer._exchange.idle and not self.outer.param_groups[0]["momentum"]
@@ -68,15 +69,16 @@ class Fragment:
 
     @torch.no_grad()
     def arrive(self) -> None:
-        """No step was taken since the last exchange began: parameters are the anchors, which adding a difference may
-        miss by a last bit."""
+        """No step was taken since the exchange began that was just completed: parameters are the anchors, which adding
+        a difference may miss by a last bit."""
         for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
             parameter.copy_(anchor)
 
-    def meet(self) -> None:
-        """Exchange at once, so that all ranks have the same parameters. All ranks call it."""
+    def meet(self, rate: float) -> None:
+        """Exchange at once, so that all ranks have the same parameters. All ranks call it. ``rate``: see
+        ``complete``."""
         self.begin(early=False)
-        self.complete()
+        self.complete(rate)
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""

@@ -45,6 +45,8 @@ class HookedExchange(EagerExchange[torch.Tensor]):
         self._place = {id(parameter): i for i, parameter in enumerate(self.backend.parameters)}
         self.passes = passes
         self.get_loss_scale = get_loss_scale
+        self.inner_rate: float | None = None
+        """Learning rate of the local steps whose drifts these gradients are; None: they are no drifts."""
         self._passes_left = [passes] * len(parameters)
         self._sent: dict[int, tuple[torch.Tensor, int]] = {}
         """Parameter -> its gradient in flight, and how often that had been written to: a change is noticed."""
@@ -70,7 +72,7 @@ class HookedExchange(EagerExchange[torch.Tensor]):
         gradients are summed one by one, dense."""
         self._check_unchanged()
         self._added = added
-        step.finish(self, learning_rate, len(added), missing)
+        step.finish(self, learning_rate if self.inner_rate is None else self.inner_rate, len(added), missing)
         self._added = ()
         self._sent.clear()
         self.restart()

@@ -15,7 +15,6 @@ on (``overlap_steps``), the steps that they took meanwhile are kept: x becomes x
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -83,8 +82,6 @@ def wrap(
     wrapped._averages_state = resolved.average_state
     wrapped._averaged = frozenset(id(p) for fragment in fragments for p in fragment.parameters)
     wrapped._locked, wrapped._backward_passes = None, passes
-    for fragment in fragments:  # ranks agree on it, and the price of delay follows it
-        fragment.outer._learning_rate = functools.partial(lockstep.rate_of, wrapped.param_groups)
     if rhythm.lock_steps:
         named = [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
         quiet = {**own, "run_log": ""}
@@ -113,7 +110,7 @@ def _fragments(
     """All parameters, in fragments with an outer optimizer each. ``own``: the outer optimizers' settings."""
     waits = not settings.staleness or world.transport.size == 1
     chosen = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    level = None if waits else asynchronous.chosen_level(compression, settings)
+    level = None if waits else asynchronous.chosen_level(compression, Settings.load(own))
     if not waits:
         asynchronous.check(settings, every, {names[id(p)]: p.dtype for p in chosen}, world)
     fragments = []
@@ -190,14 +187,23 @@ class LocalSteps(torch.optim.Optimizer):
         """Exchange at once, whatever step it is, so that all ranks have the same parameters: before an evaluation, or
         at the end. Every rank calls it."""
         if self._locked is None and self._begun:
-            self._complete(self._rhythm.complete(all_of_them=True))
-            due = self._rhythm.begin_all()
+            under_way = self._rhythm.complete(all_of_them=True)
+            self._complete(under_way)
+            due = self._rhythm.begin_all(self._told)
             self._rhythm.complete(all_of_them=True)
             for number, fragment in enumerate(self._fragments):
                 if number in due or not fragment.waits:
-                    fragment.meet()
-                else:
+                    fragment.meet(lockstep.rate_of(self.param_groups))
+                elif number in under_way:
                     fragment.arrive()
+
+    def _told(self, due: list[int]) -> list[list[int]]:
+        """What all ranks say is ``due``, if they wait for each other."""
+        first = self._fragments[0]
+        if not first.waits:
+            return [due]
+        told: list[list[int]] = first.outer._exchange.transport.gather_objects(due, "fragments to average")
+        return told
 
     def restart(self) -> None:
         """Forget exchanges under way: drifts count from the parameters that the next step finds, equal on all ranks."""
@@ -375,7 +381,7 @@ class LocalSteps(torch.optim.Optimizer):
     def _complete(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             fragment = self._fragments[number]
-            fragment.complete()
+            fragment.complete(lockstep.rate_of(self.param_groups))
             if self._averages_state:
                 fragment.average_state(self.state, f"{fragment.outer._exchange.prefix}.state")
 

@@ -11,7 +11,7 @@ A fragment's exchange *begins* after one step and is *complete* ``overlap`` step
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hvdplus.control.interval import START, Interval
@@ -120,10 +120,14 @@ class Rhythm:
             self._begin(number, self.steps + self.every)
         return due
 
-    def begin_all(self) -> list[int]:
+    def begin_all(self, tell: Callable[[list[int]], Iterable[list[int]]] = lambda mine: [mine]) -> list[int]:
         """All fragments whose exchange has to begin now, whatever step it is: not where the last one has just begun, as
-        no step was taken since. The next ones come in turns again."""
-        due = [number for number, at in enumerate(self._latest) if at != self.steps]
+        no step was taken since. The next ones come in turns again.
+
+        ``tell``: gives what all ranks say. One of them may have taken a step more, and none exchanges alone.
+        """
+        mine = [number for number, at in enumerate(self._latest) if at != self.steps]
+        due = sorted(set().union(*tell(mine)))
         for number in due:
             self._begin(number, self.steps + self._turn(number))
         return due
@@ -172,6 +176,7 @@ class Rhythm:
             "steps": self.steps,
             "began": list(self._began),
             "begins": list(self._begins),
+            "latest": list(self._latest),
             "interval": self.interval.state() if self.interval else None,
         }
 
@@ -210,12 +215,13 @@ class Rhythm:
         """
         require_fields(state, ("steps", "began", "begins", "interval"), "its local steps")
         steps, began, begins = state["steps"], state["began"], state["begins"]
+        latest = state.get("latest", [-1] * self.fragments)  # earlier checkpoints have none
         require(is_count(steps), "its number of steps", "a whole number of at least 0", steps)
-        for name, values in (("began", began), ("begins", begins)):
-            fits = is_list(values, lambda value: value is None or is_count(value))
+        for name, values in (("began", began), ("begins", begins), ("latest", latest)):
+            fits = is_list(values, lambda value: value in (None, -1) or is_count(value))
             require(fits, f"its local steps' {name}", "step numbers", values)
+            require(name == "began" or None not in values, f"its local steps' {name}", "step numbers", values)
             self._require_as_many(values)
-        require(None not in begins, "its local steps' begins", "step numbers", begins)
         if self.interval and state["interval"]:
             try:
                 self.interval.load(state["interval"])
@@ -226,7 +232,7 @@ class Rhythm:
         self.restart()
         # With other settings, exchanges may be due earlier.
         self._begins = [min(at, max(steps, self.lock_steps) + self.every) for at in begins]
-        self._began, self._latest = list(began), [-1] * self.fragments
+        self._began, self._latest = list(began), list(latest)
         for number, at in enumerate(began):
             if at is not None:  # and not before the one under way is complete
                 self._begins[number] = max(self._begins[number], at + self.overlap)

@@ -174,6 +174,34 @@ def test_a_saved_model_goes_on_as_if_never_stopped(level, steps, tmp_path, capfd
 
 
 @any_transport
+@pytest.mark.ranks(2, 4)
+def test_averaging_after_loading_changes_nothing(tmp_path):
+    """An outer step with momentum of no drift would."""
+    net = train(wrapped(every=4, settings={"outer": "nesterov"}), 6)
+    net.optimizer.average_now()
+    net.save(tmp_path / f"model{RANK}.keras")
+    again = hvd.load_model(
+        tmp_path / f"model{RANK}.keras", compression="none", settings={"every": 4, "outer": "nesterov"}
+    )
+    again.optimizer.average_now()
+    assert same(again, net)
+
+
+@any_transport
+@pytest.mark.ranks(2, 4)
+def test_a_rank_with_a_step_more_does_not_exchange_alone():
+    """As with data that do not divide among the ranks."""
+    net = train(wrapped(every=8), 8)
+    before = net.get_weights()
+    train(net, RANK == 0, 8)
+    drifts = [hvd.allreduce(keras.ops.convert_to_tensor(w - b)) for w, b in zip(net.get_weights(), before, strict=True)]
+    net.optimizer.average_now()
+    for weight, start, mean in zip(net.get_weights(), before, map(np.array, drifts), strict=True):
+        assert np.abs(mean).max() > 0 and np.allclose(weight, start + mean, rtol=0, atol=2e-6)
+    assert hvd.identical(train(net, 8, 9))
+
+
+@any_transport
 def test_a_model_saved_in_the_lock_step_before_goes_on_in_it(tmp_path):
     settings = {"dense_steps": 4}
     whole = train(wrapped(adam, every=3, settings=settings), 2)

@@ -248,7 +248,14 @@ def test_auto_goes_on_whatever_is_measured():
     train(net, optimizer, 200)
     optimizer.average_now()
     assert hvd.identical(net)
-    assert len(optimizer._rhythm.interval.compute) > 3
+    interval = optimizer._rhythm.interval
+    assert len(interval.compute) > 3
+    if SIZE > 1:
+        assert interval.highest_rate == pytest.approx(0.01)
+        optimizer.load_state_dict(optimizer.state_dict())  # which makes new groups
+        optimizer.param_groups[0]["lr"] = 0.02
+        train(net, optimizer, 200)
+        assert interval.highest_rate == pytest.approx(0.02)
     own = wrapped(model(), every=4, compression="auto", settings={"ladder": "none,fp16,lowrank:2"})
     assert own.hvdplus.ladder.names == ("none", "fp16", "lowrank:2")
 
@@ -568,6 +575,78 @@ def test_parameters_that_are_unfrozen_later_are_an_error(dense_steps):
     net[0].requires_grad_(True)
     with pytest.raises(ValueError, match="Received: 2 that became so later"):
         train(net, optimizer, 1)
+
+
+@any_transport
+@pytest.mark.ranks(2, 4)
+def test_ranks_with_different_learning_rates_are_an_error():
+    net = model()
+    optimizer = wrapped(net, every=2)
+    optimizer.param_groups[0]["lr"] = 0.1 + 0.1 * (RANK == 1)
+    with pytest.raises(RuntimeError, match="learning rate differs between rank 0 and rank.*1"):
+        train(net, optimizer, 8)
+
+
+@any_transport
+@pytest.mark.parametrize(("level", "auto"), [("local:4+auto", True), ("local:4+fp16", False)])
+def test_local_steps_are_asked_for_from_outside(level, auto, monkeypatch):
+    monkeypatch.setenv("HVDPLUS_COMPRESSION", level)
+    net = model()
+    optimizer = wrapped(net, compression="auto")
+    assert optimizer._rhythm.every == 4 and (len(optimizer.hvdplus.ladder.names) > 1) == auto
+    train(net, optimizer, 8)
+    assert hvd.identical(net)
+
+
+@any_transport
+@pytest.mark.ranks(2, 4)
+def test_a_rank_with_a_step_more_does_not_exchange_alone():
+    """As with data that do not divide among the ranks."""
+    net = model()
+    optimizer = wrapped(net, every=8)
+    train(net, optimizer, 8)
+    before = copy.deepcopy(net)
+    if RANK == 0:
+        take_step(net, optimizer, 8)
+    drift = [hvd.allreduce(p.detach() - q.detach()) for p, q in zip(net.parameters(), before.parameters(), strict=True)]
+    optimizer.average_now()
+    for p, q, mean in zip(net.parameters(), before.parameters(), drift, strict=True):
+        assert mean.abs().max() > 0 and torch.allclose(p, q + mean, rtol=0, atol=2e-6)
+    assert hvd.identical(net)
+    train(net, optimizer, 8, first=9)
+    assert hvd.identical(net)
+
+
+@any_transport
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_averaging_again_leaves_alone_what_the_script_has_put_there(overlap):
+    """The best parameters so far, to be saved."""
+    net = model()
+    optimizer = wrapped(net, every=4, settings={"overlap_steps": overlap})
+    train(net, optimizer, 6)
+    optimizer.average_now()
+    best = model(seed=1)
+    net.load_state_dict(best.state_dict())
+    optimizer.average_now()
+    optimizer.consolidate_state_dict()
+    assert equal(net, best)
+
+
+@any_transport
+@pytest.mark.ranks(2, 4)
+def test_averaging_after_loading_changes_nothing():
+    """An outer step with momentum of no drift would."""
+    net = model()
+    optimizer = wrapped(net, every=4, settings={"outer": "nesterov"})
+    train(net, optimizer, 6)
+    optimizer.average_now()
+    again = model()
+    again.load_state_dict(net.state_dict())
+    loaded = wrapped(again, every=4, settings={"outer": "nesterov"})
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    loaded.average_now()
+    assert equal(again, net)
 
 
 @any_transport
