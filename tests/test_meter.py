@@ -51,6 +51,17 @@ def test_a_step_is_cut_into_its_parts(clock: Clock) -> None:
     assert meter.last.compute == 10 + 2 * 4 + 1
 
 
+def test_only_the_first_computation_of_a_step_ends_its_wait_for_input(clock: Clock) -> None:
+    meter = StepMeter(clock)
+    meter.end_step()
+    for seconds in (1, 2):
+        clock.wait(seconds)
+        meter.input_arrived()
+    clock.wait(4)
+    meter.end_step()
+    assert meter.last == StepTimes(step=7, input_wait=1)
+
+
 def test_the_next_step_starts_from_zero(clock: Clock) -> None:
     meter = StepMeter(clock)
     meter.end_step()

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hvdplus.adapters.torch.backend import TorchBackend, loss_of, real_view, type_name
 from hvdplus.adapters.torch.ops import TorchOps
@@ -69,7 +70,9 @@ class HookExchange(EagerExchange[torch.Tensor]):
         """See ``EagerExchange``."""
         super().__init__(BucketBackend(parameters, names), *arguments, **keywords)
         self._place = {id(parameter): i for i, parameter in enumerate(parameters)}
-        self.get_learning_rate: Callable[[], float] = lambda: 0.0
+        self.optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+        """The one whose learning rate counts; if it is gone, ``latest``, which stepped last."""
+        self.latest: weakref.ref[torch.optim.Optimizer] | None = None
         self._waiting: list[tuple[Future[torch.Tensor], torch.Tensor | None, int]] = []
         """Of the reducer's buckets that were handed over: what it waits for, the bucket's memory (None: its gradient
         is sparse), its first parameter."""
@@ -118,7 +121,7 @@ class HookExchange(EagerExchange[torch.Tensor]):
     def _add_or_skip(self) -> None:
         """Another backward pass adds to the means of the last one, or its step was skipped in the meantime."""
         if self._left is None or self._left[0].grad is self._left[1]:
-            self.stepped()
+            self._end_step()
         self._to_commit = False
 
     def _finish(self) -> None:
@@ -130,7 +133,7 @@ class HookExchange(EagerExchange[torch.Tensor]):
                 f"Unfreeze them before the model is wrapped. Received: {', '.join(late[:3])}"
                 + (f" and {len(late) - 3} more" if len(late) > 3 else "")
             )
-        step.finish(self, self.get_learning_rate())
+        step.finish(self, self._learning_rate())
         self._sum_in_place()
         waiting, self._waiting = self._waiting, []
         for future, buffer, first in waiting:
@@ -152,7 +155,8 @@ class HookExchange(EagerExchange[torch.Tensor]):
             self._to_commit = any(bool(gradient.any()) for _, gradient in there)  # almost always the first one tells
             if self._to_commit and self.keeps_gradients:
                 self._left = min(there, key=lambda pair: pair[1].numel())
-        self.meter.input_arrived()
+        if torch.is_grad_enabled():  # else the script validates
+            self.meter.input_arrived()
 
     def _place_of(self, parameter: torch.Tensor) -> int:
         try:
@@ -164,8 +168,21 @@ class HookExchange(EagerExchange[torch.Tensor]):
                 f"{tuple(parameter.shape)}"
             ) from None
 
-    def stepped(self) -> None:
-        """The optimizer has taken its step."""
+    def _learning_rate(self) -> float:
+        """Of groups as they are now: `load_state_dict` makes new ones. 0: nobody steps any more, or has one."""
+        found = filter(None, (each() for each in (self.optimizer, self.latest) if each is not None))
+        return next((rate_of(optimizer.param_groups) for optimizer in found), 0.0)
+
+    def belongs_to(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer steps any of the parameters."""
+        return any(id(p) in self._place for group in optimizer.param_groups for p in group["params"])
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer of these parameters has taken its step."""
+        self.latest = weakref.ref(optimizer)
+        self._end_step()
+
+    def _end_step(self) -> None:
         if self._to_commit:
             self._to_commit = False
             self.commit()
@@ -189,10 +206,9 @@ class Attached:
         self._exchange, self._world = exchange, world
         self._connect: Callable[[], None] | None = connect
         self._connect_if_needed()
-        first = weakref.ref(optimizers[0])  # whose hooks hold the exchange
-        exchange.get_learning_rate = lambda: _learning_rate(first())
-        for optimizer in optimizers:
-            optimizer.register_step_post_hook(lambda *_: exchange.stepped())
+        exchange.optimizer = exchange.latest = weakref.ref(optimizers[0])
+        _attached.add(exchange)
+        _watch_optimizers()
 
     @property
     def hvdplus(self) -> Any:
@@ -326,9 +342,19 @@ def _gradients(bucket: GradBucket) -> list[torch.Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _learning_rate(optimizer: torch.optim.Optimizer | None) -> float:
-    """Of its groups as they are now: `load_state_dict` makes new ones. 0: it is gone, or has none."""
-    return 0.0 if optimizer is None else rate_of(optimizer.param_groups)
+_attached: weakref.WeakSet[HookExchange] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Tell exchanges of every step that any optimizer takes with their parameters: scripts may make a new one."""
+
+    def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for exchange in list(_attached):
+            if exchange.belongs_to(optimizer):
+                exchange.stepped(optimizer)
+
+    register_optimizer_step_post_hook(stepped)
 
 
 def _input_arrived(exchange: weakref.ref[HookExchange]) -> None:

@@ -178,7 +178,7 @@ class StreamMeter(StepMeter):
                 self._spans["sums"].append((began, ended or gone_on))
 
     def input_arrived(self) -> None:
-        if self._start is not None:
+        if self._start is not None and self._input is None:
             self._input = self._mark()
 
     def end_step(self) -> None:

@@ -155,8 +155,8 @@ class StepMeter:
                 self._busy.append((self._under_way.pop(key)[0], now))
 
     def input_arrived(self) -> None:
-        """The first computation of a step begins now."""
-        if self._began is not None:
+        """A computation begins now; the first one of a step counts."""
+        if self._began is not None and not self._input_wait:
             self._input_wait = self._clock() - self._began
 
     def end_step(self) -> None:

@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import gc
 import os
+import time
 import warnings
 
 import numpy as np
@@ -571,6 +573,42 @@ def test_the_learning_rate_is_that_of_the_groups_of_today():
         optimizer.param_groups[0]["lr"] = 0.1 / 2**step
         train(model, optimizer, 1, step)
     assert rates[-2:] == pytest.approx([0.05, 0.025])
+
+
+def test_an_optimizer_may_be_made_anew():
+    """Its steps count as those of the one before, and nothing that was held back is sent twice."""
+    runs = []
+    for anew in (False, True):
+        model, _ = wrapped()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        attached = attach(model, optimizer, compression="lowrank:2")
+        rates = []
+        attached.hvdplus.listener = lambda times, rate, rates=rates: rates.append(rate)
+        train(model, optimizer, 3)
+        if anew:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            gc.collect()
+        else:
+            optimizer.param_groups[0]["lr"] = 0.05
+        train(model, optimizer, 6, first=3)
+        runs.append((attached.hvdplus.steps, [p.detach().clone() for p in model.parameters()]))
+        assert rates[-1] == pytest.approx(0.05)
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(p, q) for p, q in zip(runs[0][1], runs[1][1], strict=True))
+
+
+def test_only_waiting_before_the_first_of_several_batches_is_input_wait():
+    model, optimizer = wrapped()
+    attached = attach(model, optimizer, compression="fp16")
+    for step in range(4):
+        optimizer.zero_grad()
+        with model.no_sync():
+            cross_entropy(model(batch(step)[0]), batch(step)[1]).backward()
+        time.sleep(0.1)
+        cross_entropy(model(batch(step)[0]), batch(step)[1]).backward()
+        optimizer.step()
+    times = attached._exchange.meter.last
+    assert times.step > 0.1 > 0.05 > times.input_wait
 
 
 def test_parameters_that_the_reducer_leaves_alone_are_an_error():
