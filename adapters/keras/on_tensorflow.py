@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdplus.adapters.tensorflow.graph import GraphExchange, Heard, check_place
+from hvdplus.adapters.tensorflow.graph import GraphExchange, check_place, heard
 from hvdplus.adapters.tensorflow.ops import TensorFlowOps
 from hvdplus.adapters.tensorflow.transport import cpu_capability, graph_transport
 from hvdplus.adapters.transports.connect import Cpu
@@ -80,7 +81,7 @@ class Exchange(GraphExchange):
     def hear(self, loss: tf.Tensor) -> None:
         """See ``GraphExchange.hear``. A step of several batches has no input time."""
         if self._accumulates:
-            self._heard = Heard(loss)
+            self._heard = heard(loss)
         else:
             super().hear(loss)
 
@@ -89,6 +90,10 @@ class Exchange(GraphExchange):
     ) -> list[Any]:
         """See ``GraphExchange.reduce``. ``applied`` is not needed: variables that are not applied have no gradient."""
         return super().reduce(grads, learning_rate, loss_scale)
+
+    def _note_skipped(self) -> np.ndarray:
+        self._clock.step_ended(time.time())
+        return super()._note_skipped()
 
     def end_step(self, updated: Sequence[Any]) -> None:
         super().end_step([tf.convert_to_tensor(variable) for variable in updated])

@@ -93,6 +93,11 @@ def check(optimizer: Any, passes: int) -> None:
         raise ValueError(f"DistributedOptimizer wraps a keras.optimizers.Optimizer. Received: {type(optimizer)}")
     check_passes(passes)
     if passes > 1:
+        if optimizer.built:
+            raise ValueError(
+                "Keras' optimizers begin to accumulate gradients only where they are built. Received: "
+                f"backward_passes_per_step={passes} for one that is built already; wrap it before it trains or loads."
+            )
         if optimizer.gradient_accumulation_steps:
             raise ValueError(
                 "Accumulate once: either backward_passes_per_step or the optimizer's gradient_accumulation_steps. "

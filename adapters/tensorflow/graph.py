@@ -38,6 +38,21 @@ class Heard(NamedTuple):
     loss: Any = None
     data_time: Any = None
     """When the step's input was there; None: unknown."""
+    graph: Any = None
+    """Where they are; None: they were computed eagerly."""
+
+    @property
+    def within_reach(self) -> bool:
+        """Whether they are of the graph that is being made, or of one around it."""
+        here = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        while here is not None and here is not self.graph:
+            here = getattr(here, "outer_graph", None)
+        return here is self.graph
+
+
+def heard(loss: tf.Tensor, data_time: Any = None) -> Heard:
+    """In the graph that is being made."""
+    return Heard(loss, data_time, None if tf.executing_eagerly() else tf.compat.v1.get_default_graph())
 
 
 class GraphExchange(VariablesExchange):
@@ -70,7 +85,7 @@ class GraphExchange(VariablesExchange):
 
     def hear(self, loss: tf.Tensor) -> None:
         """Note the step's loss, for the run log, and in a compiled step when its input was there."""
-        self._heard = Heard(loss, private.input_time())
+        self._heard = heard(loss, private.input_time())
 
     def agree(self, here: tf.Tensor) -> tf.Tensor:
         """Whether ``here`` is true on all ranks."""
@@ -94,7 +109,7 @@ class GraphExchange(VariablesExchange):
             loss_scale: divisor of the gradients; None: 1.
         """
         self.traces += 1
-        heard, self._heard = self._heard, Heard()
+        told, self._heard = self._heard if self._heard.within_reach else Heard(), Heard()
         if loss_scale is not None:
             grads = [None if grad is None else tensors.divided(grad, loss_scale) for grad in grads]
         absent = [grad is None for grad in grads]
@@ -118,16 +133,16 @@ class GraphExchange(VariablesExchange):
         done = private.timestamp([part.summed for part in parts])
         measured = report.measured(self, coming, variant, dense, parts)
         weights = report.weights(self, coming)
-        mine = report.metadata(self, coming, parts, heard.loss, learning_rate, measured, weights, absent)
+        mine = report.metadata(self, coming, parts, told.loss, learning_rate, measured, weights, absent)
         total = self.bare.wait(self.bare.start(self._watched(mine), f"{self.prefix}.metadata"))
         shown, spent = report.preview(self, coming, dense, parts, [done, total])
         probe = report.probe(self, coming, [done, total]) + spent  # never both
-        stamps = Stamps(ready if heard.data_time is None else heard.data_time, ready, done, probe, begins, ends)
+        stamps = Stamps(ready if told.data_time is None else told.data_time, ready, done, probe, begins, ends)
         sums_finite = tf.reduce_all([part.sum_finite for part in parts] or [True])
         sizes = [state.bucket.spec.size for state in self.states]
         row_bytes = tf.add_n(row_bytes or [0])
-        told = [tf.stack(list(coming)), total, shown, sums_finite, row_bytes, weights, packed(stamps)]
-        answer = tf.numpy_function(functools.partial(self._between_steps, sizes), told, tf.float64)
+        shown_all = [tf.stack(list(coming)), total, shown, sums_finite, row_bytes, weights, packed(stamps)]
+        answer = tf.numpy_function(functools.partial(self._between_steps, sizes), shown_all, tf.float64)
         answer.set_shape([len(Coming._fields) + 3])
         self.coming.assign(answer[:-3])
         mended = settle.mended(self, tf.cast(answer[-1], tf.int32), parts)

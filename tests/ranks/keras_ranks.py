@@ -346,6 +346,38 @@ def test_accumulated_steps_are_exchanged_once():
 
 
 @any_transport
+@two
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_gradients_of_one_compiled_function_may_be_applied_elsewhere(eagerly):
+    """The loss is a value of the function that computes them, and no one else's."""
+    weight = keras.Variable(np.ones(3, np.float32))
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), compression="none")
+    optimizer.build([weight])
+
+    @tf.function
+    def computed(x):
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(tf.reduce_sum(weight * x))
+        return tape.gradient(loss, [weight.value])
+
+    def apply(grads):
+        optimizer.apply(grads, [weight])
+
+    applied = apply if eagerly else tf.function(apply)
+    for _ in range(3):
+        applied(computed(tf.fill([3], float(RANK))))
+    np.testing.assert_allclose(np.array(weight), 1 - 3 * (SIZE - 1) / 2, rtol=1e-6)
+
+
+@two
+def test_an_optimizer_that_is_built_does_not_begin_to_accumulate():
+    optimizer = keras.optimizers.SGD(1.0)
+    optimizer.build([keras.Variable(np.ones(3, np.float32))])
+    with pytest.raises(ValueError, match=r"only where they are built. Received: backward_passes_per_step=2"):
+        hvd.DistributedOptimizer(optimizer, backward_passes_per_step=2, average_aggregated_gradients=True)
+
+
+@any_transport
 @one_or_two
 def test_horovods_own_names_for_compression():
     assert plain(hvd.Compression.fp16)[1].hvdplus.ladder.names == ("fp16",)

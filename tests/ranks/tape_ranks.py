@@ -181,6 +181,9 @@ def test_bad_input_is_a_clear_error_on_every_rank():
         hvd.DistributedGradientTape(hvd.DistributedGradientTape(tf.GradientTape()))
     with pytest.raises(ValueError, match="op currently"):
         hvd.DistributedGradientTape(tf.GradientTape(), op="Adasum")
+    for keywords in ({"settings": {"every": 8}}, {"compression": "local:8"}, {"settings": {"staleness": 2}}):
+        with pytest.raises(ValueError, match="A tape exchanges in every step: local steps need DistributedOptimizer"):
+            taped([tf.Variable(tf.zeros(2))], [np.ones(2, np.float32)], **keywords)
     if SIZE > 1:
         shape = (3,) if RANK == SIZE - 1 else (2,)
         with pytest.raises(ValueError, match="model differs between ranks"):
