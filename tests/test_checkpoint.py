@@ -74,18 +74,18 @@ def state(rank: Any, ranks: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("rank", "ranks", "average", "expected"),
     [
-        (1, 4, True, checkpoint.Ownership(True, True, 1.0)),  # this rank's own file
-        (0, 4, True, checkpoint.Ownership(True, False, 1.0)),  # another's
-        (None, 4, True, checkpoint.Ownership(True, True, 1.0)),  # consolidated
-        (None, 2, True, checkpoint.Ownership(False, True, 1.0)),  # ... on fewer ranks: the mean stays the mean
-        (None, 2, False, checkpoint.Ownership(False, True, 0.5)),  # ... and the sum the sum
-        (1, 2, True, checkpoint.Ownership(False, True, 2.0)),  # of two, one of which came along twice
-        (1, 2, False, checkpoint.Ownership(False, True, 1.0)),
-        (1, 8, True, checkpoint.Ownership(False, True, 0.5)),
-        (0, 1, True, checkpoint.Ownership(False, False, 4.0)),  # rank 0 flushes it, and nobody else
-        (checkpoint.KEEP_LOCAL, 2, False, checkpoint.Ownership(False, True, 1.0)),  # stays where it is
-        (checkpoint.KEEP_LOCAL, 2, True, checkpoint.Ownership(False, True, 2.0)),
-        (checkpoint.FROM_OTHER, 4, False, checkpoint.Ownership(True, False, 1.0)),
+        (1, 4, True, checkpoint.Ownership(True, 1.0)),  # this rank's own file
+        (0, 4, True, checkpoint.Ownership(False, 1.0)),  # another's
+        (None, 4, True, checkpoint.Ownership(True, 1.0)),  # consolidated
+        (None, 2, True, checkpoint.Ownership(True, 1.0)),  # ... on fewer ranks: the mean stays the mean
+        (None, 2, False, checkpoint.Ownership(True, 0.5)),  # ... and the sum the sum
+        (1, 2, True, checkpoint.Ownership(True, 2.0)),  # of two, one of which came along twice
+        (1, 2, False, checkpoint.Ownership(True, 1.0)),
+        (1, 8, True, checkpoint.Ownership(True, 0.5)),
+        (0, 1, True, checkpoint.Ownership(False, 4.0)),  # rank 0 flushes it, and nobody else
+        (checkpoint.KEEP_LOCAL, 2, False, checkpoint.Ownership(True, 1.0)),  # stays where it is
+        (checkpoint.KEEP_LOCAL, 2, True, checkpoint.Ownership(True, 2.0)),
+        (checkpoint.FROM_OTHER, 4, False, checkpoint.Ownership(False, 1.0)),
     ],
 )
 def test_what_a_rank_may_take_over(rank: Any, ranks: int, average: bool, expected: checkpoint.Ownership) -> None:

@@ -216,6 +216,26 @@ def test_a_wrong_setting_is_shown_and_counts(
     assert re.search(message, wrong)
 
 
+@pytest.mark.parametrize("level", ["local:8+int4", "local:auto+auto", "local:8"])
+def test_levels_of_local_steps_are_right(settings_of: Callable[..., tuple[int, str]], level: str) -> None:
+    _, text = settings_of(HVDPLUS_COMPRESSION=level)
+    assert "A setting is wrong" not in text and "  wrong " not in text
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"HVDPLUS_COMPRESSION": "local:8+gzip"}, "gzip"),
+        ({"HVDPLUS_COMPRESSION": "local:8", "HVDPLUS_EVERY": "4"}, "ask for different numbers of local steps"),
+    ],
+)
+def test_levels_of_local_steps_may_be_wrong(
+    settings_of: Callable[..., tuple[int, str]], environ: dict[str, str], message: str
+) -> None:
+    code, text = settings_of(**environ)
+    assert code == 1 and message in text
+
+
 def test_both_levels_that_are_wrong_are_shown(settings_of: Callable[..., tuple[int, str]]) -> None:
     code, text = settings_of(HVDPLUS_COMPRESSION="gzip", HVDPLUS_LADDER="none,fp17")
     assert code == 1 and len(re.findall("^  wrong ", text, re.MULTILINE)) == 2

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from hvdplus.adapters.numpy import NumpyOps
 from hvdplus.adapters.transports.local import Local
-from hvdplus.agree import AUTO, choose_ladder
+from hvdplus.agree import AUTO, choose_ladder, choose_rhythm, settings_of_exchanges
 from hvdplus.cli.horovod.frameworks import TENSORFLOW_NAMES, find_frameworks, package_version
 from hvdplus.cli.horovod.stack import default_jobs, find_mpi
 from hvdplus.cli.horovod.tools import environment, which
@@ -221,7 +221,10 @@ def _wrong_levels(loaded: Settings) -> Iterator[str]:
     alone = World(Local(), hosts={}, collective="none", cross_rank=0, differences=())
     for compression in dict.fromkeys((loaded.compression, AUTO)):
         try:
-            choose_ladder(AUTO, replace(loaded, compression=compression), alone, NumpyOps())
+            asked = replace(loaded, compression=compression)
+            level = choose_rhythm(AUTO, None, asked).compression
+            own = settings_of_exchanges({}, asked).get("compression", compression)
+            choose_ladder(level, replace(loaded, compression=own), alone, NumpyOps())
         except Exception as error:  # another package's compressor may fail as it likes
             yield reason(error)
 

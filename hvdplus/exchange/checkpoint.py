@@ -1,6 +1,6 @@
 """Checkpoints of an exchange: their content, the part that a rank may take over, their form in a file.
 
-    format          5
+    format          see ``FORMAT``
     framework       whose arrays these are: numpy, torch, tensorflow
     ranks, rank     world size, and the rank whose residuals these are (null: all ranks', they were consolidated;
                     own, another's: of elastic jobs)
@@ -63,8 +63,6 @@ UNREADABLE = (
 class Ownership(NamedTuple):
     """The part of a state that a rank may take over."""
 
-    same_ranks: bool
-    """The world size is unchanged, so contexts and decisions stay valid."""
     mine: bool
     """This rank takes over the residuals."""
     share: float
@@ -161,7 +159,7 @@ def load(x: Exchange[Array], state: Mapping[str, Any]) -> str:
     known = own and state["order"] is not None
     resumed = own and state["ranks"] == x.transport.size and x.coordinator.fits(state["coordinator"])
     contexts = checked_contexts(x, state) if resumed else {}
-    _, mine, share = claim(state, x.transport, average=x.average)
+    mine, share = claim(state, x.transport, average=x.average)
     # Everything is checked; changes begin here.
     if x.idle:
         if not (mine and holds_back(state)):
@@ -324,8 +322,8 @@ def claim(state: Mapping[str, Any], transport: Transport, *, average: bool) -> O
                 "them saves, or let each rank save and load its own state."
             )
     if rank is None:  # every rank holds the mean: an average keeps it, a sum counts it ``size`` times
-        return Ownership(ranks == size, mine, 1.0 if average else ranks / size)
-    return Ownership(ranks == size, mine, size / ranks if average else 1.0)
+        return Ownership(mine, 1.0 if average else ranks / size)
+    return Ownership(mine, size / ranks if average else 1.0)
 
 
 def holds_back(state: Mapping[str, Any]) -> bool:

@@ -225,8 +225,9 @@ class Coordinator:
 
     def figures(self) -> dict[str, float]:
         """Numbers for a training log: times of the last complete window in milliseconds (NaN before it), position of
-        the present level in the ladder, and its ratio of gradient bytes to payload bytes."""
-        sent = self.payload_bytes[self.schedule.level]
+        the present level in the ladder, and its ratio of gradient bytes to bytes sent, rows of tables
+        as in the last step."""
+        sent = self.payload_bytes[self.schedule.level] + self.row_bytes
         ratio = self._gradient_bytes / sent if sent else 1.0
         return {**self._journal.last_times(), "level": float(self.schedule.level), "ratio": ratio}
 
