@@ -141,8 +141,8 @@ class GraphExchange(VariablesExchange):
         sums_finite = tf.reduce_all([part.sum_finite for part in parts] or [True])
         sizes = [state.bucket.spec.size for state in self.states]
         row_bytes = tf.add_n(row_bytes or [0])
-        shown_all = [tf.stack(list(coming)), total, shown, sums_finite, row_bytes, weights, packed(stamps)]
-        answer = tf.numpy_function(functools.partial(self._between_steps, sizes), shown_all, tf.float64)
+        arguments = [tf.stack(list(coming)), total, shown, sums_finite, row_bytes, weights, packed(stamps)]
+        answer = tf.numpy_function(functools.partial(self._between_steps, sizes), arguments, tf.float64)
         answer.set_shape([len(Coming._fields) + 3])
         self.coming.assign(answer[:-3])
         mended = settle.mended(self, tf.cast(answer[-1], tf.int32), parts)
