@@ -151,6 +151,18 @@ def choose_rhythm(compression: Any, every: int | str | None, settings: Settings)
     return Wanted(0 if named == AUTO else int(named), True, rest or "none")
 
 
+def refuse_local_steps(compression: Any, settings: Settings, who: str, instead: str) -> None:
+    """Raise ValueError if local steps are asked for where ``who`` exchanges in every step.
+
+    ``instead``: what takes them.
+    """
+    if choose_rhythm(compression, None, settings).local:
+        raise ValueError(
+            f"{who} exchanges in every step: local steps need {instead}. Received: "
+            f"compression={compression!r}, every={settings.every}, staleness={settings.staleness}"
+        )
+
+
 def settings_of_exchanges(given: Mapping[str, Any] | None, resolved: Settings) -> dict[str, Any]:
     """What an optimizer that exchanges drifts is wrapped with, where the user has ``given`` these settings."""
     own = {**(given or {}), "dense_steps": 0, "every": 1, "staleness": 0}

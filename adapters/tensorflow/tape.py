@@ -21,7 +21,7 @@ import tensorflow as tf
 from hvdplus.adapters.tensorflow import tensors
 from hvdplus.adapters.tensorflow.graph import GraphExchange, check_place
 from hvdplus.adapters.tensorflow.ops import TensorFlowOps
-from hvdplus.agree import check_types, choose_ladder, choose_rhythm, join, next_instance
+from hvdplus.agree import check_types, choose_ladder, join, next_instance, refuse_local_steps
 from hvdplus.settings import Settings
 from hvdplus.transport import World
 
@@ -166,11 +166,7 @@ class _Distributed:
         shapes = [tuple(source.shape) for source in sources]
         dtypes = [tf.as_dtype(source.dtype).name for source in sources]
         check_types([getattr(source, "name", "a source") for source in sources], dtypes)
-        if choose_rhythm(self._compression, None, settings).local:
-            raise ValueError(
-                "A tape exchanges in every step: local steps need DistributedOptimizer(every=). Received: "
-                f"compression={self._compression!r}, every={settings.every}, staleness={settings.staleness}"
-            )
+        refuse_local_steps(self._compression, settings, "A tape", "DistributedOptimizer(every=)")
         exchange: TapeExchange = join(
             functools.partial(TapeExchange, sources, shapes, dtypes, average=self._average),
             self._world,

@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hvdplus.adapters.torch.backend import TorchBackend, loss_of, real_view, type_name
 from hvdplus.adapters.torch.ops import TorchOps
 from hvdplus.adapters.torch.optimizer import TYPES, fitting, load_settings, rate_of
-from hvdplus.agree import check_types, choose_ladder, choose_rhythm, join, next_instance
+from hvdplus.agree import check_types, choose_ladder, join, next_instance, refuse_local_steps
 from hvdplus.exchange import step
 from hvdplus.exchange.bucket import BucketSet
 from hvdplus.exchange.eager import EagerExchange
@@ -255,11 +255,8 @@ def attach(
 ) -> Attached:
     """See ``hvdplus.torch.ddp.attach``."""
     asked = Settings.load(settings)
-    if choose_rhythm(compression, None, asked).local:
-        raise ValueError(
-            "DistributedDataParallel exchanges in every step: local steps need DistributedOptimizer(every=) around a "
-            f"bare model. Received: compression={compression!r}, every={asked.every}, staleness={asked.staleness}"
-        )
+    instead = "DistributedOptimizer(every=) around a bare model"
+    refuse_local_steps(compression, asked, "DistributedDataParallel", instead)
     ignored = set(getattr(model, "parameters_to_ignore", ()))
     named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored]
     names, parameters = [name for name, _ in named], [parameter for _, parameter in named]
