@@ -1,7 +1,7 @@
 """How often should ranks exchange? Local steps, lock-step and PyTorch's own race to losses on slow links.
 
     python benchmarks/rhythm.py --quick             two hosts, two rates, one seed: 15 minutes
-    python benchmarks/rhythm.py --judged            what verdicts are about, three seeds: half an hour a seed
+    python benchmarks/rhythm.py --judged            what verdicts are about, three seeds: an hour
     python benchmarks/rhythm.py                     everybody, two and four hosts, 10 Mb/s to 1 Gb/s, for hours
     python benchmarks/rhythm.py --only stragglers   a part: races, stragglers, or prices
     python benchmarks/rhythm.py --only races --hosts 2 --seeds 1              an hour for the first seed, and then
@@ -248,7 +248,7 @@ def judge(run: Run) -> list[Verdict]:
     where = f"{run.hosts} hosts, {run.rate}"
     local = [who for who in run.curves if who.startswith("local ") and who not in DECIDE]
     powersgd = [who for who in run.curves if "powersgd" in who]
-    spread = max(run.final("horovod")) - min(run.final("horovod"))
+    spread, several = max(run.final("horovod")) - min(run.final("horovod")), len(run.final("horovod")) > 1
     verdicts = []
 
     def sooner(line: str, mine: str, others: Sequence[str], least: float) -> None:
@@ -265,14 +265,15 @@ def judge(run: Run) -> list[Verdict]:
             lead, figures = 0.0, f"none of {', '.join(others)} is at any of {', '.join(map(str, TARGETS))} bits"
         verdicts.append(Verdict(f"{where}: {line}", lead >= least, figures))
 
-    def final(line: str, mine: str) -> None:
-        worse = statistics.mean(run.final(mine)) - dense
-        figures = f"{worse:+.4f} bits, dense's seeds spread over {spread:.4f}"
-        if len(run.final(mine)) > 1:  # else nobody knows what seeds do
-            verdicts.append(Verdict(f"{where}: {line}", worse <= spread, figures))
+    def worse(who: str) -> float:
+        return statistics.mean(run.final(who)) - statistics.mean(run.final("horovod"))
 
-    dense = statistics.mean(run.final("horovod"))
-    as_good = [who for who in local if statistics.mean(run.final(who)) <= dense + spread] if spread else []
+    def final(line: str, mine: str) -> None:
+        figures = f"{worse(mine):+.4f} bits, dense's seeds spread over {spread:.4f}"
+        if several:  # else nobody knows what seeds do
+            verdicts.append(Verdict(f"{where}: {line}", worse(mine) <= spread, figures))
+
+    as_good = [who for who in local if several and worse(who) <= spread]
     best = min(as_good or local, key=lambda who: run.seconds(who, TARGETS[-1]))
     if run.rate in ("100mbit", "1gbit"):
         sooner(f"every=auto at least {SOONER} x sooner than auto and PowerSGD", DECIDE[1], ["auto", *powersgd], SOONER)

@@ -82,6 +82,16 @@ def test_a_race_is_judged_at_every_loss_that_the_other_reaches(mine: float) -> N
     assert not unknown.passed and unknown.figures.startswith("none of auto, ddp powersgd:4:2 is at any of")
 
 
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_the_best_of_local_steps_ends_as_dense_does(seeds: int) -> None:
+    """With one seed nobody knows what it may end at, and the soonest is the best."""
+    curves = {"auto": training(10.0), "horovod": training(10.0), "local 32 int4": training(4.0)}
+    curves["local 64 int4"] = training(3.0, (4.0, 3.3, 3.1, 2.95))
+    verdicts = judge(Run(2, "20mbit", {who: [curve] * seeds for who, curve in curves.items()}))
+    (sooner,) = (each for each in verdicts if "sooner than auto" in each.line)
+    assert ("local 32 int4" if seeds > 1 else "local 64 int4") in sooner.line and sooner.passed
+
+
 def test_stragglers_are_judged_where_lock_step_ends() -> None:
     slow, fast = training(10.0), training(7.0)
     names = ("stale 3 every=4", "stale any every=4", "stale any every=8")
