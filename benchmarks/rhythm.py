@@ -4,6 +4,7 @@
     python benchmarks/rhythm.py --judged            what verdicts are about, three seeds: an hour
     python benchmarks/rhythm.py                     everybody, two and four hosts, 10 Mb/s to 1 Gb/s, for hours
     python benchmarks/rhythm.py --only stragglers   a part: races, stragglers, or prices
+    python benchmarks/rhythm.py --judged --only races --rates 10mbit          other rates, in files of their own
     python benchmarks/rhythm.py --only races --hosts 2 --seeds 1              an hour for the first seed, and then
     python benchmarks/rhythm.py --only races --hosts 2 --seeds 1 --after 1    for the second one, whenever you like
 
@@ -450,10 +451,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     much.add_argument("--judged", action="store_true", help="two hosts, and what verdicts are about; no prices")
     parser.add_argument("--only", choices=PARTS, help="a part of it")
     parser.add_argument("--hosts", type=int, choices=(2, 4), help="races on so many hosts only")
+    parser.add_argument("--rates", nargs="+", metavar="RATE", help="races at these, in files that are named after them")
     parser.add_argument("--seeds", type=int, help="so many (--quick: 1, else 3)")
     parser.add_argument("--after", type=int, default=0, help="those after so many, which results/ has already")
     options = parser.parse_args(arguments)
     size = QUICK if options.quick else JUDGED if options.judged else FULL
+    if options.rates:
+        size = size._replace(rates=tuple(options.rates), name=f"{size.name}-{'-'.join(options.rates)}")
     parts = (options.only,) if options.only else PARTS if size is FULL else PARTS[:2]
     seeds = range(options.after, options.after + (options.seeds or size.seeds))
     began = time.monotonic()
