@@ -99,3 +99,7 @@ def test_stragglers_are_judged_where_lock_step_ends() -> None:
     assert not judge_stragglers(Run(2, "half speed", curves))[0].passed
     (verdict,) = judge_stragglers(Run(2, "half speed", curves | {names[1]: [fast]}))
     assert verdict.passed and names[1] in verdict.figures
+    pairs = {who: [*each, training(10.0, (4.0, 3.6, 3.5, 3.4))] for who, each in curves.items()}
+    pairs |= {names[1]: [fast, fast]}
+    (verdict,) = judge_stragglers(Run(2, "half speed", pairs))
+    assert verdict.passed and "inf" not in verdict.figures, "a loss that both seeds came to"
