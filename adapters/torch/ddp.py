@@ -150,6 +150,8 @@ class HookExchange(EagerExchange[torch.Tensor]):
 
     def forward_begins(self) -> None:
         """The next step's computation begins. If the means of the last step are gone, that step was skipped."""
+        if self._left is not None and self._left[0].grad is not self._left[1]:  # a pass by itself came in between
+            self._to_commit = False
         if self._to_commit:
             there = [(p, p.grad) for p in self.backend.parameters if p.grad is not None]
             self._to_commit = any(bool(gradient.any()) for _, gradient in there)  # almost always the first one tells

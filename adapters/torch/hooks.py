@@ -48,6 +48,8 @@ class HookedExchange(EagerExchange[torch.Tensor]):
         self.inner_rate: float | None = None
         """Learning rate of the local steps whose drifts these gradients are; None: they are no drifts."""
         self._passes_left = [passes] * len(parameters)
+        self._means: tuple[torch.Tensor, torch.Tensor] | None = None
+        """A parameter and its mean, until the optimizer has taken the step: a script may add to means, or drop them."""
         self._sent: dict[int, tuple[torch.Tensor, int]] = {}
         """Parameter -> its gradient in flight, and how often that had been written to: a change is noticed."""
         self._added: Sequence[torch.nn.Parameter] = ()
@@ -59,6 +61,15 @@ class HookedExchange(EagerExchange[torch.Tensor]):
     def parameters(self) -> list[torch.nn.Parameter]:
         """The parameters whose gradients are exchanged, in order."""
         return self.backend.parameters
+
+    @property
+    def holds_means(self) -> bool:
+        """Whether gradients are the means of a step that was not taken yet, and no others."""
+        return self._means is not None and self._means[0].grad is self._means[1] and not self.in_flight
+
+    def forget_means(self) -> None:
+        """Whatever gradients come next have nothing to do with them."""
+        self._means = None
 
     @property
     def in_flight(self) -> bool:
@@ -76,6 +87,20 @@ class HookedExchange(EagerExchange[torch.Tensor]):
         self._added = ()
         self._sent.clear()
         self.restart()
+        # The last one: usually a small one.
+        self._means = next(((p, p.grad) for p in reversed(self.parameters) if p.grad is not None), None)
+
+    def begin(self) -> None:
+        """See ``EagerExchange``. If another backward pass adds to the means, what their step held back is kept."""
+        means, self._means = self._means, None
+        if means is not None and means[0].grad is means[1]:
+            self.commit()
+        super().begin()
+
+    def commit(self) -> None:
+        """See ``EagerExchange``."""
+        self._means = None
+        super().commit()
 
     def send_all(self) -> None:
         """Begin the sums of gradients that no backward pass has brought, in the order that ranks have agreed on."""
@@ -106,6 +131,7 @@ class HookedExchange(EagerExchange[torch.Tensor]):
     def abandon(self) -> None:
         """Forget the sums in flight: the transport has failed or has ended."""
         super().abandon()
+        self._means = None
         self._sent.clear()
         self.restart()
 

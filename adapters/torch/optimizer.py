@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 
-from hvdplus.adapters.torch import amp, private
+from hvdplus.adapters.torch import amp
 from hvdplus.adapters.torch.backend import loss_of, real_view, type_name
 from hvdplus.adapters.torch.hooks import HookedExchange
 from hvdplus.adapters.torch.ops import TorchOps
+from hvdplus.adapters.torch.waiting import InputWatch
 from hvdplus.agree import (
     FLOATS,
     TWICE,
@@ -116,7 +116,7 @@ def wrap(
     wrapped._exchange = join_ranks(world, parameters, 0)
     wrapped._known = frozenset(id(p) for p in parameters)
     wrapped._added = []
-    wrapped._world = world
+    wrapped._world, wrapped._input_watch = world, InputWatch()
     wrapped._synchronized = False
     wrapped._should_synchronize = True
     _alive[number] = wrapped
@@ -195,7 +195,7 @@ class Distributed(torch.optim.Optimizer):
     _world: World
     _synchronized: bool
     _should_synchronize: bool
-    _input_hook: Any = None
+    _input_watch: InputWatch
     _rests: bool = False
     """Whether it takes no steps any more, and only joins where others do."""
     # Makes GradScaler leave gradients alone and set its findings as attributes (see scaler_says_skip): otherwise it
@@ -210,9 +210,11 @@ class Distributed(torch.optim.Optimizer):
                 only.
             ValueError: an added parameter cannot be reduced, or is another one on another rank.
         """
-        if self._synchronized and not self._exchange.in_flight:  # or means and residuals would be exchanged again
+        if self._synchronized and self._exchange.holds_means:  # or means and residuals would be exchanged again
             warnings.warn("optimizer.synchronize() called twice. Nothing is exchanged a second time.", stacklevel=2)
             return
+        if self._synchronized and not self._exchange.in_flight:  # the script has put other gradients there
+            self._exchange.commit()
         self._finish()
         self._synchronized = True
 
@@ -232,13 +234,15 @@ class Distributed(torch.optim.Optimizer):
         """
         if amp.scaler_says_skip(self, self._exchange, self._synchronized):
             self._synchronized = False
+            self._exchange.forget_means()
             self._exchange.meter.end_step()
+            self._input_watch.begin(self._exchange)
             return None
         if closure is not None:
             closure = self._exchanging(closure)
         elif self._should_synchronize:
             # Horovod would exchange the means once more, without effect.
-            if self._synchronized and not self._exchange.in_flight:
+            if self._synchronized and self._exchange.holds_means:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
                     "optimizer.synchronize(). The gradients are not exchanged a second time.",
@@ -257,7 +261,7 @@ class Distributed(torch.optim.Optimizer):
         self._synchronized = False
         self._exchange.commit()
         self._add_parameters()
-        self._watch_input()
+        self._input_watch.begin(self._exchange)
         return result
 
     # Keeps PyTorch from adding step hooks to this method: the user's class runs them, after the exchange.
@@ -271,6 +275,7 @@ class Distributed(torch.optim.Optimizer):
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition."
             )
         self._synchronized = False  # the script may have skipped a step
+        self._exchange.forget_means()
         self._exchange.restart()  # or some of its backward passes
         super().zero_grad(*arguments, **keywords)
 
@@ -404,32 +409,13 @@ class Distributed(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
             self._finish()
+            self._exchange.forget_means()  # the next evaluation is of other parameters
             # LBFGS decides by the loss how far it goes and when it stops: all ranks have to see the same loss.
             if isinstance(self, torch.optim.LBFGS) and not self._exchange.idle:
                 return _mean_loss(loss, self._world)
             return loss
 
         return exchanged
-
-    def _watch_input(self) -> None:
-        """From now until any module's next forward pass with gradients, this rank waits for input."""
-        this = weakref.ref(self)  # PyTorch holds the hook, and would hold an optimizer that the script has dropped
-
-        def began(module: torch.nn.Module, arguments: Any) -> None:
-            if not torch.is_grad_enabled():  # the script validates
-                return
-            handle.remove()
-            optimizer = this()
-            if optimizer is not None:
-                optimizer._exchange.meter.input_arrived()
-
-        if self._input_hook is not None:
-            self._input_hook.remove()  # no module ran since the last step
-            self._input_hook = None
-        # A hook on all modules breaks graphs that are compiled, and `torch.compile` warns of it.
-        if private.compiles():
-            return
-        handle = self._input_hook = register_module_forward_pre_hook(began)
 
 
 def rate_of(groups: Sequence[Mapping[str, Any]]) -> float:

@@ -163,6 +163,8 @@ class BucketState(Generic[Array]):
     """Part of the gradients that encoding lost so far; None: nothing is outstanding."""
     pending: Array | None = None
     """The next residual, until the optimizer has taken the step."""
+    waits: bool = False
+    """Whether a part of the residual waits for the next one: no rank used its parameters at the end of a flush."""
     handed_over: bool = False
     """Of two levels: whether another rank takes over this rank's residual, once the optimizer has taken the step."""
     forms: dict[tuple[int, int, str], Array] = field(default_factory=dict)

@@ -198,7 +198,8 @@ class EagerExchange(Exchange[EagerArray]):
                 if self.backend.shares_memory(state.pending, state.flat):
                     # The vector became the residual in place, so it takes the old residual's memory instead.
                     state.flat = state.residual
-                state.residual, state.pending, state.handed_over = state.pending if outstanding else None, None, False
+                state.residual = state.pending if outstanding or state.waits else None
+                state.pending, state.handed_over = None, False
         if self.alone and not self.idle and all(state.residual is None for state in self.states):
             self.idle = True
             self.make_sets()

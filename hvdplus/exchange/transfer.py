@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def mark_ready(state: BucketState[EagerArray], i: int) -> None:
     """The gradient of parameter ``i`` is ready."""
-    state.pending, state.handed_over = None, False  # of a step that was never taken
+    state.pending, state.handed_over, state.waits = None, False, False  # of a step that was never taken
     state.missing.discard(i)
 
 

@@ -5,6 +5,7 @@ import gc
 import inspect
 import io
 import itertools
+import math
 import os
 import pickle
 import time
@@ -266,6 +267,122 @@ def test_a_step_that_is_not_taken_commits_no_residual(level):
         assert residual is None or torch.equal(residual, state.residual)
     optimizer.step()
     assert hvd.identical(p for p in params)
+
+
+class Account:
+    """Gradients brought = steps taken + what is held back, at a learning rate of 1."""
+
+    def __init__(self, compression, shapes=SHAPES):
+        self.params, self.shapes = parameters(shapes), shapes
+        self.optimizer = plain(self.params, compression)
+        self.brought = [np.zeros(shape) for shape in shapes]
+
+    def backward(self, step, unused=(), taken=True):
+        self.note(grads := gradients(step, RANK, self.shapes), unused, taken)
+        used = [i for i in range(len(self.shapes)) if i not in unused]
+        backward([self.params[i] for i in used], [grads[i] for i in used])
+
+    def note(self, grads, unused=(), taken=True):
+        for i, grad in enumerate(grads):
+            self.brought[i] += grad * (taken and i not in unused)
+
+    @property
+    def residuals(self):
+        held = [np.zeros(shape) for shape in self.shapes]
+        for state in self.optimizer._exchange.states:
+            for i, (part, shape) in state.places.items() if state.residual is not None else ():
+                held[i] += state.residual[part].double().numpy().reshape(shape)
+        return held
+
+    def balance(self):
+        everyone = hvd.allgather_object((self.brought, self.residuals))
+        for i, p in enumerate(self.params):
+            arrived = -p.detach().double().numpy() * SIZE
+            held = sum(residuals[i] for _, residuals in everyone)
+            np.testing.assert_allclose(arrived + held, sum(brought[i] for brought, _ in everyone), atol=2e-3)
+        assert hvd.identical(p for p in self.params)
+
+
+@any_transport
+@several
+@pytest.mark.parametrize("level", ["topk:0.1", "lowrank:1"])
+def test_a_backward_pass_that_adds_to_means_loses_nothing(level):
+    """One loss is exchanged and clipped, then another is added and exchanged."""
+    account = Account(level)
+    for step in range(6):
+        account.optimizer.zero_grad()
+        account.backward(2 * step)
+        account.optimizer.synchronize()
+        account.backward(2 * step + 1)
+        account.optimizer.step()
+    account.balance()
+
+
+@any_transport
+@several
+@pytest.mark.parametrize("how", ["optimizer", "model"])
+def test_a_step_that_the_script_skips_after_synchronize_leaves_no_trace(how):
+    account = Account("topk:0.1")
+    for step in range(8):
+        if skipped := step in (3, 4, 6):
+            account.backward(step, taken=False)
+            account.optimizer.synchronize()
+        else:
+            account.backward(step)
+            account.optimizer.step()
+        if how == "optimizer":
+            account.optimizer.zero_grad()
+        else:
+            for p in account.params:
+                p.grad = None
+    assert not skipped
+    account.balance()
+
+
+@any_transport
+@several
+@pytest.mark.parametrize("level", ["none", "fp16", "topk:0.1"])
+def test_gradients_that_are_set_by_hand_after_a_skipped_step_are_exchanged(level):
+    account = Account(level)
+    for step in range(3):
+        account.backward(step)
+        account.optimizer.step()
+        account.optimizer.zero_grad()
+    account.backward(3)
+    account.optimizer.synchronize()
+    for p in account.params:  # the script skips this step
+        p.grad = None
+    before = [p.detach().clone() for p in account.params]
+    grads = gradients(4, RANK)
+    for p, grad in zip(account.params, grads, strict=True):
+        p.grad = torch.from_numpy(grad).clone()
+    account.optimizer.step()
+    assert hvd.identical(p for p in account.params)
+    if level == "none":
+        for p, old, theirs in zip(account.params, before, zip(*hvd.allgather_object(grads), strict=True), strict=True):
+            np.testing.assert_allclose((old - p.detach()).numpy(), np.mean(theirs, axis=0), atol=1e-6)
+
+
+@several
+def test_what_no_rank_uses_at_the_end_of_a_flush_is_not_forgotten(monkeypatch):
+    """It waits for the next level that keeps a residual, or the next flush."""
+    monkeypatch.setenv("HVDPLUS_LADDER", "none,lowrank:1")
+    monkeypatch.setenv("HVDPLUS_DENSE_STEPS", "100000")  # the test turns the dial, not the controller
+    monkeypatch.setenv("HVDPLUS_DRAIN_STEPS", "4")
+    account, step, waited = Account("auto"), 0, False
+    for level, heads_in_turns in [(1, False), (0, True), (1, False), (0, False)]:
+        account.optimizer._exchange.coordinator.set_level(level)
+        for _ in range(8):
+            last = level == 0 and account.optimizer._exchange.plan.flush_fraction == 1.0
+            account.optimizer.zero_grad()
+            account.backward(step, unused=[0, 3] if last and heads_in_turns else [])
+            account.optimizer.step()
+            step += 1
+        account.balance()
+        largest = [np.abs(held).max() for held in account.residuals]
+        if heads_in_turns:
+            waited = largest[0] > 1e-3 and largest[3] > 1e-3 and max(largest[1:3]) == 0.0
+    assert waited and max(largest) == 0.0
 
 
 @several
@@ -2065,6 +2182,44 @@ def test_a_script_that_validates_before_a_step_waits_for_input():
             assert times.step > 0.3 and times.compute < 0.1
             assert (times.input_wait if RANK == 0 else times.exposed_comm) > 0.25
     assert times.step < 0.2
+
+
+@any_transport
+@pytest.mark.parametrize("how", ["transforms", "another process"])
+def test_modules_that_make_the_input_do_not_end_the_wait_for_it(how, monkeypatch):
+    """A loader's transforms may be modules, and its workers inherit hooks."""
+    torch._dynamo.utils.counters.clear()
+    net, transform = model(), torch.nn.Tanh()
+    optimizer = wrapped(net, "fp16")
+    for step in range(3):
+        if how == "transforms":
+            transform(torch.ones(3))
+        else:
+            with monkeypatch.context() as worker:
+                worker.setattr("hvdplus.adapters.torch.waiting.os.getpid", lambda: -1)
+                net(batch(step)[0])
+        time.sleep(0.2)
+        train(net, optimizer, 1, first=step)
+    assert optimizer._exchange.meter.last.input_wait > 0.15
+
+
+@any_transport
+def test_input_is_waited_for_after_a_step_that_a_scaler_skips():
+    torch._dynamo.utils.counters.clear()
+    net = model()
+    optimizer, scaler = wrapped(net, "fp16"), torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(3):
+        time.sleep(0.2)
+        x, y = batch(step)
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(net(x * (math.inf if step == 1 else 1.0)), y)
+        scaler.scale(loss).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 4.0 and optimizer._exchange.meter.last.input_wait > 0.15
 
 
 @any_transport
