@@ -7,6 +7,7 @@ compiled step every fragment's exchange is a condition, which all ranks decide a
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -229,14 +230,15 @@ class _Local:
 
     def after_step(self, optimizer: Any, due: Sequence[Any]) -> None:
         """The step is taken: exchange what is ``due``."""
-        for number, fragment in enumerate(self.fragments):
+        for number in range(len(self.fragments)):
+            backend.when(due[number], functools.partial(self.exchange, optimizer, number))
 
-            def exchange(number: int = number, fragment: Fragment = fragment) -> None:
-                fragment.exchange()
-                if self.settings.average_state and not number:
-                    backend.average(fragment.outer._hvdplus.exchange, remembered(optimizer))
-
-            backend.when(due[number], exchange)
+    def exchange(self, optimizer: Any, number: int) -> None:
+        """Exchange one fragment, and with the first one what the optimizer remembers, if the settings say so."""
+        fragment = self.fragments[number]
+        fragment.exchange()
+        if self.settings.average_state and not number:
+            backend.average(fragment.outer._hvdplus.exchange, remembered(optimizer))
 
     def _count(self) -> list[bool]:
         """On the host, once a step: whether it is the first, and which fragments are due."""
@@ -321,7 +323,7 @@ class LocalSteps:
             due = local.rhythm.begin_all(lambda mine: transport.gather_objects(mine, "fragments to average"))
             local.rhythm.complete(all_of_them=True)
             for number in due:
-                local.fragments[number].exchange()
+                local.exchange(self, number)
 
     def consolidate_state_dict(self) -> None:
         """Make what any one rank saves valid for all ranks, until the next step: they exchange at once, and residuals

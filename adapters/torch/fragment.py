@@ -115,7 +115,7 @@ class Fragment:
         keys = [sorted(set().union(*those)) for those in zip(*told, strict=True)]
         with torch.no_grad():
             parts = [
-                state.get(p, {}).get(key, torch.zeros_like(p)).float().reshape(-1)
+                _widened(state.get(p, {}).get(key, torch.zeros_like(p))).reshape(-1)
                 for p, wanted in zip(self.parameters, keys, strict=True)
                 for key in wanted
             ]
@@ -129,6 +129,11 @@ class Fragment:
                     value = next(means)
                     if key in state.get(p, {}):
                         state[p][key].copy_(value.view(p.shape))
+
+
+def _widened(value: torch.Tensor) -> torch.Tensor:
+    """In float32 at least."""
+    return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def _is_of(value: torch.Tensor, parameter: torch.Tensor) -> bool:

@@ -194,6 +194,7 @@ class LocalSteps(torch.optim.Optimizer):
             for number, fragment in enumerate(self._fragments):
                 if number in due or not fragment.waits:
                     fragment.meet(lockstep.rate_of(self.param_groups))
+                    _average_state(self, fragment)
                 elif number in under_way:
                     fragment.arrive()
 
@@ -380,10 +381,13 @@ class LocalSteps(torch.optim.Optimizer):
 
     def _complete(self, numbers: Iterable[int]) -> None:
         for number in numbers:
-            fragment = self._fragments[number]
-            fragment.complete(lockstep.rate_of(self.param_groups))
-            if self._averages_state:
-                fragment.average_state(self.state, f"{fragment.outer._exchange.prefix}.state")
+            self._fragments[number].complete(lockstep.rate_of(self.param_groups))
+            _average_state(self, self._fragments[number])
+
+
+def _average_state(optimizer: LocalSteps, fragment: Fragment) -> None:
+    if optimizer._averages_state:
+        fragment.average_state(optimizer.state, f"{fragment.outer._exchange.prefix}.state")
 
 
 def _check(optimizer: LocalSteps, ours: Mapping[str, Any]) -> None:

@@ -149,9 +149,13 @@ def test_lock_step_comes_first():
 def test_what_optimizers_remember_may_be_averaged():
     for averages in (False, True):
         net = train(wrapped(adam, every=4, settings={"average_state": averages}), 8)
-        remembered = [v for v in net.optimizer.variables if len(v.shape)]
-        assert len(remembered) == 8
-        assert hvd.identical(remembered) == (averages or SIZE == 1)
+        for at_once in (False, True):
+            if at_once:
+                train(net, 2, 8)
+                net.optimizer.average_now()
+            remembered = [v for v in net.optimizer.variables if len(v.shape)]
+            assert len(remembered) == 8
+            assert hvd.identical(remembered) == (averages or SIZE == 1)
 
 
 @any_transport

@@ -381,9 +381,12 @@ def test_what_optimizers_remember_may_be_averaged():
     for averages in (False, True):
         net = model()
         optimizer = wrapped(net, adam, every=4, settings={"average_state": averages})
-        train(net, optimizer, 8)
-        moments = [value for p in net.parameters() for value in optimizer.state[p].values()]
-        assert hvd.identical(moments) == (averages or SIZE == 1)
+        for steps, at_once in ((8, False), (2, True)):
+            train(net, optimizer, steps)
+            if at_once:
+                optimizer.average_now()
+            moments = [value for p in net.parameters() for value in optimizer.state[p].values()]
+            assert hvd.identical(moments) == (averages or SIZE == 1)
 
 
 def test_a_value_that_is_not_finite_reaches_all_ranks():
