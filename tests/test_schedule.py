@@ -9,7 +9,7 @@ from coordinating import BAD, FP16, LADDER, NONE, go, heard, make, step, steps
 from hvdplus.exchange.coordinator import Coordinator
 from hvdplus.exchange.metadata import Report
 from hvdplus.exchange.plan import Ladder, Plan
-from hvdplus.exchange.schedule import Schedule
+from hvdplus.exchange.schedule import PATIENCE, Schedule
 
 # -- plans -------------------------------------------------------------------------------------------------------------
 
@@ -347,13 +347,24 @@ def test_a_loaded_schedule_goes_on_where_the_saved_one_was(before: int) -> None:
     assert walk(other, course[before:]) == walk(one, course[before:])
 
 
+@pytest.mark.parametrize("before", range(PATIENCE + 1))
+def test_a_loaded_schedule_learns_when_the_saved_one_would_have(before: int) -> None:
+    """From the eighth overflow in a row on, whether it was loaded in between or has seen others meanwhile."""
+    one, other = schedule(), schedule()
+    assert not other.learns(True)
+    seen = [one.learns(True) for _ in range(before)]
+    other.load(one.state())
+    seen += [other.learns(True) for _ in range(before, PATIENCE + 2)]
+    assert seen == [False] * (PATIENCE - 1) + [True] * 3
+
+
 @pytest.mark.parametrize(
     "damage",
     [
         {"level": 3}, {"level": -1}, {"level": "none"}, {"level": None},
         {"sides": [0, 2, 0]}, {"sides": [0, 0]}, {"sides": [0, -1, 0]}, {"sides": 1}, {"sides": [1, 0, 0]},
         {"flush_left": -1}, {"flush_left": None}, {"flush_left": "many"}, {"asking_left": -2}, {"asking_left": []},
-        {"asking_left": 1},
+        {"asking_left": 1}, {"overflows": -1}, {"overflows": PATIENCE**2 + 1}, {"overflows": None},
     ],
     ids=str,
 )  # fmt: skip

@@ -245,6 +245,7 @@ class VariablesExchange(Exchange[tf.Tensor]):
     def load(self, state: Mapping[str, Any]) -> str:
         """See ``Exchange.load``."""
         with tf.init_scope():
+            self.times = StepTimes()  # the step before the coming one is another's
             digest = super().load(state)
             if self.not_taken:  # what its last step flushed is sent again
                 self.not_taken = False

@@ -107,6 +107,7 @@ class Schedule:
             "sides": list(self._sides),
             "flush_left": self._flush_left,
             "asking_left": self._asking_left,
+            "overflows": self._overflows,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -119,12 +120,12 @@ class Schedule:
         self.level, self._sides = state["level"], list(state["sides"])
         # Settings of another job may have asked for more steps.
         self._flush_left = min(state["flush_left"], self._flush_steps)
-        self._asking_left = state["asking_left"]
+        self._asking_left, self._overflows = state["asking_left"], state["overflows"]
         self._context_source = None
 
     def check(self, state: Any) -> None:
         """Raise ValueError where a value is missing or impossible."""
-        require_fields(state, ("level", "sides", "flush_left", "asking_left"), "its schedule")
+        require_fields(state, ("level", "sides", "flush_left", "asking_left", "overflows"), "its schedule")
         sides = [compressor.turns for compressor in self.ladder.compressors]
         require(is_count(state["level"], len(sides)), "the schedule's level", f"below {len(sides)}", state["level"])
         fits = is_list(state["sides"], is_count) and len(state["sides"]) == len(sides)
@@ -132,5 +133,9 @@ class Schedule:
         require(fits, "the schedule's sides", f"one a level, below {sides}", state["sides"])
         for name in ("flush_left", "asking_left"):
             require(is_count(state[name]), f"the schedule's {name}", "a number of steps", state[name])
+        most = PATIENCE**2
+        require(
+            is_count(state["overflows"], most + 1), "the schedule's overflows", f"at most {most}", state["overflows"]
+        )
         most = self.ladder.compressors[state["level"]].asking_steps
         require(state["asking_left"] <= most, "the schedule's asking_left", f"at most {most}", state["asking_left"])
