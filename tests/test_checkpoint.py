@@ -212,8 +212,8 @@ def not_finite(array: np.ndarray) -> np.ndarray:
 
 
 DAMAGE: dict[str, tuple[Edit, str]] = {
-    "format": (put("format", 1), "of format 9. Received: 1"),
-    "no format": (without("format"), "of format 9. Received: None"),
+    "format": (put("format", 1), "of format 10. Received: 1"),
+    "no format": (without("format"), "of format 10. Received: None"),
     **{f"no {name}": (without(name), f"the state has no {name}") for name in checkpoint.FIELDS},
     **{
         f"{name} is text": (put(name, "a lot"), "damaged|another model")
@@ -419,7 +419,7 @@ def test_where_contexts_do_not_fit_the_level_asks_again(bucket_bytes: int) -> No
 
 @pytest.mark.parametrize("value", [None, "a state", 3, []])
 def test_what_is_no_state_at_all_is_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match="This hvdplus reads states of format 9. Received: "):
+    with pytest.raises(ValueError, match="This hvdplus reads states of format 10. Received: "):
         exchange(Local()).load(value)
 
 

@@ -39,11 +39,11 @@ from simulating import some_jobs as drawn
 from hvdplus.control.config import Config
 from hvdplus.control.controller import START_SETTLES, START_STEPS, Controller, Decision, Mode, Observation
 from hvdplus.control.delay import SURE
-from hvdplus.control.exploring import HORIZON, PROBE_STEPS
+from hvdplus.control.exploring import HORIZON, PROBE_STEPS, Exploring
 from hvdplus.control.knowledge import WITHIN
 from hvdplus.control.link import LevelCost
 from hvdplus.control.meter import StepTimes, reduce_times
-from hvdplus.control.phases import CRITICAL_STEPS
+from hvdplus.control.phases import CRITICAL_STEPS, Phases
 from hvdplus.control.prospects import LONGEST
 from hvdplus.control.trial import promised
 
@@ -884,6 +884,65 @@ def test_forbidden_levels_do_not_run(job: Job, forbidden: int, when: int) -> Non
     assert cost(job, watch.held[-1]) <= 1.05 * best
 
 
+def test_a_level_keeps_the_first_reason_for_which_it_is_out() -> None:
+    """A scaler's is asked anew after a checkpoint, an error's is not."""
+    controller = Controller(NAMES, SLOW.costs)
+    controller.refused = {3: "its error"}
+    controller.forbid(2, "a scaler")
+    assert controller.refused == {2: "a scaler", 3: "its error", 4: "a scaler"}
+    controller.forbid(3, "a scaler")
+    assert controller.refused[3] == "a scaler", "whoever forbids it knows that he has"
+
+
+@pytest.mark.parametrize("factor", [0.25, 4.0])
+@pytest.mark.parametrize("when", [3, 12, 200])
+def test_more_computation_in_a_step_by_design_is_no_news_of_levels(factor: float, when: int) -> None:
+    """Other numbers of local steps: while it starts, while it tries levels, and later."""
+    ends, told = [], []
+    for seed, job in enumerate(drawn(12, NOISES["jitter"], seed=7)):
+        later = replace(job, compute=factor * job.compute)
+
+        def stretch(controller: Controller) -> None:
+            told.append(controller.mode)
+            controller.stretch(factor)
+            assert controller.mode is not Mode.TRIAL and controller.level == controller.held
+
+        watch = Watch(when, stretch)
+        drive(lambda step, job=job, later=later: job if step < when - 1 else later, when + 160, seed=seed, events=watch)
+        ends.append(dearer(later, watch.held[-1]))
+    assert beyond(ends) <= 2 / 12
+    assert when != 12 or Mode.TRIAL in told
+
+
+@pytest.mark.parametrize("price", [1e9, 1e200])
+def test_a_huge_price_of_delay_is_never_lossy_and_breaks_nothing(price: float) -> None:
+    watch = Watch()
+    course = drive(SLOW, 200, config=Config(delay_price=price), events=watch)
+    assert max(watch.held) < LOSSY and course.decisions
+
+
+def test_probes_together_stay_within_their_share() -> None:
+    """However often each of them says that the link is another."""
+    exploring, last = Exploring(), 0.0
+    for _ in range(2000):
+        exploring.see(StepTimes(0.01))
+        if not exploring.until_probe and exploring.affords_probe(0.003, 0.02):
+            exploring.see_probe(0.003, 0.02, step=0.01, again=True)
+            assert exploring.probed <= 0.02 * exploring.elapsed + 0.003
+            last = exploring.elapsed
+    assert exploring.probed > 0.019 * exploring.elapsed and last > 19.0
+
+
+@pytest.mark.parametrize("every", [5, 20])
+def test_one_rise_of_gradients_is_one_critical_phase(every: int) -> None:
+    phases, critical = Phases(), 0
+    for step in range(1000):
+        norm = math.nan if step % every else 1.0 if step < 400 else 3.0
+        phases.observe(norm, 0.1)
+        critical += phases.left > 0
+    assert critical == CRITICAL_STEPS
+
+
 # -- whatever happens --------------------------------------------------------------------------------------------------
 
 
@@ -904,6 +963,10 @@ class Misfortunes:
             controller.costs = self.job.costs
         elif chance < 0.01:
             self.job = replace(self.job, rate=10 ** self.dice.uniform(6, 11))
+        elif chance < 0.013:
+            factor = 2 ** self.dice.uniform(-2, 2)
+            self.job = replace(self.job, compute=factor * self.job.compute)
+            controller.stretch(factor)
 
     def training(self, step: int, level: int, age: int) -> tuple[float, float, float]:
         dice = self.dice
@@ -1086,7 +1149,7 @@ def remembered(steps: int = 25) -> dict[str, Any]:
         ({"mode": "asleep"}, "mode does not fit"),
         ({"_turns": [[0]]}, "_turns does not fit"),
         ({"refused": 3}, "refused does not fit"),
-        ({"_exploring": {"elapsed": math.nan, "spent": 0.0, "until_probe": 40}}, "elapsed does not fit"),
+        ({"_exploring": {"elapsed": math.nan, "spent": 0.0, "probed": 0.0, "until_probe": 40}}, "elapsed does not fit"),
         ({"_known": {"levels": {"0": [1.0]}}}, "missing"),
         ({"_known": None}, "a dictionary is wanted"),
         ({"mode": "trying a level", "held": 2}, "has not seen"),

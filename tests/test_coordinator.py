@@ -730,6 +730,21 @@ def test_what_is_forbidden_is_in_the_log_where_it_happened(tmp_path: Path) -> No
     assert other.log.records == []
 
 
+def test_another_number_of_local_steps_is_in_the_log_where_it_happened(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    coordinator = make(auto=True, log=RunLog(path))
+    run = Run(coordinator, milliseconds=SLOW)
+    run.steps(30)
+    coordinator.listener = lambda times, rate: (8, 0.5)
+    run.steps(1)
+    coordinator.listener = lambda times, rate: None
+    run.steps(100)
+    records = read(path)
+    (at,) = (place for place, record in enumerate(records) if record["kind"] == "stretch")
+    assert {key: records[at][key] for key in ("step", "every", "factor")} == {"step": 30, "every": 8, "factor": 0.5}
+    assert records[at - 1]["kind"] == "trace", "what was seen before stands before"
+
+
 def test_what_a_loss_scaler_has_forbidden_is_asked_anew_after_a_checkpoint() -> None:
     """The script may train without one by now, or have given it to hvdplus."""
     before = make(auto=True)

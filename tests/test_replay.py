@@ -96,6 +96,14 @@ class Run:
             self.coordinator.advance()
         return self
 
+    def change_local_steps(self, factor: float) -> Run:
+        """So many times as many come before an exchange."""
+        self.job = replace(self.job, compute=factor * self.job.compute)
+        hear, self.coordinator.listener = self.coordinator.listener, lambda times, rate: (8, factor)
+        self.go(1)
+        self.coordinator.listener = hear
+        return self
+
     def go_back(self, steps: int) -> Run:
         """As from a checkpoint that is so many steps old."""
         checkpoint = json.loads(json.dumps(self.coordinator.state()))
@@ -134,6 +142,7 @@ changes = st.lists(
         st.floats(6, 11).map(lambda exponent: ("rate", 10**exponent)),
         st.lists(st.floats(0.2, 5), min_size=5, max_size=5).map(lambda shares: ("cut anew", shares)),
         st.just(("scale losses", None)),
+        st.floats(0.2, 5).map(lambda factor: ("local steps", factor)),
         st.integers(1, 70).map(lambda steps: ("go back", steps)),
         st.sampled_from([0.1, 0.03, 0.3]).map(lambda rate: ("learning rate", rate)),
         st.sampled_from([0.2, 1.0, 5.0]).map(lambda norm: ("norm", norm)),
@@ -171,6 +180,8 @@ def test_decisions_come_out_as_in_the_run(
                 run.cut_anew(value)
             elif what == "scale losses":
                 run.scale_losses()
+            elif what == "local steps":
+                run.change_local_steps(value)
             elif what == "go back":
                 run.go_back(value)
             rate = value if what == "learning rate" else rate
@@ -186,9 +197,9 @@ def test_a_run_with_everything_in_it_is_replayed(tmp_path: Path) -> None:
     run.go(100, rate=0.01)
     run.cut_anew((1.5, 1.5, 1.5, 1.5, 1.4)).go(60, rate=0.01)
     run.job = replace(run.job, rate=2e6)
-    run.go(60, rate=0.01).scale_losses().go(80, rate=0.01)
+    run.go(60, rate=0.01).change_local_steps(2.0).go(60, rate=0.01).scale_losses().go(80, rate=0.01)
     records = run.end()
-    kinds = {"run", "trace", "preview", "decision", "resize", "forbid", "window", "end"}
+    kinds = {"run", "trace", "preview", "decision", "resize", "forbid", "stretch", "window", "end"}
     assert kinds == {record["kind"] for record in records}
     reasons = [reason for _, _, reason, _ in logged(records)]
     for words in ("the start is over", "is expected to cost", "costs", "is best", "(budget 0.7); back to", "; on to"):

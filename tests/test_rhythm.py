@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdplus.agree import choose_rhythm, settings_of_exchanges
-from hvdplus.control.interval import MOST, START
+from hvdplus.control.interval import MOST, START, Interval
 from hvdplus.control.meter import StepTimes
 from hvdplus.exchange.rhythm import Rhythm, split
 from hvdplus.settings import Settings
@@ -267,6 +267,34 @@ def test_meetings_in_between_do_not_change_what_a_step_takes(every_other):
             complete(all_of_them=True)
     assert len(rhythm.interval.compute) > 3
     assert all(seconds == pytest.approx(0.03, rel=1e-3) for seconds in rhythm.interval.compute)
+
+
+def test_whoever_chooses_the_level_is_told_with_the_first_period_of_another_length():
+    """And of no other: an exchange in between makes a single one shorter."""
+    rhythm, told = Rhythm(0), []
+    rhythm._heard = True
+    for length, comm in [(START, 0.0), (START, 0.0), (3, 0.0), *[(START, 4.0)] * 20]:
+        rhythm._lengths.append(length)
+        told.append(rhythm.hear(StepTimes(0.03 * length + comm, 0.0, comm), 0.1))
+        assert told[-1] is None
+    assert rhythm.every > START
+    for length in (START, rhythm.every, rhythm.every):
+        every = rhythm.every
+        rhythm._lengths.append(length)
+        told.append(rhythm.hear(StepTimes(0.03 * length + 4.0, 0.0, 4.0), 0.1))
+        assert rhythm.every == every, "or the test says nothing"
+    assert told[-3:] == [None, (every, every / START), None]
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_a_learning_rate_of_nothing_is_no_reason_for_other_exchanges(rate):
+    """The last of a schedule may be 0; where rates are unknown, all are."""
+    interval = Interval()
+    for comm, share in [*[(0.05, 1.0)] * 12, *[(0.05, 0.1)] * 12]:
+        before = interval.observe(StepTimes(0.03 * 4 + comm, 0.0, comm), 4, rate * share)
+    for _ in range(12):
+        after = interval.observe(StepTimes(0.03 * 4 + 0.05, 0.0, 0.05), 4, 0.0)
+    assert after == before and (before.steps > 16) == bool(rate)
 
 
 def test_as_the_learning_rate_falls_exchanges_become_rarer():

@@ -28,7 +28,7 @@ from hvdplus.control.blocks import Block, Guess, block_of, noise_of, usual
 from hvdplus.control.config import Config
 from hvdplus.control.delay import reached
 from hvdplus.control.exploring import Exploring
-from hvdplus.control.knowledge import Knowledge, plausible
+from hvdplus.control.knowledge import Knowledge, evidence, plausible
 from hvdplus.control.link import LevelCost
 from hvdplus.control.memory import restore, to_plain
 from hvdplus.control.meter import StepTimes
@@ -156,13 +156,20 @@ class Controller:
 
     def forbid(self, level: int, why: str) -> None:
         """Never again run ``level`` or one above it (1 or more); if one of them is held, the run starts anew, dense."""
-        self.refused.update({above: why for above in range(level, len(self.names))})
+        self.refused = {**dict.fromkeys(range(level, len(self.names)), why), **self.refused, level: why}
         if self.held >= level:
             self._known.levels.clear()
             self.held, self._lost, self._turns = 0, {}, []
             self._enter(Mode.START, 0)
         elif self.mode is Mode.TRIAL and self.challenger >= level:
             self._enter(Mode.HOLD, self.held)
+
+    def stretch(self, factor: float) -> None:
+        """What is observed as one step has so many times the computation from now on, and one exchange as before."""
+        self._known.stretch(factor)
+        if self.mode is Mode.TRIAL:
+            self._enter(Mode.HOLD, self.held)
+        self._window, self._turns, self._lost, self._doubt = [], [], {}, False
 
     def observe(self, level: int, seen: Observation) -> Decision | None:
         """Take in one step that ran at ``level``. Returns a decision, if one is due."""
@@ -193,20 +200,13 @@ class Controller:
         self._window.append(times)
         if seen.probe_bytes and seen.times.probe and level in self._known.levels:
             another = self._known.see_probe(level, seen.probe_bytes, seen.times.probe)
-            self._exploring.probed(seen.times.probe, config.explore, step=self._known.seconds(level), again=another)
+            self._exploring.see_probe(seen.times.probe, config.explore, step=self._known.seconds(level), again=another)
         return self._after_block(block_of(self._window)) if self._block_is_full() else None
 
     def probe_bytes(self) -> int:
         """Bytes by which the coming step shall probe the link's bandwidth, or 0."""
-        link, rests = self._known.link.link, self.mode is Mode.HOLD and self._age > self.config.settle_steps
-        hides = self.costs[self.level].keeps_residual  # sums of the others show the link
-        if not (rests and hides and link.beta and self.config.explore) or self._exploring.until_probe:
-            return 0
-        size = link.probe_size(self._known.seconds(self.level), self.costs[0].payload_bytes)
-        if 2 * size < self.costs[self.level].payload_bytes:  # which shows as much
-            return 0
-        seconds = link.seconds(LevelCost.of_sum(size))
-        return size if self._exploring.affords_probe(seconds, self.config.explore) else 0
+        rests = self.mode is Mode.HOLD and self._age > self.config.settle_steps
+        return untried.probe_bytes(self._known, self.level, self._exploring, self.config.explore) if rests else 0
 
     # -- one block
 
@@ -317,7 +317,7 @@ class Controller:
         """The present level is out."""
         self.refused[self.level] = why
         if self.level == self.held:
-            self.held = untried.surest(self._known, self._usable(), self.config)
+            self.held = untried.surest(self._known, self._usable(), self.level, self.config)
         self._turns, self._lost = [], {}
         measured = self.held in self._known.levels
         where = f"{'back' if measured else 'on'} to {self.names[self.held]}"
@@ -330,7 +330,7 @@ class Controller:
                 self._carried = reached(error, self._age, self._carried, share)
             self._age = 0
         self.mode, self.level, self._window, self._doubt = mode, level, [], False
-        return Decision(level, why, self._known.evidence(self.names, self._usable()))
+        return Decision(level, why, evidence(self._known, self.names, self._usable()))
 
 
 def _check(controller: Controller) -> None:

@@ -1,6 +1,7 @@
 """The time for exploring: trials of levels that are not expected to be better, bandwidth probes, previews of levels.
 
-Trials and probes may take a share of the time, ``Config.explore``, and probes half of it.
+Trials and probes may take a share of the time, ``Config.explore``, and probes half of it, unless one after another says
+that the link has changed.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class Exploring:
     """Seconds of all observed steps."""
     spent: float = 0.0
     """Seconds that trials and probes took beyond the level held."""
+    probed: float = 0.0
+    """Those of bandwidth probes."""
     until_probe: int = PROBE_STEPS
     """Steps until the next probe may come."""
 
@@ -52,10 +55,11 @@ class Exploring:
         return self.spent + seconds <= share * self.elapsed
 
     def affords_probe(self, seconds: float, share: float) -> bool:
-        """Whether one probe fits into what probes may take of this share of the time."""
-        return seconds <= PROBES * share * self.elapsed
+        """Whether a probe fits into what probes may take of this share of the time, and those so far into all of it."""
+        return seconds <= PROBES * share * self.elapsed and self.probed <= share * self.elapsed
 
-    def probed(self, seconds: float, share: float, *, step: float, again: bool) -> None:
+    def see_probe(self, seconds: float, share: float, *, step: float, again: bool) -> None:
         """A probe took so long beside steps of ``step`` seconds. ``again``: another is due at once."""
+        self.probed += seconds
         if share and not again:  # a log may be replayed with none
             self.until_probe = max(PROBE_STEPS, math.ceil(seconds / (PROBES * share * step)))

@@ -107,8 +107,8 @@ class Interval:
         self.compute = [*self.compute, (times.compute + times.input_wait) / steps][-KEPT:]
         self.codec, self.comm = [*self.codec, times.codec][-KEPT:], [*self.comm, times.comm][-KEPT:]
         self.since += 1
-        if self.since >= SETTLED:
-            share = learning_rate / self.highest_rate if self.highest_rate and learning_rate else 1.0
+        if self.since >= SETTLED and bool(learning_rate) == bool(self.highest_rate):  # a rate of 0 says nothing
+            share = learning_rate / self.highest_rate if self.highest_rate else 1.0
             seconds = Seconds(median(self.compute), median(self.codec), median(self.comm))
             best = cheapest(seconds, share, overlaps=self.overlaps)
             margin = MARGIN if best > self.choice else MARGIN / 2

@@ -194,6 +194,16 @@ class Knowledge:
         own = self._model(other) + self.levels[other].own.mean + ratio.mean - self._model(level)
         self._measured(level, Guess(own, ratio.variance))
 
+    def stretch(self, factor: float) -> None:
+        """A step has so many times the computation from now on, and as much communication."""
+        seconds = {level: self.seconds(level) + (factor - 1) * self._busy(level) for level in self.levels}
+        self.hiding.share /= factor  # as many seconds of it
+        for level, known in self.levels.items():
+            self.levels[level] = known._replace(busy=factor * known.busy, step=seconds[level])
+        for level, step in seconds.items():
+            own = self.levels[level].own._replace(mean=math.log(step) - self._model(level))
+            self.levels[level] = self.levels[level]._replace(own=own)
+
     def paying(self, levels: Sequence[int], running: int) -> list[int]:
         """Those that would cost less than the level that runs, if they held nothing back, and were nothing hidden."""
         busy, link = self._busy(running) if self.levels else 0.0, self.link.link
@@ -245,7 +255,7 @@ class Knowledge:
         """Logarithm of seconds times price. ``held``: the level that runs, whose link needs no guess."""
         kappa, error, step = self.kappa(level), self.error(level), self.seconds(level)
         price = price_of_delay(kappa, error.mean)
-        delay = kappa**2 * error.variance / price**2
+        delay = (kappa * math.sqrt(error.variance) / price) ** 2
         return Guess(math.log(step * price), self._doubt(level, held, step) + delay)
 
     def _doubt(self, level: int, held: int, step: float) -> float:
@@ -270,21 +280,6 @@ class Knowledge:
         hides = self._comm(level) <= self.hiding.least(self._busy(level))
         seen = cost._replace(payload_bytes=cost.last_bytes, messages=cost.passes) if hides else cost
         return self._own_bent(level) ** 2 * self.link.variance(seen)
-
-    def evidence(self, names: Sequence[str], usable: Sequence[int]) -> dict[str, float]:
-        """All figures that decisions rest on; the unit stands in the name."""
-        found: dict[str, float] = {}
-        for level, known in sorted(self.levels.items()):
-            figures = {"step": self.seconds(level), "exposed_comm": known.exposed}
-            figures |= {"overlapped_comm": known.overlapped, "codec": known.codec}
-            found |= {f"{names[level]}.{name}_ms": value * 1e3 for name, value in figures.items()}
-        for level in usable if self.levels else ():
-            if level not in self.levels:
-                found[f"{names[level]}.predicted_step_ms"] = self.seconds(level) * 1e3
-            if error := self.error(level).mean:
-                found[f"{names[level]}.error"] = error
-        found["link.ms_per_allreduce"], found["link.ms_per_MB"] = self.link.alpha * 1e3, self.link.beta * 1e9
-        return {name: round(value, 4) for name, value in found.items()}
 
     def _busy(self, level: int) -> float:
         """Seconds of computation and input wait today."""
@@ -323,6 +318,22 @@ class Knowledge:
         """``Level.bent`` of one whose communication takes ``comm`` seconds."""
         straight = self.link.link.seconds(cost)
         return min(max(comm / straight, 1 / MOST_BENT), MOST_BENT) if straight else 1.0
+
+
+def evidence(known: Knowledge, names: Sequence[str], usable: Sequence[int]) -> dict[str, float]:
+    """All figures that decisions rest on; the unit stands in the name."""
+    found: dict[str, float] = {}
+    for level, its in sorted(known.levels.items()):
+        figures = {"step": known.seconds(level), "exposed_comm": its.exposed}
+        figures |= {"overlapped_comm": its.overlapped, "codec": its.codec}
+        found |= {f"{names[level]}.{name}_ms": value * 1e3 for name, value in figures.items()}
+    for level in usable if known.levels else ():
+        if level not in known.levels:
+            found[f"{names[level]}.predicted_step_ms"] = known.seconds(level) * 1e3
+        if error := known.error(level).mean:
+            found[f"{names[level]}.error"] = error
+    found["link.ms_per_allreduce"], found["link.ms_per_MB"] = known.link.alpha * 1e3, known.link.beta * 1e9
+    return {name: round(value, 4) for name, value in found.items()}
 
 
 def plausible(known: Knowledge, blocks: Sequence[Block]) -> bool:

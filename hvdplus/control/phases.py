@@ -35,5 +35,8 @@ class Phases:
         if not math.isnan(gradient_norm):
             self._norms = [*self._norms[1 - 2 * READINGS :], gradient_norm]
         before, now = self._norms[:READINGS], self._norms[READINGS:]
-        if fell or (len(now) == READINGS and median(now) > CRITICAL_CHANGE * median(before)):
+        grew = len(now) == READINGS and median(now) > CRITICAL_CHANGE * median(before)
+        if grew:  # the same rise begins no other phase
+            self._norms = now
+        if fell or grew:
             self.left = CRITICAL_STEPS

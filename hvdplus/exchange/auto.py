@@ -99,6 +99,13 @@ class Auto:
         self.controller.forbid(level, why)
         return True
 
+    def stretch(self, every: int, factor: float, steps: int) -> None:
+        """So many local steps, ``factor`` times as many as before, come before each exchange that is observed now."""
+        self._journal.write_trace(steps)
+        self._journal.log.write("stretch", step=steps, every=every, factor=factor)
+        self._unforeseen = NO_STEP
+        self.controller.stretch(factor)
+
 
 def check_memory(memory: Any, controller: Controller) -> None:
     """Raise ValueError unless a controller like this one can go on with ``memory``."""

@@ -40,7 +40,7 @@ from hvdplus.transport import Transport
 if TYPE_CHECKING:
     from hvdplus.exchange.engine import Exchange
 
-FORMAT = 9
+FORMAT = 10
 """Format number of the states that exchanges return."""
 KEEP_LOCAL = "own"
 """Value of ``rank`` in a state that stays on its rank."""

@@ -59,7 +59,7 @@ class Coordinator:
         self._measures_norms = ranks > 1 and (auto or lossy) and not settings.secure_aggregation  # else nobody asks
         if not auto:
             self.schedule.set_level(len(ladder.names) - 1)
-        self.listener: Callable[[StepTimes, float], None] = lambda times, learning_rate: None
+        self.listener: Callable[[StepTimes, float], tuple[int, float] | None] = lambda times, learning_rate: None
         """Called once a step, on all ranks alike, with the times and the learning rate of a step that is over."""
         self.note = ""
         """Ends messages that name ranks."""
@@ -202,7 +202,10 @@ class Coordinator:
         if counts and not metadata.nonfinite:
             self.schedule.commit(plan)
         times = StepTimes(*map(whole_microseconds, metadata.times))
-        self.listener(times, _known_rate(metadata))
+        longer = self.listener(times, _known_rate(metadata))
+        if longer and self.auto:
+            self.auto.stretch(*longer, self.steps)
+            self.set_level(self.auto.level)
         self._measure(self._known._replace(times=times), metadata)
         if label(self.ladder, plan) != label(self.ladder, self._measured):
             self._close_window()

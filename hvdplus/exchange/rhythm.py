@@ -70,6 +70,8 @@ class Rhythm:
         """Step after which the first fragment's last exchange was complete."""
         self._heard: bool
         """Whether times were heard of since then; the first ones are of before."""
+        self._told = every or START
+        """Local steps of a period, as far as whoever chooses the level was told."""
         if self.interval and (fragments > 1 or overlap):
             raise ValueError(
                 "every=auto exchanges all parameters at once, and chooses overlap_steps itself. "
@@ -152,12 +154,20 @@ class Rhythm:
                 staleness=staleness,
             )
 
-    def hear(self, times: StepTimes, learning_rate: float) -> None:
-        """What the oldest exchange whose times were not known yet took, and the local steps before it."""
+    def hear(self, times: StepTimes, learning_rate: float) -> tuple[int, float] | None:
+        """What the oldest exchange whose times were not known yet took, and the local steps before it.
+
+        Returns the number of these steps and by what factor they are more than before, if they are the first so many.
+        """
+        longer = None
         if self.interval and self._heard and self._lengths:
-            self.every, self.overlap = self.interval.observe(times, self._lengths.pop(0), learning_rate)
+            length = self._lengths.pop(0)
+            if length == self.every != self._told:  # other lengths are of a single period
+                longer, self._told = (length, length / self._told), length
+            self.every, self.overlap = self.interval.observe(times, length, learning_rate)
             self._begins[0] = max(self.steps, self._latest[0] + self.every)
         self._heard = True
+        return longer
 
     def forget(self) -> None:
         """Nobody completes the exchanges under way."""
@@ -228,6 +238,7 @@ class Rhythm:
             except ValueError as error:
                 raise ValueError(f"The state of hvdplus is damaged: its number of local steps: {error}") from None
             self.every, self.overlap = self.interval.choice
+            self._told = self.every
         self.steps = steps
         self.restart()
         # With other settings, exchanges may be due earlier.

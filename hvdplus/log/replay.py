@@ -48,6 +48,8 @@ def replay(records: Sequence[Record], **limits: float) -> tuple[tuple[str, ...],
             controller.costs = costs_of(record)
         elif record["kind"] == "forbid":
             controller.forbid(names.index(record["level"]), record["reason"])
+        elif record["kind"] == "stretch":
+            controller.stretch(record["factor"])
         elif record["kind"] == "preview":
             controller.foresee({names.index(level): error for level, error in record["errors"].items()})
         elif record["kind"] == "resume":

@@ -10,6 +10,7 @@ One JSON object a line, written by rank 0; each line reaches the operating syste
     decision  a change of level (or a choice to stay): from, to, reason, evidence
     resize    levels: their costs, after the buckets were cut anew
     forbid    level: it and the levels above it may run no more, with the reason
+    stretch   every: local steps before an exchange from here on, and by what factor these are more
     preview   errors of levels, as tried beside the training
     resume    a checkpoint was loaded: its step and level, and the controller's state
     local     local steps: how many between two exchanges; one "step" elsewhere is an exchange with those before it
