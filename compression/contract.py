@@ -297,9 +297,9 @@ class Compressor(ABC):
         return sum(self.payload_bytes(spec, side) for side in range(self.passes - 1))
 
     def step_bytes(self, spec: Spec) -> int:
-        """The same of a whole step, on the larger side."""
+        """The same of a whole step, on average where sides take turns: as in measurements, which are of both."""
         last = range(self.passes - 1, self.sides)
-        return self.earlier_bytes(spec) + max(self.payload_bytes(spec, side) for side in last)
+        return self.earlier_bytes(spec) + sum(self.payload_bytes(spec, side) for side in last) // len(last)
 
 
 FAR = 32.0

@@ -77,7 +77,7 @@ BLOCKS = MATRIX // 256
         (4, "fp16", "projection", (MATRIX + TAIL) / 2, "nothing"),
         (4, "randomk:0.01", "projection", 164 * 256 + TAIL, "residual"),  # 1% of the blocks is 163.84
         (4, "topk:0.01", "projection", 164 * 256 + TAIL + BLOCKS, "residual"),
-        (4, "lowrank:4", "projection", 4 * 4096 + TAIL, "residual"),  # the longer side
+        (4, "lowrank:4", "projection", 4 * (4096 + 1024) / 2 + TAIL, "residual"),  # its sides take turns
         (4, "int8", "quantiser", MATRIX / 4 + TAIL + MEASURED_WORDS, "residual"),
         (4, "qsgd:8", "quantiser", MATRIX / 4 + TAIL + MEASURED_WORDS, "nothing"),
         (4, "terngrad", "quantiser", MATRIX / 8 + TAIL + MEASURED_WORDS, "nothing"),  # sums of 4 signs: 4 bits
@@ -103,7 +103,7 @@ def test_the_list_has_every_row_of_the_table_and_says_for_what(capsys: pytest.Ca
 def test_chains_and_how_to_add_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(printed(capsys, "compressors").split())
     topk = 819 * 256 / 4 + BLOCKS + TAIL + MEASURED_WORDS  # 5% of the blocks is 819.2
-    lowrank = (4 * 4096 + TAIL) / 2
+    lowrank = (4 * (4096 + 1024) / 2 + TAIL) / 2
     assert f"topk:0.05+int8 ({(MATRIX + TAIL) / topk:.1f} x)" in text
     assert f"lowrank:4+fp16 ({(MATRIX + TAIL) / lowrank:.1f} x)" in text
     assert 'hvdplus.compression.register("name", build)' in text and "hvdplus.compressors." in text
@@ -191,8 +191,8 @@ ELEMENTS = MATRIX + CONVOLUTION + WHOLE
         ("fp16", 2, ELEMENTS / 2, 3),
         ("int8", 2, (MATRIX + CONVOLUTION) / 4 + WHOLE + 2 * MEASURED_WORDS, 6),
         ("int4", 4, (MATRIX + CONVOLUTION) / 8 + WHOLE + 2 * MEASURED_WORDS, 6),
-        ("lowrank:4", 2, 4 * 4096 + 4 * 576 + WHOLE, 5),  # the convolution as 576 x 128
-        ("lowrank:4+fp16", 2, (4 * 4096 + 4 * 576 + WHOLE) / 2, 6),
+        ("lowrank:4", 2, 2 * (4096 + 1024) + 2 * (576 + 128) + WHOLE, 5),  # sides in turns; convolution as 576 x 128
+        ("lowrank:4+fp16", 2, (2 * (4096 + 1024) + 2 * (576 + 128) + WHOLE) / 2, 6),
         ("topk:0.01", 2, 164 * 256 + MATRIX / 256 + 3 * 256 + CONVOLUTION / 256 + WHOLE, 5),  # 2.88 of 288 blocks
         ("randomk:0.5:64", 8, (MATRIX + CONVOLUTION) / 2 + WHOLE, 3),
     ],

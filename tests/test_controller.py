@@ -884,6 +884,13 @@ def test_forbidden_levels_do_not_run(job: Job, forbidden: int, when: int) -> Non
     assert cost(job, watch.held[-1]) <= 1.05 * best
 
 
+@pytest.mark.parametrize("weight", [0.6, 1.0])
+def test_of_two_levels_that_send_as_much_the_second_may_run_if_it_delays_less(weight: float) -> None:
+    names, sent = ("none", "lowrank:16", "powersgd:8"), LevelCost(1_000_000, 200_000, 5, keeps_residual=True)
+    costs = LevelCost(8_000_000, 1_600_000, 5), sent, sent._replace(passes=2, delay_weight=weight)
+    assert Controller(names, costs)._usable() == ([0, 1, 2] if weight < 1 else [0, 1])
+
+
 def test_a_level_keeps_the_first_reason_for_which_it_is_out() -> None:
     """A scaler's is asked anew after a checkpoint, an error's is not."""
     controller = Controller(NAMES, SLOW.costs)

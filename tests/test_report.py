@@ -238,6 +238,9 @@ def test_levels_that_send_no_less_are_passed_over_aloud() -> None:
     job = Job(**sparse).write("resize", **levels(none=4e6, fp16=2e6, big=1.5e6, small=1.5e6)).end(levels=7)
     assert "  passed over  small (sends 1.50 MB, no less than big: 1.50 MB)\n" in table(job.records)
     assert "passed over" not in table(Job(**levels(none=4e6, fp16=2e6)).records)
+    same = levels(none=4e6, late=1e6, soon=1e6, later=1e6)
+    same["levels"]["soon"]["delay_weight"] = 0.6
+    assert "  passed over  later (sends 1.00 MB, no less than late: 1.00 MB)\n" in table(Job(**same).records)
     assert "passed over" not in table(Job(compression="big", **sparse).records)
     assert "passed over" not in table(Job().records)  # an older log
 

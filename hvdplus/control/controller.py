@@ -87,7 +87,8 @@ class Controller:
 
     names: tuple[str, ...]
     costs: tuple[LevelCost, ...]
-    """What every level asks of wire and processor; a level that sends no less than one below it is passed over."""
+    """What every level asks of wire and processor. One that sends no less than one below it is passed over, unless it
+    sends as much and delays less."""
     config: Config = field(default_factory=Config)
     mode: Mode = Mode.START
     level: int = 0
@@ -308,9 +309,9 @@ class Controller:
         return self._choose(words)
 
     def _usable(self) -> list[int]:
-        """Levels that may run, and that send less than every such level below them."""
+        """Levels that may run, and that send less than every such level below them, or as much with less delay."""
         allowed = [level for level in range(len(self.names)) if level not in self.refused]
-        sent = [self.costs[level].payload_bytes for level in allowed]
+        sent = [(self.costs[level].payload_bytes, self.costs[level].delay_weight) for level in allowed]
         return [level for place, level in enumerate(allowed) if all(sent[place] < more for more in sent[:place])]
 
     def _refuse(self, why: str) -> Decision | None:

@@ -132,7 +132,7 @@ def compressor_for(bucket: Bucket, compressor: Compressor) -> Compressor:
 
 
 def bytes_per_step(buckets: Sequence[Bucket], compressor: Compressor, narrow_sums: Sequence[str] = ()) -> int:
-    """Bytes that one rank sends per step at a level: in all passes, or on the larger side.
+    """Bytes that one rank sends per step at a level: in all passes, and on average where sides take turns.
 
     ``narrow_sums``: narrow types that the transport can add up, so that dense steps send them unchanged.
     """

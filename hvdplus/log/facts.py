@@ -340,16 +340,17 @@ def dense_exposed_share(decision: Record) -> float:
 
 
 def levels_passed_over(records: Sequence[Record]) -> list[tuple[str, float, str, float]]:
-    """Levels that ``auto`` never runs because a level below sends no more: level, its bytes a step, the level below,
-    that level's bytes a step."""
+    """Levels that ``auto`` never runs because a level below sends no more (as much counts if it delays no more): level,
+    its bytes a step, the level below, that level's bytes a step."""
     if run_of(records).get("compression") != "auto":
         return []
     # Buckets may have been cut anew since the run began.
     levels = [record.get("levels") for record in records if record["kind"] in ("run", "resize")][-1] or {}
     sent = {name: number_of(level.get("payload_bytes")) for name, level in levels.items()}
+    orders = {name: (sent[name], number_of(level.get("delay_weight", 1.0))) for name, level in levels.items()}
     names, found = list(sent), []
     for place, name in enumerate(names):
-        below = next((lower for lower in names[:place] if sent[lower] <= sent[name]), None)
+        below = next((lower for lower in names[:place] if orders[lower] <= orders[name]), None)
         if below:
             found.append((name, sent[name], below, sent[below]))
     return found
