@@ -354,7 +354,7 @@ def test_a_machine_that_slows_down_slows_every_level_and_a_link_each_by_its_byte
         assert knowledge.seconds(0) == pytest.approx(0.05 * busy + 0.08 * beta, rel=0.1)
 
 
-@pytest.mark.parametrize("factor", [0.25, 1.0, 3.0])
+@pytest.mark.parametrize("factor", [1 / 64, 0.25, 1.0, 3.0])
 def test_a_step_of_more_computation_takes_that_much_more_at_every_level(factor: float) -> None:
     """And as much communication and encoding, whether a level ran or not."""
     knowledge, fresh = known(0, 2), known(0, 2)
@@ -364,12 +364,24 @@ def test_a_step_of_more_computation_takes_that_much_more_at_every_level(factor: 
     for level in range(3):
         assert knowledge.seconds(level) == pytest.approx(before[level] + (factor - 1) * 0.05, rel=0.01)
     assert knowledge.codec(1) == fresh.codec(1) and knowledge.link == fresh.link
-    assert knowledge.cost(2, 0).variance == pytest.approx(sure, rel=0.5)
+    assert knowledge.cost(2, 0).variance >= (0.5 if factor < 1 else 0.1) * sure, "what is left is no surer than it was"
     hides = Knowledge(COSTS, 0.05)
     hides.learn(0, block_of([StepTimes(0.05, 0.0, 0.01, 0.0, 0.02)] * 8), held=True)
     seconds = hides.hiding.least(0.04)
     hides.stretch(factor)
-    assert hides.hiding.least(factor * 0.04) == pytest.approx(seconds), "as much of it is hidden"
+    least = min(seconds, factor * 0.04)
+    assert hides.hiding.least(factor * 0.04) == pytest.approx(least), "as much of it is hidden, as far as it can be"
+
+
+def test_steps_that_became_faster_than_their_computation_was_may_become_shorter_still() -> None:
+    knowledge = known(0, 2)
+    for level, held in ((0, True), (2, False), (2, False)):
+        knowledge.steps += 8
+        took = StepTimes(0.5 * 0.05 + COSTS[level].codec, COSTS[level].codec, 0.0)
+        knowledge.learn(level, block_of([took] * 8), held=held)
+    knowledge.stretch(1 / 64)
+    assert all(0 < knowledge.seconds(level) < 0.05 for level in range(3))
+    assert plausible(knowledge, [])
 
 
 def test_what_one_level_hides_says_nothing_of_another_that_was_measured() -> None:

@@ -283,6 +283,10 @@ def test_whoever_chooses_the_level_is_told_with_the_first_period_of_another_leng
         rhythm._lengths.append(length)
         told.append(rhythm.hear(StepTimes(0.03 * length + 4.0, 0.0, 4.0), 0.1))
         assert rhythm.every == every, "or the test says nothing"
+        if length == START:
+            loaded = Rhythm(0)
+            loaded.load(json.loads(json.dumps(rhythm.state())))
+            assert loaded._told == START != loaded.every
     assert told[-3:] == [None, (every, every / START), None]
 
 

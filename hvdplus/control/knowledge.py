@@ -196,13 +196,16 @@ class Knowledge:
 
     def stretch(self, factor: float) -> None:
         """A step has so many times the computation from now on, and as much communication."""
-        seconds = {level: self.seconds(level) + (factor - 1) * self._busy(level) for level in self.levels}
-        self.hiding.share /= factor  # as many seconds of it
+        before = {level: (self.seconds(level), self._busy(level)) for level in self.levels}
+        # As many seconds of it are hidden, as far as there are as many.
+        self.hiding.share = min(max(1.0, self.hiding.share), self.hiding.share / factor)
         for level, known in self.levels.items():
-            self.levels[level] = known._replace(busy=factor * known.busy, step=seconds[level])
-        for level, step in seconds.items():
-            own = self.levels[level].own._replace(mean=math.log(step) - self._model(level))
-            self.levels[level] = self.levels[level]._replace(own=own)
+            self.levels[level] = known._replace(busy=factor * known.busy)
+        for level, (step, busy) in before.items():
+            now = max(step - busy, 0.0) + factor * busy
+            mean, variance = math.log(now) - self._model(level), self.levels[level].own.variance
+            own = Guess(mean, variance * max(1.0, step / now) ** 2)
+            self.levels[level] = self.levels[level]._replace(own=own, step=now)
 
     def paying(self, levels: Sequence[int], running: int) -> list[int]:
         """Those that would cost less than the level that runs, if they held nothing back, and were nothing hidden."""

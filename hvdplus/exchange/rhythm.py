@@ -187,6 +187,7 @@ class Rhythm:
             "began": list(self._began),
             "begins": list(self._begins),
             "latest": list(self._latest),
+            "told": self._told,
             "interval": self.interval.state() if self.interval else None,
         }
 
@@ -227,6 +228,8 @@ class Rhythm:
         steps, began, begins = state["steps"], state["began"], state["begins"]
         latest = state.get("latest", [-1] * self.fragments)  # earlier checkpoints have none
         require(is_count(steps), "its number of steps", "a whole number of at least 0", steps)
+        told = state.get("told", 1)
+        require(is_count(told) and told > 0, "its local steps' told", "a number of steps", told)
         for name, values in (("began", began), ("begins", begins), ("latest", latest)):
             fits = is_list(values, lambda value: value in (None, -1) or is_count(value))
             require(fits, f"its local steps' {name}", "step numbers", values)
@@ -238,7 +241,7 @@ class Rhythm:
             except ValueError as error:
                 raise ValueError(f"The state of hvdplus is damaged: its number of local steps: {error}") from None
             self.every, self.overlap = self.interval.choice
-            self._told = self.every
+        self._told = state.get("told", self.every)
         self.steps = steps
         self.restart()
         # With other settings, exchanges may be due earlier.
