@@ -130,6 +130,7 @@ class Exchange(HookedExchange):
 
     def skip_step(self) -> None:
         """The optimizer has not taken the step."""
+        self.forget_means()
         self.meter.end_step()
 
     def state(self) -> dict[str, Any]:

@@ -64,8 +64,8 @@ class HookedExchange(EagerExchange[torch.Tensor]):
 
     @property
     def holds_means(self) -> bool:
-        """Whether gradients are the means of a step that was not taken yet, and no others."""
-        return self._means is not None and self._means[0].grad is self._means[1] and not self.in_flight
+        """Whether gradients are those that the last exchange has left, after it and before the step."""
+        return not self.in_flight and (self._means is None or self._means[0].grad is self._means[1])
 
     def forget_means(self) -> None:
         """Whatever gradients come next have nothing to do with them."""

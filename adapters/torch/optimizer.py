@@ -38,6 +38,11 @@ from hvdplus.transport import World
 STATE_KEY = "hvdplus"
 """Key of ours in ``state_dict``."""
 DEVICE_BUCKET_BYTES = 32 << 20
+OTHER_GRADIENTS = (
+    "Gradients are not those that optimizer.synchronize() has left, and no backward pass has brought them. Are they to "
+    "be taken as they are? Then step in `with optimizer.skip_synchronize():`. Or was the step before skipped, and are "
+    "these to be exchanged? Then call optimizer.zero_grad() where it is skipped."
+)
 TYPES = (*FLOATS, "complex64", "complex128")
 """Types of gradients that are exchanged here."""
 
@@ -206,15 +211,15 @@ class Distributed(torch.optim.Optimizer):
         """Exchange the gradients now, so that they can be clipped or inspected before ``step``.
 
         Raises:
-            RuntimeError: a gradient was changed before its exchange, or a parameter was unfrozen or added on some ranks
-                only.
+            RuntimeError: a gradient was changed before its exchange or set by hand after it, or a parameter was
+                unfrozen or added on some ranks only.
             ValueError: an added parameter cannot be reduced, or is another one on another rank.
         """
         if self._synchronized and self._exchange.holds_means:  # or means and residuals would be exchanged again
             warnings.warn("optimizer.synchronize() called twice. Nothing is exchanged a second time.", stacklevel=2)
             return
-        if self._synchronized and not self._exchange.in_flight:  # the script has put other gradients there
-            self._exchange.commit()
+        if self._synchronized and not self._exchange.in_flight:
+            raise RuntimeError(OTHER_GRADIENTS)
         self._finish()
         self._synchronized = True
 

@@ -198,7 +198,7 @@ class EagerExchange(Exchange[EagerArray]):
                 if self.backend.shares_memory(state.pending, state.flat):
                     # The vector became the residual in place, so it takes the old residual's memory instead.
                     state.flat = state.residual
-                state.residual = state.pending if outstanding or state.waits else None
+                state.residual = state.pending if outstanding or (state.waits and not self.alone) else None
                 state.pending, state.handed_over = None, False
         if self.alone and not self.idle and all(state.residual is None for state in self.states):
             self.idle = True

@@ -110,7 +110,7 @@ def _deliver_bucket(x: EagerExchange[EagerArray], state: BucketState[EagerArray]
     if state.handed_over:  # to the bucket's owner, whose mean of these parts is dropped
         state.pending, state.handed_over = x.backend.filled_like(state.residual, 0.0), False
     if state.pending is not None:
-        state.waits = True
+        state.waits = not x.two_level  # where each rank of a host has a part of the residuals
         for part in unused:
             state.pending[part] = state.residual[part]
 

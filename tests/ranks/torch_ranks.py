@@ -342,7 +342,7 @@ def test_a_step_that_the_script_skips_after_synchronize_leaves_no_trace(how):
 @any_transport
 @several
 @pytest.mark.parametrize("level", ["none", "fp16", "topk:0.1"])
-def test_gradients_that_are_set_by_hand_after_a_skipped_step_are_exchanged(level):
+def test_gradients_that_are_set_by_hand_after_a_skipped_step_are_exchanged_or_an_error(level):
     account = Account(level)
     for step in range(3):
         account.backward(step)
@@ -350,12 +350,18 @@ def test_gradients_that_are_set_by_hand_after_a_skipped_step_are_exchanged(level
         account.optimizer.zero_grad()
     account.backward(3)
     account.optimizer.synchronize()
-    for p in account.params:  # the script skips this step
-        p.grad = None
     before = [p.detach().clone() for p in account.params]
     grads = gradients(4, RANK)
-    for p, grad in zip(account.params, grads, strict=True):
-        p.grad = torch.from_numpy(grad).clone()
+
+    def set_by_hand():
+        for p, grad in zip(account.params, grads, strict=True):
+            p.grad = torch.from_numpy(grad).clone()
+
+    set_by_hand()  # the script has skipped this step
+    for tried in (account.optimizer.step, account.optimizer.synchronize):
+        raises_everywhere(RuntimeError, r"skip_synchronize\(\).*optimizer.zero_grad\(\)", tried)
+    account.optimizer.zero_grad()
+    set_by_hand()
     account.optimizer.step()
     assert hvd.identical(p for p in account.params)
     if level == "none":
