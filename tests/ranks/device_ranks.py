@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from scaling import step_as_horovod
 
 SIZE = int(os.environ["WORLD_SIZE"])
 torch.cuda.set_device(0)
@@ -189,11 +190,7 @@ def test_loss_scaling():
         with torch.autocast("cuda", torch.float16):
             loss = torch.nn.functional.cross_entropy(net(x), y)
         scaler.scale(loss).backward()
-        optimizer.synchronize()
-        scaler.unscale_(optimizer)
-        with optimizer.skip_synchronize():
-            scaler.step(optimizer)
-        scaler.update()
+        step_as_horovod(optimizer, scaler)
         losses.append(float(loss.detach()))
     assert np.mean(losses[-10:]) < 0.85 * np.mean(losses[:5]), losses
     assert hvd.identical(net)

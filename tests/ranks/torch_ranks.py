@@ -17,6 +17,7 @@ import pytest
 import torch
 from picking import any_transport, few, one_or_two, several, two
 from reference import Reference, at_any_price, check_preview
+from scaling import step_as_horovod
 
 import hvdplus.torch as hvd
 from hvdplus.agree import next_instance
@@ -197,15 +198,9 @@ def test_nothing_is_lost_across_changes_of_level(monkeypatch):
     optimizer = plain(params, "auto")
     mine = walk(optimizer, params, [0, 1, 2, 0, 2, 1, 0, 0], steps_each=7)
     states = optimizer._exchange.states
-    left = [np.zeros(p.shape) for p in params]
-    for state in states:
-        for place, i in enumerate(state.bucket.parameters if state.residual is not None else ()):
-            part = state.residual[state.bucket.offsets[place] : state.bucket.offsets[place + 1]]
-            left[i] += part.double().numpy().reshape(left[i].shape)
-    gathered = hvd.allgather_object((mine, left))
-    for i, p in enumerate(params):
-        total = sum(grads[i] for grads, _ in gathered)
-        residual = sum(residuals[i] for _, residuals in gathered)
+    left, everyone = held_back(optimizer, params), hvd.allgather_object(mine)
+    for i, (p, residual) in enumerate(zip(params, left, strict=True)):
+        total = sum(grads[i] for grads in everyone)
         sent = -p.detach().double().numpy() * SIZE  # learning rate 1: a parameter is minus the sum of what arrived
         np.testing.assert_allclose(sent + residual, total, atol=2e-3)
         assert np.abs(residual).max() == 0.0  # two stretches of 7 dense steps pay out everything in 5
@@ -272,34 +267,23 @@ def test_a_step_that_is_not_taken_commits_no_residual(level):
 class Account:
     """Gradients brought = steps taken + what is held back, at a learning rate of 1."""
 
-    def __init__(self, compression, shapes=SHAPES):
-        self.params, self.shapes = parameters(shapes), shapes
+    def __init__(self, compression):
+        self.params = parameters()
         self.optimizer = plain(self.params, compression)
-        self.brought = [np.zeros(shape) for shape in shapes]
+        self.brought = [np.zeros(p.shape) for p in self.params]
 
     def backward(self, step, unused=(), taken=True):
-        self.note(grads := gradients(step, RANK, self.shapes), unused, taken)
-        used = [i for i in range(len(self.shapes)) if i not in unused]
+        grads = gradients(step, RANK)
+        used = [i for i in range(len(grads)) if i not in unused]
+        for i in used if taken else ():
+            self.brought[i] += grads[i]
         backward([self.params[i] for i in used], [grads[i] for i in used])
 
-    def note(self, grads, unused=(), taken=True):
-        for i, grad in enumerate(grads):
-            self.brought[i] += grad * (taken and i not in unused)
-
-    @property
-    def residuals(self):
-        held = [np.zeros(shape) for shape in self.shapes]
-        for state in self.optimizer._exchange.states:
-            for i, (part, shape) in state.places.items() if state.residual is not None else ():
-                held[i] += state.residual[part].double().numpy().reshape(shape)
-        return held
-
     def balance(self):
-        everyone = hvd.allgather_object((self.brought, self.residuals))
-        for i, p in enumerate(self.params):
+        left, everyone = held_back(self.optimizer, self.params), hvd.allgather_object(self.brought)
+        for i, (p, held) in enumerate(zip(self.params, left, strict=True)):
             arrived = -p.detach().double().numpy() * SIZE
-            held = sum(residuals[i] for _, residuals in everyone)
-            np.testing.assert_allclose(arrived + held, sum(brought[i] for brought, _ in everyone), atol=2e-3)
+            np.testing.assert_allclose(arrived + held, sum(brought[i] for brought in everyone), atol=2e-3)
         assert hvd.identical(p for p in self.params)
 
 
@@ -385,7 +369,7 @@ def test_what_no_rank_uses_at_the_end_of_a_flush_is_not_forgotten(monkeypatch):
             account.optimizer.step()
             step += 1
         account.balance()
-        largest = [np.abs(held).max() for held in account.residuals]
+        largest = [np.abs(held).max() for held in held_back(account.optimizer, account.params)]
         if heads_in_turns:
             waited = largest[0] > 1e-3 and largest[3] > 1e-3 and max(largest[1:3]) == 0.0
     assert waited and max(largest) == 0.0
@@ -2220,11 +2204,7 @@ def test_input_is_waited_for_after_a_step_that_a_scaler_skips():
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(net(x * (math.inf if step == 1 else 1.0)), y)
         scaler.scale(loss).backward()
-        optimizer.synchronize()
-        scaler.unscale_(optimizer)
-        with optimizer.skip_synchronize():
-            scaler.step(optimizer)
-        scaler.update()
+        step_as_horovod(optimizer, scaler)
     assert scaler.get_scale() == 4.0 and optimizer._exchange.meter.last.input_wait > 0.15
 
 
@@ -2288,12 +2268,7 @@ def test_grad_scaler_in_horovods_sequence():
         before = [p.detach().clone() for p in net.parameters()]
         optimizer.zero_grad()
         scaler.scale(torch.nn.functional.cross_entropy(net(x), y)).backward()
-        optimizer.synchronize()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        with optimizer.skip_synchronize():
-            scaler.step(optimizer)
-        scaler.update()
+        step_as_horovod(optimizer, scaler, lambda: torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0))
         moved = not all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
         assert moved == (step != 3)
         assert hvd.identical(net)
@@ -2311,11 +2286,7 @@ def test_loss_scaling_leaves_out_levels_with_residuals():
         x, y = batch(step)
         optimizer.zero_grad()
         scaler.scale(torch.nn.functional.cross_entropy(net(x), y)).backward()
-        optimizer.synchronize()
-        scaler.unscale_(optimizer)
-        with optimizer.skip_synchronize():
-            scaler.step(optimizer)
-        scaler.update()
+        step_as_horovod(optimizer, scaler)
         assert optimizer.hvdplus.ladder.names[optimizer.hvdplus.plan.level] != "lowrank:4"
     assert hvd.identical(net)
     params = parameters()
@@ -2522,11 +2493,7 @@ def test_mixed_precision_with_loss_scaling_and_a_residual(level):
         losses.append(loss.item())
         before = copy.deepcopy(net)
         scaler.scale(loss).backward()
-        optimizer.synchronize()
-        scaler.unscale_(optimizer)
-        with optimizer.skip_synchronize():
-            scaler.step(optimizer)
-        scaler.update()
+        step_as_horovod(optimizer, scaler)
         assert equal(net, before) == (step == 9)
         assert hvd.identical(net)
     assert np.mean(losses[-4:]) < 0.9 * np.mean(losses[:4])
