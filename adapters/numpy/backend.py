@@ -56,11 +56,11 @@ class NumpyBackend:
     def named(self, what: str) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def gradient(self, i: int) -> Any:
-        return self.gradients[i]
+    def present(self) -> list[bool]:
+        return [gradient is not None for gradient in self.gradients]
 
-    def is_sparse(self, i: int) -> bool:
-        return isinstance(self.gradients[i], Rows)
+    def sparse(self) -> list[int]:
+        return [i for i, gradient in enumerate(self.gradients) if isinstance(gradient, Rows)]
 
     def may_share_rows(self, i: int) -> bool:
         return len(self.shapes[i]) > 1
@@ -152,8 +152,12 @@ class NumpyBackend:
         shape = (len(union), *self.shapes[i][1:])
         self.means[i] = self.gradients[i] = Rows(union, values.astype(self.dtypes[i]).reshape(shape))
 
-    def deliver_summed(self, i: int, mean: np.ndarray, *, sparse: bool) -> None:
-        self._deliver(i, mean, sparse=sparse)
+    def deliver_summed(
+        self, bucket: Bucket, means: Sequence[np.ndarray], users: Sequence[bool], *, sparse: Container[int]
+    ) -> None:
+        for i, mean in zip(bucket.parameters, means, strict=True):
+            if users[i]:
+                self._deliver(i, mean, sparse=i in sparse)
 
     def all_true(self, flags: Sequence[np.ndarray]) -> bool:
         return all(bool(flag) for flag in flags)

@@ -69,9 +69,11 @@ class TorchBackend:
         """Make ``grad`` the gradient."""
         self.parameters[i].grad = grad
 
-    def is_sparse(self, i: int) -> bool:
-        grad = self.gradient(i)
-        return grad is not None and grad.is_sparse
+    def present(self) -> list[bool]:
+        return [parameter.grad is not None for parameter in self.parameters]
+
+    def sparse(self) -> list[int]:
+        return [i for i, p in enumerate(self.parameters) if p.grad is not None and p.grad.is_sparse]
 
     def may_share_rows(self, i: int) -> bool:
         return not self.parameters[i].is_complex()  # rows are added up as real numbers
@@ -111,14 +113,15 @@ class TorchBackend:
         return out
 
     def summable(self, bucket: Bucket, dtype: str) -> list[torch.Tensor]:
-        arrays = []
+        arrays, wanted = [], getattr(torch, dtype)
         for i, shape in zip(bucket.parameters, bucket.shapes, strict=True):
             grad = self._dense(i)
             if grad is None:
-                grad = self.zeros(math.prod(shape), dtype).view(shape)
+                arrays.append(self.zeros(math.prod(shape), dtype).view(shape))
+                continue
+            own = grad.to(wanted).contiguous()
             # The backward pass may still read memory that is not the gradient's alone.
-            own = grad if alone_in_memory(grad) else grad.detach().clone()
-            arrays.append(own.to(getattr(torch, dtype)).contiguous())
+            arrays.append(grad.detach().clone() if own is grad and not alone_in_memory(grad) else own)
         return arrays
 
     def rows(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,10 +181,17 @@ class TorchBackend:
         shape = (len(union), *parameter.shape[1:])
         self.put(i, as_sparse(union, values.to(parameter.dtype).view(shape), parameter.shape))
 
-    def deliver_summed(self, i: int, mean: torch.Tensor, *, sparse: bool) -> None:
-        if mean is not self.gradient(i):
-            with torch.no_grad():
-                self._write([(i, mean.view(self.shapes[i]), sparse)], adopt=False)
+    @torch.no_grad()
+    def deliver_summed(
+        self, bucket: Bucket, means: Sequence[torch.Tensor], users: Sequence[bool], *, sparse: Container[int]
+    ) -> None:
+        apart = [
+            (i, mean.view(shape), i in sparse)
+            for i, shape, mean in zip(bucket.parameters, bucket.shapes, means, strict=True)
+            if users[i] and mean is not self.gradient(i)
+        ]
+        if apart:
+            self._write(apart, adopt=False)
 
     # -- arrays
 

@@ -53,6 +53,12 @@ class BucketBackend(TorchBackend):
     def gradient(self, i: int) -> torch.Tensor | None:
         return self.views.get(i)
 
+    def present(self) -> list[bool]:
+        return [i in self.views for i in range(len(self.parameters))]
+
+    def sparse(self) -> list[int]:
+        return [i for i, view in self.views.items() if view.is_sparse]
+
     def put(self, i: int, grad: torch.Tensor) -> None:
         self.views[i] = grad
 

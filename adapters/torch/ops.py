@@ -80,7 +80,8 @@ class TorchOps(PackingOps):
         return out
 
     def assemble_into(self, pieces: Sequence[Piece[torch.Tensor]], scale: float, parts: Sequence[torch.Tensor]) -> bool:
-        ends = list(accumulate(map(len, parts)))
+        lengths = [part.numel() for part in parts]
+        ends = list(accumulate(lengths))
         pieces_end = list(accumulate(map(_length, pieces)))
         if not set(pieces_end) <= {0, *ends}:  # a piece ends within a tensor
             pieces, pieces_end = [self.assemble(pieces, scale)], pieces_end[-1:]
@@ -90,22 +91,26 @@ class TorchOps(PackingOps):
         first = 0
         for piece, end in zip(pieces, pieces_end, strict=True):
             last = bisect_right(ends, end)
-            own, first = parts[first:last], last
+            own, sizes, first = parts[first:last], lengths[first:last], last
             if len(own) == 1:
                 whole.append(piece)
                 places.append(own[0])
             elif own and isinstance(piece, Halves):  # several tensors in one piece
-                whole += [Halves(values, piece.factor) for values in torch.split(piece.values, list(map(len, own)))]
+                whole += [Halves(values, piece.factor) for values in torch.split(piece.values, sizes)]
                 places += own
             elif own:
-                values = torch.split(self.assemble([piece], scale), list(map(len, own)))
-                for part, value in zip(own, values, strict=True):
-                    part.copy_(value)
+                private.copy_each(own, torch.split(self.assemble([piece], scale), sizes))
         with private.full_precision():
             self._write(whole, scale, places)
         return True
 
     def _write(self, pieces: Sequence[Piece[torch.Tensor]], scale: float, parts: Sequence[torch.Tensor]) -> None:
+        copies = [
+            (part, piece.values)
+            for part, piece in zip(parts, pieces, strict=True)
+            if isinstance(piece, Halves) and piece.factor * scale == 1
+        ]
+        private.copy_each([part for part, _ in copies], [values for _, values in copies])
         for part, piece in zip(parts, pieces, strict=True):
             if isinstance(piece, Product):
                 matrix = part.view(piece.left.shape[0], piece.right.shape[0])
@@ -116,10 +121,7 @@ class TorchOps(PackingOps):
                 part.view(piece.height, -1).index_copy_(0, piece.rows.long(), values)
             elif isinstance(piece, Halves):
                 factor = piece.factor * scale
-                if factor == 1:
-                    part.copy_(piece.values)
-                    continue
-                for a, b in self._chunks(len(part)):
+                for a, b in self._chunks(len(part)) if factor != 1 else ():
                     part[a:b].copy_(piece.values[a:b]).mul_(factor)
             elif isinstance(piece, Packed):
                 for _, _, numbers, step in self._by_runs(piece, scale, part):
@@ -155,15 +157,17 @@ class TorchOps(PackingOps):
     def _add_product(self, matrix: torch.Tensor, product: Product[torch.Tensor], *, alpha: float, beta: int) -> None:
         """``beta`` times the matrix, plus ``alpha`` times the product, in place."""
         left, right = product.left, product.right.t()
-        large = len(right) in BLOCK_RANKS and matrix.numel() > BLOCK_SIZE * len(right)
-        rows = BLOCK_ROWS[beta]
-        blocks = len(matrix) // rows if large and self._on_host and MKL else 0
+        rank, rows = left.shape[1], BLOCK_ROWS[beta]
+        large = rank in BLOCK_RANKS and matrix.numel() > BLOCK_SIZE * rank
+        blocks = matrix.shape[0] // rows if large and self._on_host and MKL else 0
+        if not blocks:
+            torch.addmm(matrix, left, right, alpha=alpha, beta=beta, out=matrix)
+            return
         done = blocks * rows
-        if blocks:
-            those = matrix[:done].view(blocks, rows, -1)
-            lefts = left[:done].view(blocks, rows, -1)
-            torch.baddbmm(those, lefts, right.expand(blocks, *right.shape), alpha=alpha, beta=beta, out=those)
-        if done < len(matrix):
+        those = matrix[:done].view(blocks, rows, -1)
+        lefts = left[:done].view(blocks, rows, -1)
+        torch.baddbmm(those, lefts, right.expand(blocks, *right.shape), alpha=alpha, beta=beta, out=those)
+        if done < matrix.shape[0]:
             torch.addmm(matrix[done:], left[done:], right, alpha=alpha, beta=beta, out=matrix[done:])
 
     def project(
@@ -280,11 +284,13 @@ class TorchOps(PackingOps):
         return chosen.nonzero().reshape(-1).to(torch.int32)
 
     def _row_rms(self, matrix: torch.Tensor) -> torch.Tensor:
-        norms = torch.linalg.vector_norm(matrix, dim=1)
+        norms: torch.Tensor = torch.linalg.vector_norm(matrix, dim=1)
+        share = matrix.shape[1] ** -0.5
         if norms.numel() and not (norms.amin() > FAINT and norms.amax() < 1 / FAINT):  # squares may have left float32
-            norms = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64)
-        mean: torch.Tensor = norms.mul_(matrix.shape[1] ** -0.5).float()
-        return mean
+            odd = ((norms > FAINT) & (norms < 1 / FAINT)).logical_not_()
+            exact = torch.linalg.vector_norm(matrix[odd], dim=1, dtype=torch.float64)
+            return norms.mul_(share).masked_scatter_(odd, exact.mul_(share).to(norms.dtype)).float()
+        return norms.mul_(share).float()
 
 
 class DeviceOps(TorchOps):

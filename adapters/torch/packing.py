@@ -77,11 +77,10 @@ class Rounding:
 
     def _round(self, part: torch.Tensor, whole: torch.Tensor, start: int, run: int) -> None:
         """A part of one run, to whole floats in ``whole``."""
-        square = torch.dot(part, part).item()
-        if not SAFE < square < 1 / SAFE:  # squares may have left float32
+        square, largest = torch.dot(part, part).item(), max(part.amax().item(), -part.amin().item())
+        if largest and not SAFE < square < 1 / SAFE:  # squares may have left float32
             square = torch.linalg.vector_norm(part, dtype=torch.float64).item() ** 2
         self._squares[run] += square
-        largest = max(part.amax().item(), -part.amin().item())
         self._largest = max(self._largest, largest)
         self._to_levels(torch.mul(part, self._inverse[run], out=whole), part, start)
         if not largest * self._inverse[run] <= self._within:  # NaN compares with nothing

@@ -85,11 +85,11 @@ class Backend(Protocol[EagerArray]):
     def named(self, what: str) -> AbstractContextManager[Any]:
         """What happens inside has this name in the framework's profiler."""
 
-    def gradient(self, i: int) -> Any:
-        """This rank's gradient as the framework holds it; None: there is none."""
+    def present(self) -> list[bool]:
+        """Of every parameter: whether it has a gradient on this rank."""
 
-    def is_sparse(self, i: int) -> bool:
-        """Whether there is a gradient here, and it is sparse."""
+    def sparse(self) -> list[int]:
+        """Parameters whose gradient on this rank is sparse."""
 
     def may_share_rows(self, i: int) -> bool:
         """Whether this parameter's sparse gradients can be exchanged row by row."""
@@ -162,8 +162,10 @@ class Backend(Protocol[EagerArray]):
     def deliver_rows(self, i: int, union: EagerArray, values: EagerArray) -> None:
         """Write a mean that is zero outside the rows of ``union``; ``values``: 1-D, one row after the other."""
 
-    def deliver_summed(self, i: int, mean: EagerArray, *, sparse: bool) -> None:
-        """Write a sum made in place to the gradient, unless it is the gradient itself."""
+    def deliver_summed(
+        self, bucket: Bucket, means: Sequence[EagerArray], users: Sequence[bool], *, sparse: Container[int]
+    ) -> None:
+        """Write sums made in place to the gradients that they are not themselves. Arguments as of ``deliver``."""
 
     def all_true(self, flags: Sequence[EagerArray]) -> bool:
         """Whether all of these 0-d booleans are true. Reads them together, because every read waits for the device."""

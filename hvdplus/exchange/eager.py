@@ -79,7 +79,8 @@ class EagerExchange(Exchange[EagerArray]):
         """Parameters as they become ready on this rank, in the first step."""
         self.resumed = ""
         """Digest of a loaded state that is not yet known to be the same on all ranks."""
-        self._begun = False
+        self.begun = False
+        """Whether a gradient of the current step is here."""
         self.next_bucket = 0
         """Without negotiation: the bucket that leaves next."""
         self.make_sets()
@@ -156,9 +157,9 @@ class EagerExchange(Exchange[EagerArray]):
     def begin(self) -> None:
         """Once a step, before anything is sent: read the loss scale, and repeat a flush if the script skipped its step.
         All ranks scale and skip alike."""
-        if self._begun:
+        if self.begun:
             return
-        self._begun = True
+        self.begun = True
         if self.get_loss_scale:
             self.loss_scale = self.get_loss_scale()
         if self.not_taken:
@@ -167,9 +168,9 @@ class EagerExchange(Exchange[EagerArray]):
 
     # -- the end of a step
 
-    def sum_begins(self, number: int, transport: Transport, handle: Any) -> None:
-        """Measure a bucket's sum, which is in flight."""
-        self.meter.sum_begins(number, functools.partial(transport.done, handle), transport.ended(handle))
+    def sum_begins(self, key: int, transport: Transport, handle: Any) -> None:
+        """Measure a bucket's sum, which is in flight; ``key``: by which it is awaited."""
+        self.meter.sum_begins(key, functools.partial(transport.done, handle), transport.ended(handle))
 
     def exchange_added(self) -> None:
         """Exchange gradients of parameters that are not in the exchange yet."""
@@ -182,7 +183,7 @@ class EagerExchange(Exchange[EagerArray]):
         self.not_taken = healthy and self.ladder.flushes(self.plan)
         for state in [*self.now.states, *self.tables_now]:
             state.forget_step()
-        self._begun, self.next_bucket = False, 0
+        self.begun, self.next_bucket = False, 0
         before = self.plan.level
         self.follow(self.coordinator.advance())
         outcome.hand_over(self, before)
@@ -215,7 +216,7 @@ class EagerExchange(Exchange[EagerArray]):
 
     def abandon(self) -> None:
         """Forget all sums in flight after the transport has failed or ended."""
-        self.ready, self.stages, self.next_bucket, self._begun = [], [], 0, False
+        self.ready, self.stages, self.next_bucket, self.begun = [], [], 0, False
         self.reporter.forget()
         self.meter = self.backend.make_meter(runs_ahead=self.runs_ahead)
         for state in (*self.joined.states, *self._tables, *(self._plain.states if self._plain else ())):

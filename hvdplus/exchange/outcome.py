@@ -86,9 +86,7 @@ def deliver(x: EagerExchange[EagerArray], used: Sequence[bool]) -> None:
     users = (x.reporter.metadata.read().used > 0).tolist() if x.reporter.read_in_step else used
     for state in x.now.states:
         if x.now.in_place:
-            for i, mean in zip(state.bucket.parameters, state.summed, strict=True):
-                if users[i]:
-                    x.backend.deliver_summed(i, mean, sparse=i in x.sparse)
+            x.backend.deliver_summed(state.bucket, state.summed, users, sparse=x.sparse)
         else:
             _deliver_bucket(x, state, users)
     for table in x.tables_now:
@@ -104,8 +102,10 @@ def _deliver_bucket(x: EagerExchange[EagerArray], state: BucketState[EagerArray]
     sent = [array for array in (state.flat, state.payload) if array is not None]
     adopt = not any(x.backend.shares_memory(state.mean, array) for array in sent)
     x.backend.deliver(state.bucket, state.mean, users, adopt=adopt, sparse=x.sparse)
+    if state.residual is None:
+        return
     unused = [part for i, (part, _) in state.places.items() if not users[i]]  # no rank uses these parts of the mean
-    if state.residual is None or not unused:
+    if not unused:
         return
     if state.handed_over:  # to the bucket's owner, whose mean of these parts is dropped
         state.pending, state.handed_over = x.backend.filled_like(state.residual, 0.0), False

@@ -53,6 +53,6 @@ def go_on_with_all(x: EagerExchange[EagerArray]) -> None:
 
 def _go_on(x: EagerExchange[EagerArray]) -> None:
     stage = x.stages.pop(0)
-    with x.meter.waits_in_codec(stage.state.bucket.number), x.backend.named("hvdplus.wait"):
+    with x.meter.waits_in_codec(id(stage.state)), x.backend.named("hvdplus.wait"):
         total = stage.transport.wait(stage.handle)
     stage.go_on(total)

@@ -114,10 +114,9 @@ class Reporter(Generic[EagerArray]):
     ) -> None:
         """Send this rank's metadata. Arguments as in ``step.finish``; ``used``: which parameters have a gradient."""
         ranks = x.transport.size
-        numbers = () if x.idle else range(len(x.shapes))
-        flags = [flag(has, False, ranks) for has in used]
-        for i in numbers:
-            if used[i] and x.backend.is_sparse(i) and i not in x.sparse:
+        flags = list(map(float, used))
+        for i in () if x.idle else x.backend.sparse():
+            if i not in x.sparse:
                 flags[i] = flag(True, True, ranks)
         checksums = x.backend.checksums() if self._checks_weights(x) else []
         report = self._report(x, learning_rate, added, missing, checksums)

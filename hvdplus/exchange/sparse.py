@@ -108,7 +108,7 @@ def _ask(x: EagerExchange[EagerArray], table: Table[EagerArray], values: EagerAr
 
     def summed(told: EagerArray) -> EagerArray:
         handle = x.wire.start(told, f"{x.tensor_name(table)}.ask")
-        with x.meter.waits_in_codec(table.bucket.number), x.backend.named("hvdplus.wait"):
+        with x.meter.waits_in_codec(id(table)), x.backend.named("hvdplus.wait"):
             total: EagerArray = x.wire.wait(handle)
         return total
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 def gradient_ready(x: EagerExchange[EagerArray], i: int) -> None:
     """The backward pass has delivered a gradient: send its bucket once that is full."""
-    x.begin()
+    if not x.begun:
+        x.begin()
     if x.idle:
         return
     if not x.agreed:
@@ -77,8 +78,8 @@ def agree_on_first_step(x: EagerExchange[EagerArray]) -> None:
     if x.agreed or x.idle:
         return
     x.agreed = True
-    mine = [i for i in range(len(x.shapes)) if x.backend.is_sparse(i)]
-    told = x.transport.gather_objects((mine, x.resumed, x.ready), f"first step of {x.prefix}")
+    mine = x.backend.sparse(), x.resumed, x.ready
+    told = x.transport.gather_objects(mine, f"first step of {x.prefix}")
     x.ready = []
     checkpoint.check_same([digest for _, digest, _ in told])
     if x.order_known:
@@ -101,7 +102,7 @@ def send_rest(x: EagerExchange[EagerArray]) -> list[bool]:
     """Send everything that has not left during the backward pass; return which parameters have a gradient here."""
     if x.idle:
         return [True] * len(x.shapes)
-    used = [x.backend.gradient(i) is not None for i in range(len(x.shapes))]
+    used = x.backend.present()
     with x.meter.codec():
         for state in x.now.states:
             if state.handle is None and not passes.is_under_way(x, state):
@@ -117,12 +118,12 @@ def send_rest(x: EagerExchange[EagerArray]) -> list[bool]:
 def receive(x: EagerExchange[EagerArray]) -> None:
     """Wait for every sum, and decode it."""
     if x.now.in_place:
-        with x.meter.awaited(*(state.bucket.number for state in x.now.states)), x.backend.named("hvdplus.wait"):
+        with x.meter.awaited(*map(id, x.now.states)), x.backend.named("hvdplus.wait"):
             for state in x.now.states:
                 state.summed = x.transport.wait(state.handle)
     for state in (*(() if x.now.in_place else x.now.states), *x.tables_now):
         if state.handle is not None:
-            with x.meter.awaited(state.bucket.number), x.backend.named("hvdplus.wait"):
+            with x.meter.awaited(id(state)), x.backend.named("hvdplus.wait"):
                 state.total = (x.transport if state.is_table else x.wire).wait(state.handle)
         with x.meter.codec():
             if isinstance(state, sparse.Table) and state.union is not None:

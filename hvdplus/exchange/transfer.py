@@ -48,7 +48,7 @@ def send(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
     if x.now.in_place and not state.is_table:
         state.summed = _in_place(x, state)
         state.handle = cast(Grouping, x.transport).start_all(state.summed, x.tensor_name(state), x.scale)
-        x.sum_begins(state.bucket.number, x.wire, state.handle)
+        x.sum_begins(id(state), x.wire, state.handle)
         return
     parts = x.backend.parts(state.bucket)
     if not x.two_level:  # which measures the hosts' sums
@@ -142,13 +142,13 @@ def _teach(
         go_on(payload)
         return
     handle = _begin(x, state, payload, name)
-    x.sum_begins(state.bucket.number, x.wire, handle)
+    x.sum_begins(id(state), x.wire, handle)
     passes.follow(x, passes.Stage(state, x.wire, handle, go_on))
 
 
 def _start(x: EagerExchange[EagerArray], state: BucketState[EagerArray]) -> None:
     state.handle = _begin(x, state, state.payload, x.tensor_name(state))
-    x.sum_begins(state.bucket.number, x.wire, state.handle)
+    x.sum_begins(id(state), x.wire, state.handle)
 
 
 def _encode(

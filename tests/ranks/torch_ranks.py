@@ -1431,6 +1431,24 @@ def test_gradients_that_share_memory_with_what_backward_still_reads(level):
             torch.testing.assert_close(p.grad, expected, rtol=0, atol=(5e-3 if level == "fp16" else 1e-5) * scale)
 
 
+@several
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_of_plain_steps_are_summed_where_they_are(to_none):
+    if not HOROVOD:
+        pytest.skip("only Horovod sums gradients one by one")
+    net = model()
+    optimizer, parameters = wrapped(net), list(net.parameters())
+    for step in range(3):
+        x, y = batch(step)
+        optimizer.zero_grad(set_to_none=to_none)
+        torch.nn.functional.cross_entropy(net(x), y).backward()
+        states = optimizer._exchange.now.states
+        sums = [(i, array) for state in states for i, array in zip(state.bucket.parameters, state.summed, strict=False)]
+        assert len(sums) == (len(parameters) if step else 0), "in the first step ranks have not agreed on an order"
+        assert all(array is parameters[i].grad for i, array in sums)
+        optimizer.step()
+
+
 @pytest.mark.parametrize("level", ["none", "fp16", "int8"])
 def test_gradients_that_lie_in_a_buffer_of_the_users_stay_there(level):
     params = parameters()
