@@ -1,4 +1,4 @@
-"""What delay costs in steps: κ of the price 1 + κ e², fitted on small trainings instead of assumed.
+"""What delay costs in steps: κ of the price 1 + κ e, fitted on small trainings instead of assumed.
 
     python benchmarks/delay.py --quick             some minutes on one core; not to quote
     python benchmarks/delay.py                     some 40 minutes on one core; the figures to quote
@@ -21,9 +21,10 @@ Step ratios
                 than the shortest.
 
 Predictors, medians or means over the compressed steps until the target was reached
-    e²            squared norm of the residual over that of the gradient, both root mean squares over ranks: what the
-                  controller measures. ``e`` is its root, ``e² / (1 + e²)`` does not grow without bounds.
+    e²            squared norm of the residual over that of the gradient, both root mean squares over ranks. ``e`` is
+                  its root, ``e² / (1 + e²)`` does not grow without bounds.
     e² summed     the same of the sums over ranks, in which the ranks' own noise is smaller
+    e summed      its root, which the controller measures and puts its price on: the tables of κ are of this one
     gain          1 / gain² - 1 with GraVAC's gain |C(g + r)| / |g + r| (arXiv 2305.12201)
     lost          1 - gain²
     progress      <dense update, next gradient> / <applied update, next gradient> - 1, sums over ranks, each step over
@@ -62,6 +63,8 @@ from quality import DENSE, TASKS, Batch, Task, Training, aligned, error_of, loss
 from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
+from hvdplus.control.config import Config
+from hvdplus.control.delay import ENERGY
 from hvdplus.settings import Settings
 
 matplotlib.use("Agg")
@@ -103,9 +106,8 @@ SETTLED = 50
 SMALL_ERROR = 1.0
 """Prices of levels with an e up to here are also fitted apart."""
 LADDER = Settings().ladder
-ASSUMED_KAPPA = 0.05
-ASSUMED_ENERGY = 0.02
-"""What the controller's ``delay.py`` says: ``e² = ENERGY (1 / share - 1)``."""
+PRICE = Config().delay_price
+"""κ, as the controller has it."""
 DRAWS = 1000
 STARTS = {"no dense step": 0, "2 dense steps": 2, "10 dense steps": 10}
 START_LEVELS = ("lowrank:16+fp16", "lowrank:8+fp16")
@@ -346,6 +348,8 @@ def predictors(readings: Sequence[Reading], until: float, share: float) -> dict[
 FIELDS = ("error2", "summed2", "gain2")
 DOTS = ("dense_dot", "sent_dot", "held_dot")
 PREDICTORS = ("e²", "e", "e² / (1 + e²)", "e² summed", "gain", "lost", "progress", "held", "bytes")
+PRICED = "e summed"
+"""What the controller's price goes by, the root of a predictor."""
 
 
 class Point(NamedTuple):
@@ -366,6 +370,15 @@ class Point(NamedTuple):
     def family(self) -> str:
         """The level's name without its parameters."""
         return family(self.level)
+
+    @property
+    def error(self) -> float:
+        """What the controller puts its price on; 0: nothing is held back, or it is not known."""
+        return math.sqrt(self.x["e² summed"] or 0.0)
+
+    def value(self, predictor: str) -> float | None:
+        """Of a predictor, or of the one that is priced."""
+        return self.error if predictor == PRICED else self.x[predictor]
 
 
 class Error(NamedTuple):
@@ -500,10 +513,10 @@ def fit(pairs: Pairs) -> Fit:
 
 
 def fit_power(pairs: Pairs) -> tuple[float, float, float]:
-    """(p, κ, mean absolute error of log ratio) of log(1 + κ e^p), x being e²; p in tenths from 0.1 to 4."""
+    """(p, κ, mean absolute error of log ratio) of log(1 + κ x^p); p in tenths from 0.1 to 4."""
 
     def powered(power: float) -> Pairs:
-        return [(x ** (power / 2), ratio) for x, ratio in pairs]
+        return [(x**power, ratio) for x, ratio in pairs]
 
     def squares(power: float) -> float:
         kappa = fit(powered(power)).kappa
@@ -532,7 +545,7 @@ def pairs_of(points: Iterable[Point], predictor: str, *, late: bool = False) -> 
     return [
         (x / point.dense_steps if late else x, point.ratio)
         for point in points
-        if (x := point.x[predictor]) is not None and math.isfinite(x)
+        if (x := point.value(predictor)) is not None and math.isfinite(x)
     ]
 
 
@@ -633,31 +646,32 @@ def _mean_ratio(points: Sequence[Point]) -> str:
 def _level_table(points: Sequence[Point]) -> list[tuple[str, ...]]:
     targets = sorted({point.target for point in points})
     heads = ["at the end of a decay" if target == 1 else f"to {target:.0%}" for target in targets]
-    table = [("level", "e²", *heads, "censored", f"{TARGETS[0]:.0%} to {TARGETS[-1]:.0%}", "runs")]
+    table = [("level", "e", *heads, "censored", f"{TARGETS[0]:.0%} to {TARGETS[-1]:.0%}", "runs")]
     whole = complete(points)
     for level in dict.fromkeys(point.level for point in points):
         of_level = [point for point in points if point.level == level]
-        error2 = statistics.median(p.x["e²"] or 0.0 for p in of_level)
+        error = statistics.median(p.error for p in of_level)
         cells = [_mean_ratio([p for p in of_level if p.target == target and not p.censored]) for target in targets]
         lost = sum(point.censored for point in of_level)
         first, last = ([p for p in whole if p.level == level and p.target == TARGETS[i]] for i in (0, -1))
         usual = sum(b.dense_steps - a.dense_steps for a, b in zip(first, last, strict=True))
         taken = sum(b.ratio * b.dense_steps - a.ratio * a.dense_steps for a, b in zip(first, last, strict=True))
         between = f"{taken / usual:.3f}" if usual else "-"
-        table.append((level, f"{error2:.2f}", *cells, f"{lost} of {len(of_level)}", between, str(len(first))))
+        table.append((level, f"{error:.2f}", *cells, f"{lost} of {len(of_level)}", between, str(len(first))))
     return table
 
 
 def _kappa_parts(points: Sequence[Point], reached: Sequence[Point]) -> list[str]:
-    costly = [point for point in reached if (point.x["e²"] or 0.0) > 0]
-    everyone = [point for point in points if (point.x["e²"] or 0.0) > 0]
+    costly = [point for point in reached if point.error > 0]
+    everyone = [point for point in points if point.error > 0]
+    small = [point for point in costly if point.error <= SMALL_ERROR]
     lines = []
-    for name, most in (("all", math.inf), (f"e <= {SMALL_ERROR:g}", SMALL_ERROR**2)):
-        chosen, bounded = ([p for p in some if (p.x["e²"] or 0.0) <= most] for some in (costly, everyone))
-        pairs = pairs_of(chosen, "e²")
-        found, bounds = fit(pairs), interval(chosen, lambda drawn: fit(pairs_of(drawn, "e²")).kappa)
+    for name, most in (("all", math.inf), (f"e <= {SMALL_ERROR:g}", SMALL_ERROR)):
+        chosen, bounded = ([p for p in some if p.error <= most] for some in (costly, everyone))
+        pairs = pairs_of(chosen, PRICED)
+        found, bounds = fit(pairs), interval(chosen, lambda drawn: fit(pairs_of(drawn, PRICED)).kappa)
         single = sorted(
-            fit(pairs_of([p for p in chosen if p.setting == setting], "e²")).kappa for setting in _settings(chosen)
+            fit(pairs_of([p for p in chosen if p.setting == setting], PRICED)).kappa for setting in _settings(chosen)
         )
         middle = statistics.median(single)
         power, kappa, error = fit_power(pairs)
@@ -666,9 +680,9 @@ def _kappa_parts(points: Sequence[Point], reached: Sequence[Point]) -> list[str]
             f"R² {found.r2:.2f}, {found.count} step ratios; single settings {single[0]:.4f} to {single[-1]:.4f}, "
             f"median {middle:.4f}",
             f"    {len(bounded) - len(chosen)} of {len(bounded)} censored; with these at their lower bounds κ is "
-            f"{fit(pairs_of(bounded, 'e²')).kappa:.4f}",
-            f"    mean absolute error of log ratio: {found.error:.3f} fitted, {miss(pairs, ASSUMED_KAPPA):.3f} with "
-            f"κ = {ASSUMED_KAPPA} as assumed so far, {miss(pairs, 0.0):.3f} with κ = 0; between seeds "
+            f"{fit(pairs_of(bounded, PRICED)).kappa:.4f}",
+            f"    mean absolute error of log ratio: {found.error:.3f} fitted, {miss(pairs, PRICE):.3f} with "
+            f"κ = {PRICE} as the controller has it, {miss(pairs, 0.0):.3f} with κ = 0; between seeds "
             f"{_noise(chosen):.3f}",
             f"    with a power of e fitted as well: {kappa:.4f} e^{power:.1f}, error {error:.3f}",
         ]
@@ -676,17 +690,16 @@ def _kappa_parts(points: Sequence[Point], reached: Sequence[Point]) -> list[str]
     if silent:
         lines.append(f"Noise: levels without a residual, mean absolute log ratio {miss(silent, 0.0):.3f}")
     return [
-        "Price 1 + κ e²\n" + "\n".join(lines),
+        "Price 1 + κ e, e summed\n" + "\n".join(lines),
         "Predictors of the step ratio; the same points for all, those that have all of them; 'late': excess steps, not "
         "their share, follow x\n" + aligned(_predictor_table(costly)),
-        "κ of e² by range of e², target, schedule, task, family\n" + aligned(_part_table(costly)),
-        "κ of e² by learning rate; quotient: κ of the high rate over that of the low one, power: its logarithm over "
+        "κ of e by range of e, target, schedule, task, family\n" + aligned(_part_table(costly)),
+        "κ of e by learning rate; quotient: κ of the high rate over that of the low one, power: its logarithm over "
         "that of the rates'\n" + aligned(_rate_table(costly)),
-        f"The same where e <= {SMALL_ERROR:g}\n"
-        + aligned(_rate_table([point for point in costly if (point.x["e²"] or 0.0) <= SMALL_ERROR**2])),
-        f"κ of e² by schedule, where e <= {SMALL_ERROR:g}; the decaying one has "
+        f"The same where e <= {SMALL_ERROR:g}\n" + aligned(_rate_table(small)),
+        f"κ of e by schedule, where e <= {SMALL_ERROR:g}; the decaying one has "
         f"{statistics.fmean(schedule(step, STEPS) for step in range(STEPS)):.2f} times the mean learning rate\n"
-        + aligned(_schedule_table([point for point in costly if (point.x["e²"] or 0.0) <= SMALL_ERROR**2])),
+        + aligned(_schedule_table(small)),
     ]
 
 
@@ -706,12 +719,12 @@ def _noise(points: Sequence[Point]) -> float:
 def _predictor_table(points: Sequence[Point]) -> list[tuple[str, ...]]:
     table = [("x", "κ", "R²", "error of log ratio", "left out", f"e <= {SMALL_ERROR:g}: error", "left out")]
     shared = [point for point in points if all(value is not None for value in point.x.values())]
-    small = [point for point in shared if (point.x["e²"] or 0.0) <= SMALL_ERROR**2]
+    small = [point for point in shared if point.error <= SMALL_ERROR]
     ones = [(0.0, point.ratio) for point in shared]
     small_ones = [(0.0, point.ratio) for point in small]
     nothing = f"{miss(ones, 0.0):.3f}", f"{miss(small_ones, 0.0):.3f}" if small else "-"
     table.append(("(nothing)", "0", "-", nothing[0], nothing[0], nothing[1], nothing[1]))
-    for predictor in PREDICTORS:
+    for predictor in (*PREDICTORS, PRICED):
         for late in (False, True):
             found = fit(pairs_of(shared, predictor, late=late))
             part = fit(pairs_of(small, predictor, late=late)) if small else None
@@ -726,7 +739,7 @@ def _predictor_table(points: Sequence[Point]) -> list[tuple[str, ...]]:
                     f"{left_out(small, predictor, late=late):.3f}",
                 )
             )
-    for predictor in ("e²", "e", "e² / (1 + e²)"):
+    for predictor in ("e²", "e", "e² / (1 + e²)", PRICED):
         numbers = (f"{left_out(some, predictor, families=True):.3f}" for some in (shared, small))
         both = (next(numbers), "-", next(numbers))
         table.append((f"{predictor}, κ of each family", "-", "-", "-", *both))
@@ -735,14 +748,11 @@ def _predictor_table(points: Sequence[Point]) -> list[tuple[str, ...]]:
 
 
 def _part_table(points: Sequence[Point]) -> list[tuple[str, ...]]:
-    def error2(point: Point) -> float:
-        return point.x["e²"] or 0.0
-
     parts: list[tuple[str, Callable[[Point], bool]]] = [
-        ("e² < 0.3", lambda p: error2(p) < 0.3),
-        ("0.3 <= e² < 1", lambda p: 0.3 <= error2(p) < 1),
-        ("1 <= e² < 4", lambda p: 1 <= error2(p) < 4),
-        ("4 <= e²", lambda p: error2(p) >= 4),
+        ("e < 0.5", lambda p: p.error < 0.5),
+        ("0.5 <= e < 1", lambda p: 0.5 <= p.error < 1),
+        ("1 <= e < 2", lambda p: 1 <= p.error < 2),
+        ("2 <= e", lambda p: p.error >= 2),
     ]
     whole = {(p.setting, p.seed, p.level) for p in complete(points)}
     parts += [
@@ -753,7 +763,7 @@ def _part_table(points: Sequence[Point]) -> list[tuple[str, ...]]:
     parts += [
         (
             f"{'decay, to its end' if target == 1 else f'to {target:.0%}'}, e <= {SMALL_ERROR:g}",
-            lambda p, t=target: p.target == t and error2(p) <= SMALL_ERROR**2,
+            lambda p, t=target: p.target == t and p.error <= SMALL_ERROR,
         )
         for target in (*TARGETS, 1.0)
     ]
@@ -763,15 +773,15 @@ def _part_table(points: Sequence[Point]) -> list[tuple[str, ...]]:
     for name in dict.fromkeys(p.family for p in points):
         parts.append((name, lambda p, name=name: p.family == name))
         parts.append(
-            (f"{name}, e <= {SMALL_ERROR:g}", lambda p, name=name: p.family == name and error2(p) <= SMALL_ERROR**2)
+            (f"{name}, e <= {SMALL_ERROR:g}", lambda p, name=name: p.family == name and p.error <= SMALL_ERROR)
         )
     table = [("part", "points", "κ", "5 %", "95 %", "R²", "error of log ratio")]
     for name, belongs in parts:
         chosen = [point for point in points if belongs(point)]
         if len(chosen) < 3:
             continue
-        found = fit(pairs_of(chosen, "e²"))
-        bounds = interval(chosen, lambda drawn: fit(pairs_of(drawn, "e²")).kappa, draws=200)
+        found = fit(pairs_of(chosen, PRICED))
+        bounds = interval(chosen, lambda drawn: fit(pairs_of(drawn, PRICED)).kappa, draws=200)
         cells = (f"{value:.4f}" for value in (found.kappa, *bounds))
         table.append((name, str(found.count), *cells, f"{found.r2:.2f}", f"{found.error:.3f}"))
     return table
@@ -785,7 +795,9 @@ def _rate_table(points: Sequence[Point]) -> list[tuple[str, ...]]:
         rates = sorted({p.setting.learning_rate for p in group}, reverse=True)
         if len(rates) != 2:
             continue
-        high, low = (fit(pairs_of([p for p in group if p.setting.learning_rate == rate], "e²")).kappa for rate in rates)
+        high, low = (
+            fit(pairs_of([p for p in group if p.setting.learning_rate == rate], PRICED)).kappa for rate in rates
+        )
         powers.append(math.log(high / low) / math.log(rates[0] / rates[1]))
         name = f"{kind} {'decay' if decays else 'constant'}"
         shown = f"{rates[0]:g}, {rates[1]:g}"
@@ -803,7 +815,7 @@ def _schedule_table(points: Sequence[Point]) -> list[tuple[str, ...]]:
         decaying = [p for p in points if p.setting == setting]
         steady = [p for p in points if p.setting == setting._replace(decays=False) and p.target == TARGETS[-1]]
         if steady:
-            high, low = (fit(pairs_of(some, "e²")).kappa for some in (steady, decaying))
+            high, low = (fit(pairs_of(some, PRICED)).kappa for some in (steady, decaying))
             logs.append(math.log(low / high))
             name = f"{setting.kind} {setting.learning_rate:g}"
             table.append((name, f"{high:.4f}", f"{low:.4f}", f"{low / high:.2f}"))
@@ -825,7 +837,7 @@ def _energy_table(errors: Sequence[Error]) -> list[tuple[str, ...]]:
     families = dict.fromkeys(family(error.level) for error in errors)
     for name in ("all", *families):
         chosen = [error for error in errors if name in ("all", family(error.level))]
-        add(name, "as assumed so far", judge_energy(chosen, ASSUMED_ENERGY))
+        add(name, "as the controller has it", judge_energy(chosen, ENERGY))
         several = len({error.level for error in chosen}) > 1
         for power in (1.0, None) if several else (1.0,):
             off = []
@@ -903,8 +915,8 @@ def _with_error(values: Sequence[float]) -> str:
 
 
 def draw(figures: Figures, path: Path) -> None:
-    """Step ratio - 1 against e², tasks by colour, with the line that was fitted."""
-    points = [point for point in figures.points if (point.x["e²"] or 0.0) > 0]
+    """Step ratio - 1 against e, tasks by colour, with the line that was fitted and the controller's."""
+    points = [point for point in figures.points if point.error > 0]
     reached = [point for point in points if not point.censored]
     kinds = list(dict.fromkeys(point.setting.kind for point in points))
     figure, axes = plt.subplots(figsize=(8, 5.5), layout="constrained")
@@ -914,7 +926,7 @@ def draw(figures: Figures, path: Path) -> None:
         for censored, marker, alpha in ((False, "o", 0.45), (True, "^", 0.9)):
             chosen = [point for point in of_kind if point.censored is censored]
             axes.scatter(
-                [point.x["e²"] for point in chosen],
+                [point.error for point in chosen],
                 [max(floor, point.ratio - 1) for point in chosen],
                 s=14 if not censored else 22,
                 marker=marker,
@@ -923,16 +935,15 @@ def draw(figures: Figures, path: Path) -> None:
                 alpha=alpha,
                 label=kind if not censored else None,
             )
-    kappa, bounded = (fit(pairs_of(reached, name)).kappa for name in ("e²", "e² / (1 + e²)"))
-    low, high = (extreme(point.x["e²"] or 0.0 for point in points) for extreme in (min, max))
+    kappa = fit(pairs_of(reached, PRICED)).kappa
+    low, high = (extreme(point.error for point in points) for extreme in (min, max))
     xs = [low * (high / low) ** (i / 50) for i in range(51)]
-    axes.plot(xs, [kappa * x for x in xs], "k", label=f"fitted: {kappa:.3f} e²")
-    axes.plot(xs, [bounded * x / (1 + x) for x in xs], "k--", label=f"fitted: {bounded:.3f} e² / (1 + e²)")
-    axes.plot(xs, [ASSUMED_KAPPA * x for x in xs], "k:", label=f"assumed so far: {ASSUMED_KAPPA} e²")
+    axes.plot(xs, [kappa * x for x in xs], "k", label=f"fitted: {kappa:.3f} e")
+    axes.plot(xs, [PRICE * x for x in xs], "k--", label=f"the controller's: {PRICE} e")
     axes.set(
         xscale="log",
         yscale="log",
-        xlabel="e²: squared norm of the residual over that of the gradient",
+        xlabel="e: norm of the residuals' sum over that of the gradients'",
         ylabel=f"steps over dense's, minus 1 (least shown: {floor:g})",
         title="What delay costs in steps (triangles: lower bounds)",
     )

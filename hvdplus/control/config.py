@@ -24,8 +24,8 @@ class Config:
     explore: float = 0.02
     """Share of the time that trials of levels that are not expected to be better may cost, and bandwidth probes."""
     delay_price: float = 0.25
-    """κ; 0: only time counts. Fitted by ``benchmarks/delay.py`` to trainings of 200 steps from the start: 0.18 for
-    integers, 0.26 for ``topk``, 0.31 for ``lowrank``; where they are longer, delay costs less. A kind of level that is
+    """κ; 0: only time counts. Fitted by ``benchmarks/delay.py`` to trainings of 200 steps from the start: 0.17 for
+    integers, 0.28 for ``topk``, 0.32 for ``lowrank``; where they are longer, delay costs less. A kind of level that is
     far from it has a weight of its own, see ``LevelCost``."""
     critical_price: float = 2.0
     """Factor of κ in a critical phase, see ``phases.py``."""
