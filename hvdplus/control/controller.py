@@ -42,7 +42,7 @@ class Observation(NamedTuple):
 
     times: StepTimes
     error: float = math.nan
-    """Norm of the residuals over the norm of the gradients, as root mean squares over the ranks; NaN: not measured."""
+    """Norm of the residuals over that of the gradients, both summed over ranks; NaN: not measured."""
     gradient_norm: float = math.nan
     """Root mean square over the ranks; NaN: not measured."""
     learning_rate: float = 0.0

@@ -9,6 +9,7 @@ One JSON object a line, written by rank 0; each line reaches the operating syste
               input_wait, overlapped_comm, probe, error, gradient_norm, learning_rate, probe_bytes, flushes]
     decision  a change of level (or a choice to stay): from, to, reason, evidence
     resize    levels: their costs, after the buckets were cut anew
+    lost      ranks that are gone from an elastic job, and the norm of what one that is left holds back
     forbid    level: it and the levels above it may run no more, with the reason
     stretch   every: local steps before an exchange from here on, and by what factor these are more
     preview   errors of levels, as tried beside the training
