@@ -580,7 +580,7 @@ RACES = {"1gbit": 1.1, "100mbit": 1.3, "50mbit": 1.3}
 LEVEL_LIMIT = 1.05
 """How many times as long as the best fixed level of its ladder ``auto`` may take."""
 COURSES = {"text": (700, (3.4, 3.2, 3.1, 3.0)), "bytes": (700, (3.8, 3.6, 3.5, 3.4))}
-QUICK_COURSES = {"text": (340, (3.5, 3.3)), "bytes": (340, (3.9, 3.7))}
+QUICK_COURSES = {"text": (280, (3.6, 3.4)), "bytes": (280, (4.0, 3.8))}
 """Model -> steps, and bits a character to reach."""
 EVALUATE_STEPS = 20
 RACE_SECONDS, BESIDE = 0.2, 5
