@@ -58,9 +58,9 @@ def test_a_fit_finds_kappa(kappa: float) -> None:
 
 def test_a_fit_of_the_power_finds_both() -> None:
     draw = random.Random(0)
-    xs = [10 ** draw.uniform(-2, 1) for _ in range(100)]
-    power, kappa, error = delay.fit_power([(x, 1 + 0.3 * math.sqrt(x)) for x in xs])
-    assert (power, kappa) == (pytest.approx(0.5), pytest.approx(0.3, rel=1e-3))
+    xs = [math.sqrt(10 ** draw.uniform(-2, 1)) for _ in range(100)]
+    power, kappa, error = delay.fit_power([(x, 1 + 0.3 * x) for x in xs])
+    assert (power, kappa) == (pytest.approx(1.0), pytest.approx(0.3, rel=1e-3))
     assert error < 1e-3
 
 

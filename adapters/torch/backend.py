@@ -117,8 +117,7 @@ class TorchBackend:
         for i, shape in zip(bucket.parameters, bucket.shapes, strict=True):
             grad = self._dense(i)
             if grad is None:
-                arrays.append(self.zeros(math.prod(shape), dtype).view(shape))
-                continue
+                grad = self.zeros(math.prod(shape), dtype).view(shape)
             own = grad.to(wanted).contiguous()
             # The backward pass may still read memory that is not the gradient's alone.
             arrays.append(grad.detach().clone() if own is grad and not alone_in_memory(grad) else own)
@@ -185,13 +184,9 @@ class TorchBackend:
     def deliver_summed(
         self, bucket: Bucket, means: Sequence[torch.Tensor], users: Sequence[bool], *, sparse: Container[int]
     ) -> None:
-        apart = [
-            (i, mean.view(shape), i in sparse)
-            for i, shape, mean in zip(bucket.parameters, bucket.shapes, means, strict=True)
-            if users[i] and mean is not self.gradient(i)
-        ]
-        if apart:
-            self._write(apart, adopt=False)
+        triples = zip(bucket.parameters, bucket.shapes, means, strict=True)
+        apart = (each for each in triples if users[each[0]] and each[2] is not self.gradient(each[0]))
+        self._write(((i, mean.view(shape), i in sparse) for i, shape, mean in apart), adopt=False)
 
     # -- arrays
 
@@ -208,12 +203,7 @@ class TorchBackend:
     def sketch(self, array: torch.Tensor, part: Part) -> torch.Tensor:
         if self._signs is None:
             self._signs = torch.from_numpy(signs()).to(self.device)
-        flat = array.detach().reshape(-1).contiguous()
-        start = flat.storage_offset() + part.column
-        cells = flat.as_strided((CELLS, part.width), (part.rows, 1), start).float()
-        # No product of matrices: autocast would compute it in half precision, and all the rest of a step takes longer
-        # beside it (by a third in models of small tensors).
-        return (cells * self._signs[part.sign : part.sign + part.width]).sum(1) * part.scale
+        return _sketch(array.detach(), part, self._signs)
 
     def norm_of_all(self, norms: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.linalg.vector_norm(torch.stack(list(norms))).reshape(1) if norms else self.zeros(1)
@@ -300,6 +290,14 @@ class TorchBackend:
 def real_view(tensor: torch.Tensor) -> torch.Tensor:
     """Complex numbers as pairs of real ones, in one more dimension at the end; other tensors unchanged."""
     return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _sketch(array: torch.Tensor, part: Part, all_signs: torch.Tensor) -> torch.Tensor:
+    flat = array.reshape(-1).contiguous()
+    cells = flat.as_strided((CELLS, part.width), (part.rows, 1), flat.storage_offset() + part.column).float()
+    # No product of matrices: autocast would compute it in half precision, and all the rest of a step takes longer
+    # beside it (by a third in models of small tensors).
+    return (cells * all_signs[part.sign : part.sign + part.width]).sum(1) * part.scale
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:

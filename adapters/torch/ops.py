@@ -105,12 +105,7 @@ class TorchOps(PackingOps):
         return True
 
     def _write(self, pieces: Sequence[Piece[torch.Tensor]], scale: float, parts: Sequence[torch.Tensor]) -> None:
-        copies = [
-            (part, piece.values)
-            for part, piece in zip(parts, pieces, strict=True)
-            if isinstance(piece, Halves) and piece.factor * scale == 1
-        ]
-        private.copy_each([part for part, _ in copies], [values for _, values in copies])
+        into, copied = list[torch.Tensor](), list[torch.Tensor]()
         for part, piece in zip(parts, pieces, strict=True):
             if isinstance(piece, Product):
                 matrix = part.view(piece.left.shape[0], piece.right.shape[0])
@@ -121,13 +116,18 @@ class TorchOps(PackingOps):
                 part.view(piece.height, -1).index_copy_(0, piece.rows.long(), values)
             elif isinstance(piece, Halves):
                 factor = piece.factor * scale
-                for a, b in self._chunks(len(part)) if factor != 1 else ():
-                    part[a:b].copy_(piece.values[a:b]).mul_(factor)
+                if factor == 1:
+                    into.append(part)
+                    copied.append(piece.values)
+                else:
+                    for a, b in self._chunks(len(part)):
+                        part[a:b].copy_(piece.values[a:b]).mul_(factor)
             elif isinstance(piece, Packed):
                 for _, _, numbers, step in self._by_runs(piece, scale, part):
                     numbers.mul_(step)
             else:
                 torch.mul(piece, scale, out=part)
+        private.copy_each(into, copied)
 
     def subtract(self, values: torch.Tensor | Joint, pieces: Sequence[Piece[torch.Tensor]]) -> torch.Tensor:
         values = values[:]
@@ -157,17 +157,15 @@ class TorchOps(PackingOps):
     def _add_product(self, matrix: torch.Tensor, product: Product[torch.Tensor], *, alpha: float, beta: int) -> None:
         """``beta`` times the matrix, plus ``alpha`` times the product, in place."""
         left, right = product.left, product.right.t()
-        rank, rows = left.shape[1], BLOCK_ROWS[beta]
-        large = rank in BLOCK_RANKS and matrix.numel() > BLOCK_SIZE * rank
-        blocks = matrix.shape[0] // rows if large and self._on_host and MKL else 0
-        if not blocks:
-            torch.addmm(matrix, left, right, alpha=alpha, beta=beta, out=matrix)
-            return
+        large = len(right) in BLOCK_RANKS and matrix.numel() > BLOCK_SIZE * len(right)
+        rows = BLOCK_ROWS[beta]
+        blocks = len(matrix) // rows if large and self._on_host and MKL else 0
         done = blocks * rows
-        those = matrix[:done].view(blocks, rows, -1)
-        lefts = left[:done].view(blocks, rows, -1)
-        torch.baddbmm(those, lefts, right.expand(blocks, *right.shape), alpha=alpha, beta=beta, out=those)
-        if done < matrix.shape[0]:
+        if blocks:
+            those = matrix[:done].view(blocks, rows, -1)
+            lefts = left[:done].view(blocks, rows, -1)
+            torch.baddbmm(those, lefts, right.expand(blocks, *right.shape), alpha=alpha, beta=beta, out=those)
+        if done < len(matrix):
             torch.addmm(matrix[done:], left[done:], right, alpha=alpha, beta=beta, out=matrix[done:])
 
     def project(
@@ -284,13 +282,7 @@ class TorchOps(PackingOps):
         return chosen.nonzero().reshape(-1).to(torch.int32)
 
     def _row_rms(self, matrix: torch.Tensor) -> torch.Tensor:
-        norms: torch.Tensor = torch.linalg.vector_norm(matrix, dim=1)
-        share = matrix.shape[1] ** -0.5
-        if norms.numel() and not (norms.amin() > FAINT and norms.amax() < 1 / FAINT):  # squares may have left float32
-            odd = ((norms > FAINT) & (norms < 1 / FAINT)).logical_not_()
-            exact = torch.linalg.vector_norm(matrix[odd], dim=1, dtype=torch.float64)
-            return norms.mul_(share).masked_scatter_(odd, exact.mul_(share).to(norms.dtype)).float()
-        return norms.mul_(share).float()
+        return _norms_of_rows(matrix).mul_(matrix.shape[1] ** -0.5).float()
 
 
 class DeviceOps(TorchOps):
@@ -353,6 +345,15 @@ def make_ops(device: torch.device | str) -> TorchOps:
     """The operations for arrays on ``device``."""
     device = torch.device(device)
     return DeviceOps(device) if device.type == "cuda" else TorchOps(device)
+
+
+def _norms_of_rows(matrix: torch.Tensor) -> torch.Tensor:
+    """On the CPU; in float64 if there are rows whose squares may have left float32."""
+    norms: torch.Tensor = torch.linalg.vector_norm(matrix, dim=1)
+    if norms.numel() and not (norms.amin() > FAINT and norms.amax() < 1 / FAINT):
+        odd, norms = ~((norms > FAINT) & (norms < 1 / FAINT)), norms.double()
+        norms[odd] = torch.linalg.vector_norm(matrix[odd], dim=1, dtype=torch.float64)
+    return norms
 
 
 def _hair(rows: int, columns: int) -> np.ndarray:
